@@ -1,0 +1,90 @@
+"""The gate: the wait between a work item and the chunks it reads.
+
+`Gate.needs` says which chunks an item needs: a function of the rows it reads, after raster and pivot, and of nothing
+else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
+`Wait` and is told whether the chunk has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilestream.arrival.chunks import Chunks
+from tilestream.schedule.grid import WorkItem
+
+
+class Wait(NamedTuple):
+    """Wait for a chunk, under the launch's deadline and its abort word. Answer: 1 arrived, 0 the launch is over.
+
+    Attributes
+    ----------
+    operand
+        0 where A's rows arrive, 1 where B's columns (a weight's rows) do.
+    chunk
+        Which chunk of that operand.
+    item
+        The item that needs it: what a record of an expiry names.
+    """
+
+    operand: int
+    chunk: int
+    item: WorkItem
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an item waits for. ``rows`` and ``columns`` are the chunks of A's rows and B's columns, None where all is there.
+
+    Parameters
+    ----------
+    m, n
+        Rows and columns of the output of one batch.
+    block_m, block_n
+        Rows and columns of a tile.
+    rows, columns
+        The chunks; at least one of the two is given (with no arrival there is no gate at all).
+    row_of_batch
+        Where each batch begins in the rows that arrive. Empty for one batch, or where all batches share A.
+    """
+
+    m: int
+    n: int
+    block_m: int
+    block_n: int
+    rows: Chunks | None = None
+    columns: Chunks | None = None
+    row_of_batch: tuple[int, ...] = ()
+
+    def needs(self, item: WorkItem) -> tuple[Wait, ...]:
+        """The chunks ``item`` reads, each once, A's first."""
+        needs: list[Wait] = []
+        if self.rows is not None:
+            base = self.row_of_batch[item.batch] if self.row_of_batch else 0
+            begin = item.pm * self.block_m
+            end = min(self.m, begin + self.block_m)
+            needs += [Wait(0, chunk, item) for chunk in self.rows.of_rows(base + begin, base + end)]
+        if self.columns is not None:
+            begin = item.pn * self.block_n
+            end = min(self.n, begin + self.block_n)
+            needs += [Wait(1, chunk, item) for chunk in self.columns.of_rows(begin, end)]
+        return tuple(needs)
+
+
+class Seen(NamedTuple):
+    """The chunks a worker has waited for already, as bits: a wait happens once per new chunk, not once per item."""
+
+    rows: int = 0
+    columns: int = 0
+
+
+def pass_gate(gate: Gate, item: WorkItem, seen: Seen) -> Generator[Wait, int, tuple[bool, Seen]]:
+    """Wait for every chunk ``item`` reads that this worker has not yet seen; False: the launch is over, take nothing."""
+    for need in gate.needs(item):
+        bit = 1 << need.chunk
+        if not seen[need.operand] & bit:
+            if not (yield need):
+                return False, seen
+            seen = seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
+    return True, seen

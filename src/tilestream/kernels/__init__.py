@@ -1,0 +1,1 @@
+"""The backends. Each is a package; `loop` is the protocol they all follow."""

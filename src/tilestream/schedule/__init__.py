@@ -1,0 +1,23 @@
+"""Work items, raster, queues, stream-K: plain integer functions, run by host and devices alike."""
+
+from tilestream.schedule.grid import INT31, Grid, WorkItem
+from tilestream.schedule.order import Order, Raster, TileOrder, by_cost, table_raster
+from tilestream.schedule.schedule import Cursor, Kind, Peek, Schedule, Split, Take, take
+
+__all__ = [
+    "INT31",
+    "Cursor",
+    "Grid",
+    "Kind",
+    "Order",
+    "Peek",
+    "Raster",
+    "Schedule",
+    "Split",
+    "Take",
+    "TileOrder",
+    "WorkItem",
+    "by_cost",
+    "table_raster",
+    "take",
+]

@@ -1,0 +1,39 @@
+"""Queues: which positions a queue holds, where a worker goes next, and counters that nobody has to clear.
+
+A queue is one counter, handing out tickets 0, 1, 2, ... by an atomic add; tickets at or past its size are void. A
+worker takes from its own queue while that lasts and then from the fullest, so a queue that nobody calls his own is
+emptied all the same (invariant 1, *Coverage*).
+
+Counters are never cleared (invariant 4): a launch is given a *base* by the host, raises the counter to it with an
+atomic max before its first add, and counts from there. The host adds the most a launch can take to get the next base,
+so a launch that was drained or failed half way cannot spoil the one after it.
+
+Leaves in the sense of `tilestream.schedule.integers`.
+"""
+
+from __future__ import annotations
+
+
+def home_queue(worker: int, queues: int) -> int:
+    """The queue a worker calls its own. Neighbouring program ids land on different XCDs, and so do neighbouring queues."""
+    return worker % queues
+
+
+def left(size: int, taken: int) -> int:
+    """Tickets still valid in a queue of ``size`` of which ``taken`` (void ones included) were handed out."""
+    return size - min(size, taken)
+
+
+def fuller(best: int, best_left: int, queue: int, queue_left: int) -> int:
+    """The better victim of two: more left; on a tie the one seen first."""
+    if queue_left > best_left:
+        best = queue
+    return best
+
+
+def next_base(base: int, size: int, workers: int) -> int:
+    """First value of the counter that no worker of the launch counting from ``base`` can have reached.
+
+    A worker that draws a void ticket from a queue never asks that queue again, so ``workers`` bounds the void tickets.
+    """
+    return base + size + workers

@@ -1,0 +1,260 @@
+"""`Schedule`: which worker does which work item next, and `take`, the protocol by which a worker finds out.
+
+`take` is a generator: it yields the operations on shared memory it needs (`Take`, `Peek`) and is sent their results.
+Whoever drives it decides what they mean. The CPU backend performs them on locked counters; `tilestream.verify` performs
+them on every interleaving of several workers; tests perform them in any order they like. All run this text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from tilestream.schedule import queues as queue_rules
+from tilestream.schedule import stream_k
+from tilestream.schedule.grid import Grid, WorkItem
+from tilestream.schedule.integers import part_begin, part_of, part_size
+from tilestream.schedule.order import Raster
+
+Kind = Literal["static", "dynamic", "stream_k"]
+Split = Literal["items", "columns", "rows"]
+
+
+class Take(NamedTuple):
+    """Atomic add of one to a queue's counter. Answer: the ticket, counted from the launch's base."""
+
+    queue: int
+
+
+class Peek(NamedTuple):
+    """Atomic read of a queue's counter. Answer: tickets handed out so far, counted from the launch's base."""
+
+    queue: int
+
+
+class Cursor(NamedTuple):
+    """Where a worker stands in the schedule: all it remembers from one `take` to the next.
+
+    Attributes
+    ----------
+    ticket
+        ``static``: how many items this worker has taken.
+    home_open
+        Whether the worker's own queue may still hold an item.
+    share, unit, unit_end
+        ``stream_k``: the share in progress, and the units of it that are left; none where ``unit == unit_end``.
+    """
+
+    ticket: int = 0
+    home_open: bool = True
+    share: int = -1
+    unit: int = 0
+    unit_end: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what, in which order: pure integers, the same for every backend.
+
+    Parameters
+    ----------
+    kind
+        ``static``: worker w of W takes positions w, w + W, ...: no shared state, and no help for a slow worker.
+        ``dynamic``: positions are tickets of queues. ``stream_k``: dynamic, with the last wave's tiles split along K.
+    grid, raster
+        The tiles, and their order.
+    workers
+        Resident programs. Only ``static`` and the size of stream-K's remainder depend on it: under ``dynamic`` and
+        ``stream_k`` any non-empty set of workers does each work item exactly once.
+    queues
+        Number of queues (``dynamic``).
+    split
+        What queues divide: the raster's positions (``items``), or the tiles' columns or rows, each queue then going
+        through its stripe in the raster's order. Queues split the dimension that does not arrive, so that a late
+        chunk idles nobody's queue.
+    shares
+        Into how many shares stream-K cuts the remainder; 0 for one per worker, at most one per unit.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of range, or two exclude each other.
+    """
+
+    kind: Kind
+    grid: Grid
+    raster: Raster = Raster()
+    workers: int = 1
+    queues: int = 1
+    split: Split = "items"
+    shares: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("kind", get_args(Kind)), ("split", get_args(Split))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"Schedule: {name}={getattr(self, name)!r}; it is one of {', '.join(choices)}")
+        for name, least in (("workers", 1), ("queues", 1), ("shares", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Schedule: {name}={getattr(self, name)}; it is at least {least}")
+        if self.kind != "dynamic" and self.queues != 1:
+            raise ValueError(f"Schedule: queues={self.queues} with kind={self.kind!r}; only dynamic has more than one")
+        if self.split != "items" and self.raster.order == "table":
+            raise ValueError(f"Schedule: split={self.split!r} with a table; a table's positions are split as 'items'")
+        if self.split == "rows" and self.raster.order == "chunk_major" and not self.raster.transposed:
+            raise ValueError("Schedule: split='rows' where rows arrive; queues split the dimension that does not arrive")
+        if self.split == "columns" and self.raster.order == "chunk_major" and self.raster.transposed:
+            raise ValueError("Schedule: split='columns' where columns arrive; queues split the one that does not arrive")
+        self.raster.check(self.grid)
+
+    # Stream-K's remainder ------------------------------------------------------------------------------------------
+
+    @property
+    def remainder(self) -> int:
+        """Tiles split along K, the last ones of the raster; 0 unless ``stream_k``."""
+        if self.kind != "stream_k":
+            return 0
+        return stream_k.remainder_tiles(self.grid.tiles, self.workers)
+
+    @property
+    def full_tiles(self) -> int:
+        """Tiles done whole."""
+        return self.grid.tiles - self.remainder
+
+    @property
+    def units(self) -> int:
+        """K steps in the remainder."""
+        return self.remainder * self.grid.k_steps
+
+    @property
+    def num_shares(self) -> int:
+        """Shares the remainder is cut into."""
+        return min(self.shares or self.workers, self.units)
+
+    @property
+    def slots(self) -> int:
+        """Partial results that must have a place; see `stream_k.slot`."""
+        return self.num_shares + self.remainder - 1 if self.remainder else 0
+
+    def contributors(self, tile: int) -> range:
+        """The shares that do a part of remainder tile ``tile``, in K order: the order in which partials are added."""
+        k_steps = self.grid.k_steps
+        first = part_of(self.units, self.num_shares, tile * k_steps)
+        last = part_of(self.units, self.num_shares, (tile + 1) * k_steps - 1)
+        return range(first, last + 1)
+
+    def remainder_tile(self, tile: int) -> WorkItem:
+        """Remainder tile ``tile`` as a whole."""
+        return self._whole(self.full_tiles + tile)
+
+    # Tickets -------------------------------------------------------------------------------------------------------
+
+    def queue_size(self, queue: int) -> int:
+        """Valid tickets of a queue (``static``: of the one list all workers step through)."""
+        grid = self.grid
+        if self.split == "columns":
+            return grid.batch * grid.num_m * part_size(grid.num_n, self.queues, queue)
+        if self.split == "rows":
+            return grid.batch * part_size(grid.num_m, self.queues, queue) * grid.num_n
+        return part_size(self.full_tiles + self.num_shares, self.queues, queue)
+
+    def ticket(self, queue: int, ticket: int) -> tuple[WorkItem, Cursor]:
+        """The first work item of a ticket, and the cursor behind it."""
+        grid = self.grid
+        if self.split == "items":
+            position = part_begin(self.full_tiles + self.num_shares, self.queues, queue) + ticket
+            if position < self.full_tiles:
+                return self._whole(position), Cursor()
+            share = position - self.full_tiles
+            begin = part_begin(self.units, self.num_shares, share)
+            return self._next_part(share, begin, begin + part_size(self.units, self.num_shares, share))
+        rows, cols = grid.num_m, grid.num_n
+        if self.split == "columns":
+            cols = part_size(cols, self.queues, queue)
+        else:
+            rows = part_size(rows, self.queues, queue)
+        batch, t = divmod(ticket, rows * cols)
+        pm, pn = self.raster.tile(t, rows, cols)
+        if self.split == "columns":
+            pn += part_begin(grid.num_n, self.queues, queue)
+        else:
+            pm += part_begin(grid.num_m, self.queues, queue)
+        return self._item(batch, pm, pn), Cursor()
+
+    def _whole(self, position: int) -> WorkItem:
+        grid = self.grid
+        batch, t = divmod(position, grid.plane)
+        return self._item(batch, *self.raster.tile(t, grid.num_m, grid.num_n))
+
+    def _item(self, batch: int, pm: int, pn: int) -> WorkItem:
+        grid = self.grid
+        return WorkItem((batch * grid.num_m + pm) * grid.num_n + pn, batch, pm, pn, 0, grid.k_steps)
+
+    def _next_part(self, share: int, unit: int, unit_end: int) -> tuple[WorkItem, Cursor]:
+        tile, k_begin, k_end = stream_k.share_part(unit, unit_end, self.grid.k_steps)
+        behind = Cursor(share=share, unit=unit + k_end - k_begin, unit_end=unit_end)
+        item = self.remainder_tile(tile)
+        sharers = self.contributors(tile)
+        if len(sharers) == 1:
+            return item, behind
+        return item._replace(
+            k_begin=k_begin,
+            k_end=k_end,
+            part=share - sharers.start,
+            parts=len(sharers),
+            slot=stream_k.slot(share, tile),
+        ), behind
+
+    def items(self) -> Iterator[WorkItem]:
+        """Every work item once, in the schedule's order (queue by queue). For checks and reports, not for workers."""
+        for queue in range(self.queues):
+            for ticket in range(self.queue_size(queue)):
+                item, cursor = self.ticket(queue, ticket)
+                yield item
+                while cursor.unit < cursor.unit_end:
+                    item, cursor = self._next_part(cursor.share, cursor.unit, cursor.unit_end)
+                    yield item
+
+
+def take(schedule: Schedule, worker: int, cursor: Cursor) -> Generator[Take | Peek, int, tuple[WorkItem | None, Cursor]]:
+    """The protocol by which ``worker`` takes its next work item; None is STOP.
+
+    ::
+
+        a share in progress:  its next part
+        static:               own position, no shared memory touched
+        own queue open:       ticket = add(own queue, 1); valid -> item
+        else, until none is left anywhere:
+                              read every other counter; ticket = add(the fullest, 1); valid -> item
+                              void: somebody was faster and that queue is empty for good; look again
+
+    Each pass of the last loop finds one more queue empty, so it ends.
+    """
+    if cursor.unit < cursor.unit_end:
+        item, behind = schedule._next_part(cursor.share, cursor.unit, cursor.unit_end)
+        return item, cursor._replace(share=behind.share, unit=behind.unit, unit_end=behind.unit_end)
+    if schedule.kind == "static":
+        position = worker + cursor.ticket * schedule.workers
+        if position >= schedule.grid.tiles:
+            return None, cursor
+        item, _ = schedule.ticket(0, position)
+        return item, cursor._replace(ticket=cursor.ticket + 1)
+    home = queue_rules.home_queue(worker, schedule.queues)
+    if cursor.home_open:
+        ticket = yield Take(home)
+        if ticket < schedule.queue_size(home):
+            return schedule.ticket(home, ticket)
+        cursor = Cursor(home_open=False)
+    while True:
+        victim, most = -1, 0
+        for queue in range(schedule.queues):
+            if queue != home:
+                queue_left = queue_rules.left(schedule.queue_size(queue), (yield Peek(queue)))
+                victim = queue_rules.fuller(victim, most, queue, queue_left)
+                most = max(most, queue_left)
+        if victim < 0:
+            return None, cursor
+        ticket = yield Take(victim)
+        if ticket < schedule.queue_size(victim):
+            item, behind = schedule.ticket(victim, ticket)
+            return item, behind._replace(home_open=False)
