@@ -1,1 +1,59 @@
-"""x"""
+"""GPU kernels that stay resident and take work as it becomes possible: the public names.
+
+What computes imports torch, and is imported on first use; schedules, plans and the checker do without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tilestream import trace
+from tilestream._version import __version__
+from tilestream.arrival.arrival import Arrival
+from tilestream.plan import Plan, plan
+from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+
+if TYPE_CHECKING:
+    from tilestream.arrival.stream import Stream, stream_in
+    from tilestream.ops import addmm, bmm, linear, matmul, mm
+
+_LAZY = {
+    "Stream": "tilestream.arrival.stream",
+    "stream_in": "tilestream.arrival.stream",
+    "addmm": "tilestream.ops",
+    "bmm": "tilestream.ops",
+    "linear": "tilestream.ops",
+    "matmul": "tilestream.ops",
+    "mm": "tilestream.ops",
+}
+
+__all__ = [
+    "Arrival",
+    "ArrivalTimeout",
+    "Plan",
+    "ProducerStopped",
+    "Stream",
+    "TilestreamError",
+    "__version__",
+    "addmm",
+    "bmm",
+    "linear",
+    "matmul",
+    "mm",
+    "plan",
+    "stream_in",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tilestream' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,1 +1,11 @@
-"""x"""
+"""Chunks, signals, gates, deadlines, and the producers that fill them.
+
+Importing this package imports no torch; `tilestream.arrival.stream`, whose producers fill tensors, does.
+"""
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.gate import Gate, Seen, Wait, pass_gate
+from tilestream.arrival.signals import Outcome, Signals
+
+__all__ = ["Arrival", "Chunks", "Gate", "Outcome", "Seen", "Signals", "Wait", "pass_gate"]

@@ -1,0 +1,207 @@
+"""`Arrival`: how an input comes in, as the caller says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.signals import Signals
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Arrival:
+    """The chunks in which the rows of an input arrive, and the signals that say so.
+
+    Made by `uniform` or `ragged`, or by `stream_in` for a source that tilestream reads itself. Rows are those of the
+    input seen as a matrix: an ``[B, M, K]`` activation has ``B * M`` of them.
+
+    Whoever fills the input calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
+    each tile when its rows are there. The next round of the same buffers begins with `advance`.
+
+    Examples
+    --------
+    >>> arrival = Arrival.uniform(rows_per_chunk=128, num_chunks=8, pivot=2)
+    >>> arrival.signal(2)
+    >>> arrival.arrived(2), arrival.arrived(3)
+    (True, False)
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        *,
+        rows_per_chunk: int = 0,
+        bounds: tuple[int, ...] = (),
+        pivot: int = 0,
+        signals: torch.Tensor | None = None,
+    ) -> None:
+        if not 0 <= pivot < num_chunks:
+            raise ValueError(f"pivot={pivot}: the raster starts from one of the {num_chunks} chunks, 0 to {num_chunks - 1}")
+        if signals is not None:
+            _check_signals(signals, num_chunks)
+        self._rows_per_chunk = rows_per_chunk
+        self._bounds = bounds
+        self._num_chunks = num_chunks
+        self._pivot = pivot
+        self._tensor = signals
+        self._signals = Signals(num_chunks, signals)  # type: ignore[arg-type]  # an int tensor is indexed like a list
+
+    @classmethod
+    def uniform(
+        cls, rows_per_chunk: int, num_chunks: int, pivot: int = 0, signals: torch.Tensor | None = None
+    ) -> Arrival:
+        """``num_chunks`` chunks of ``rows_per_chunk`` rows; the last has what is left of the input's rows.
+
+        Parameters
+        ----------
+        rows_per_chunk
+            Rows of a chunk, at least 1; it need not divide the rows nor be a multiple of a tile.
+        num_chunks
+            Number of chunks, at least 1. Together they must cover the input's rows, each with at least one of them.
+        pivot
+            The chunk to start from; the others follow in order and wrap around.
+        signals
+            Your own signal words, ``int32[num_chunks]`` on the input's device: 0 not arrived, anything else arrived.
+            They are zeroed by the call that has seen them all. None: tilestream keeps words of its own.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of range, or ``signals`` has the wrong shape.
+        TypeError
+            If ``signals`` has the wrong dtype.
+        """
+        for name, value in (("rows_per_chunk", rows_per_chunk), ("num_chunks", num_chunks)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: a uniform arrival has a positive whole number of them")
+        return cls(num_chunks, rows_per_chunk=rows_per_chunk, pivot=pivot, signals=signals)
+
+    @classmethod
+    def ragged(cls, bounds: Sequence[int], pivot: int = 0, signals: torch.Tensor | None = None) -> Arrival:
+        """Chunk ``c`` has rows ``bounds[c]`` to ``bounds[c + 1]``; chunks may be empty.
+
+        Parameters
+        ----------
+        bounds
+            ``num_chunks + 1`` rows: from 0, never falling, the last one the number of rows of the input.
+        pivot, signals
+            As for `uniform`.
+        """
+        chunks = Chunks(tuple(int(b) for b in bounds))
+        return cls(chunks.count, bounds=chunks.bounds, pivot=pivot, signals=signals)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self._num_chunks
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of each chunk but the last; 0 where they are ragged."""
+        return self._rows_per_chunk
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The bounds of ragged chunks; empty where they are uniform."""
+        return self._bounds
+
+    @property
+    def pivot(self) -> int:
+        """The chunk the raster starts from."""
+        return self._pivot
+
+    @property
+    def signals(self) -> torch.Tensor | None:
+        """The caller's own signal words, if he gave any."""
+        return self._tensor
+
+    @property
+    def key(self) -> int:
+        """What a registered op knows the signals by."""
+        return self._signals.key
+
+    @property
+    def epoch(self) -> int:
+        """The round: counted up by `advance`."""
+        return self._signals.epoch
+
+    @property
+    def times(self) -> tuple[float | None, ...]:
+        """When each chunk of this round was signalled, on `time.perf_counter`'s clock; None where not yet."""
+        return self._signals.times
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the producer of this round reported by `fail`, if anything."""
+        return self._signals.error(self._signals.epoch)
+
+    def signal(self, chunk: int, *, epoch: int | None = None) -> None:
+        """Say that chunk ``chunk`` is there. Call it after its rows were written, from any thread.
+
+        Parameters
+        ----------
+        epoch
+            The round meant, so that a producer that comes too late cannot speak for the next one; None: the present.
+        """
+        self._signals.set(chunk, epoch)
+
+    def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
+        """Say that what is missing will not come: ``error`` is raised in the call that waits for it."""
+        self._signals.fail(error, epoch)
+
+    def arrived(self, chunk: int) -> bool:
+        """Whether chunk ``chunk`` has arrived in this round."""
+        return self._signals.arrived(chunk)
+
+    def advance(self) -> int:
+        """Begin the next round: nothing has arrived yet. Returns its epoch, for `signal`."""
+        return self._signals.advance()
+
+    def chunks(self, rows: int) -> Chunks:
+        """The chunks of an input of ``rows`` rows.
+
+        Raises
+        ------
+        ValueError
+            If this arrival does not cover just these rows.
+        """
+        return chunks_of(rows, self._num_chunks, self._rows_per_chunk, self._bounds)
+
+    def __repr__(self) -> str:
+        shape = f"rows_per_chunk={self._rows_per_chunk}" if self._rows_per_chunk else "ragged"
+        here = sum(self.arrived(c) for c in range(self._num_chunks))
+        return f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, arrived={here}, epoch={self.epoch})"
+
+
+def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int]) -> Chunks:
+    """The chunks described by an arrival's integers, checked against the rows of the input they are for."""
+    if not rows_per_chunk:
+        chunks = Chunks(tuple(bounds))
+        if chunks.rows != rows:
+            raise ValueError(
+                f"arrival: its bounds end at row {chunks.rows}, the input has {rows} rows; the last bound is the number of rows"
+            )
+        return chunks
+    chunks = Chunks.uniform(rows, rows_per_chunk)
+    if chunks.count != num_chunks:
+        raise ValueError(
+            f"arrival: {num_chunks} chunks of {rows_per_chunk} rows bring {(num_chunks - 1) * rows_per_chunk + 1} to "
+            f"{num_chunks * rows_per_chunk} rows, the input has {rows}; it takes num_chunks={chunks.count}"
+        )
+    return chunks
+
+
+def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:
+    import torch
+
+    if not isinstance(signals, torch.Tensor):
+        raise TypeError(f"signals: {type(signals).__name__}; it is a torch tensor of int32")
+    if signals.dtype != torch.int32:
+        raise TypeError(f"signals: dtype {signals.dtype}; signal words are torch.int32")
+    if tuple(signals.shape) != (num_chunks,):
+        raise ValueError(f"signals: shape {tuple(signals.shape)}; there is one word a chunk: ({num_chunks},)")
+    if signals.numel() and not signals.is_contiguous():
+        raise ValueError(f"signals: stride {signals.stride()}; the words lie side by side: pass signals.contiguous()")

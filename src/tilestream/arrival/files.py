@@ -1,0 +1,261 @@
+"""Matrices in files: where their bytes lie (safetensors, .npy), and how to bring ranges of them into memory.
+
+`RangeReader` reads with O_DIRECT where the file system allows it: the bytes go from the disk into the destination
+without a copy through the page cache, which on a machine whose cores are busy multiplying is what counts (256 MB:
+about 10 ms of CPU time, 55 ms through the cache). O_DIRECT wants file offset, address and length to be multiples of a
+block; the destination is placed so that address and file offset agree modulo a page, and reads are rounded out to
+pages. Elsewhere it reads through the cache, and says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = 4096
+
+#: safetensors' names of the dtypes that a matmul takes, with torch's name and bytes.
+_SAFETENSORS = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+_NUMPY = {"<f8": ("float64", 8), "<f4": ("float32", 4), "<f2": ("float16", 2)}
+_MAX_HEADER = 100 * 2**20  # the safetensors format's own limit
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A row-major tensor in a file: ``dtype`` is torch's name of it, ``offset`` and ``itemsize`` are in bytes."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        size = self.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> StoredMatrix:
+    """The tensor ``tensor`` of a ``.safetensors`` or ``.npy`` file; where None, the only matrix there is.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If the file is neither, is damaged, has no such tensor or more than one to choose from, or it is no matrix.
+    TypeError
+        If the tensor's dtype is none that a matmul takes.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        magic = file.read(8)
+    size = path.stat().st_size
+    if magic[:6] == b"\x93NUMPY":
+        found = _npy(path, tensor)
+    elif len(magic) == 8 and int.from_bytes(magic, "little") <= min(size - 8, _MAX_HEADER):
+        found = _safetensors(path, tensor)
+    else:
+        raise ValueError(f"{path}: neither a safetensors nor a .npy file (it begins with {magic!r})")
+    if len(found.shape) < 2:
+        raise ValueError(f"{path}: tensor {found.name!r} has shape {list(found.shape)}; a matrix has at least 2 dimensions")
+    if found.offset + found.nbytes > size:
+        raise ValueError(
+            f"{path}: tensor {found.name!r} should end at byte {found.offset + found.nbytes}, the file has {size}: it is cut off"
+        )
+    return found
+
+
+def _safetensors(path: Path, tensor: str | None) -> StoredMatrix:
+    # The format (github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header, the data. The
+    # library maps the file and hands out tensors; what streams needs is where the bytes lie.
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header: Any = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            shapes = {name: tuple(int(x) for x in entry["shape"]) for name, entry in entries.items()}
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a safetensors file: its header cannot be read ({error})") from None
+    if tensor is None:
+        matrices = [name for name, shape in shapes.items() if len(shape) >= 2]
+        if len(matrices) != 1:
+            raise ValueError(f"{path}: holds {len(matrices)} matrices; say which: {_names(shapes)}")
+        tensor = matrices[0]
+    if tensor not in entries:
+        raise ValueError(f"{path}: no tensor {tensor!r}; there are {_names(shapes)}")
+    entry = entries[tensor]
+    if entry["dtype"] not in _SAFETENSORS:
+        raise TypeError(f"{path}: tensor {tensor!r} has dtype {entry['dtype']}; a matmul takes {', '.join(_SAFETENSORS)}")
+    dtype, itemsize = _SAFETENSORS[entry["dtype"]]
+    begin, end = entry["data_offsets"]
+    found = StoredMatrix(path, tensor, shapes[tensor], dtype, itemsize, 8 + length + begin)
+    if end - begin != found.nbytes:
+        raise ValueError(f"{path}: tensor {tensor!r} of shape {list(found.shape)} has {end - begin} bytes, not {found.nbytes}")
+    return found
+
+
+def _npy(path: Path, tensor: str | None) -> StoredMatrix:
+    try:
+        from numpy.lib import format as npy
+    except ImportError as error:
+        raise ImportError(f"{path}: reading .npy files takes numpy: pip install 'tilestream[cli]'") from error
+    if tensor is not None:
+        raise ValueError(f"{path}: tensor={tensor!r}; a .npy file holds one array without a name")
+    with path.open("rb") as file:
+        version = npy.read_magic(file)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"{path}: .npy version {version}; versions 1.0 and 2.0 are read")
+        shape, fortran, dtype = read(file)
+        offset = file.tell()
+    if fortran:
+        raise ValueError(f"{path}: column-major; rows arrive from a row-major array: np.save(numpy.ascontiguousarray(x))")
+    if dtype.str not in _NUMPY:
+        raise TypeError(f"{path}: dtype {dtype.str}; a matmul takes {', '.join(_NUMPY)}")
+    name, itemsize = _NUMPY[dtype.str]
+    return StoredMatrix(path, path.stem, tuple(shape), name, itemsize, offset)
+
+
+def _names(shapes: dict[str, tuple[int, ...]]) -> str:
+    listed = [f"{name} {list(shape)}" for name, shape in sorted(shapes.items())]
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
+
+
+def drop_from_page_cache(path: str | os.PathLike[str]) -> bool:
+    """Make the next read of the file come from the disk. False where the system has no way to ask for that."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)  # pages not yet written stay in the cache
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return True
+
+
+class RangeReader:
+    """Brings byte ranges of a stored matrix into a buffer of its own, each range once.
+
+    Pages are read whole, so a range brings along the first bytes of the one behind it, which then skips that page: a
+    byte that was asked for is never written again, for whoever was told that it is there may be reading it.
+
+    Parameters
+    ----------
+    matrix
+        What to read.
+    direct
+        Whether to bypass the page cache: None where it works.
+    """
+
+    def __init__(self, matrix: StoredMatrix, direct: bool | None = None) -> None:
+        self.matrix = matrix
+        self._shift = matrix.offset % PAGE
+        self._base = matrix.offset - self._shift  # file offset of the buffer's first byte
+        self._buffer = mmap.mmap(-1, _round_up(self._shift + matrix.nbytes) + PAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; only ever a hint
+            except OSError:
+                pass
+        self._view = memoryview(self._buffer)
+        self._how = ""
+        self._fd = -1
+        self._whole: set[int] = set()  # pages at a range's first or last byte: read once, whole, by whichever comes first
+        self._open(direct)
+
+    @property
+    def how(self) -> str:
+        """How the file is read, and why."""
+        return self._how
+
+    @property
+    def data(self) -> memoryview:
+        """The matrix's bytes, as far as they were read."""
+        return self._view[self._shift : self._shift + self.matrix.nbytes]
+
+    def _open(self, direct: bool | None) -> None:
+        self.close()
+        flag = getattr(os, "O_DIRECT", 0)
+        if direct is not False and flag:
+            try:
+                self._fd = os.open(self.matrix.path, os.O_RDONLY | flag)
+                self._how = "O_DIRECT: from the disk into place, past the page cache"
+                return
+            except OSError as error:
+                reason = f"O_DIRECT refused by the file system ({errno.errorcode.get(error.errno or 0, error.errno)})"
+        else:
+            reason = "asked to" if direct is False else "this system has no O_DIRECT"
+        self._buffered(reason)
+
+    def _buffered(self, reason: str) -> None:
+        self._fd = os.open(self.matrix.path, os.O_RDONLY)
+        self._how = f"through the page cache ({reason})"
+
+    def again(self) -> None:
+        """Forget what was read: the next round reads everything anew into the same buffer."""
+        self._whole.clear()
+        if self._fd < 0:
+            self._open("page cache" not in self._how)
+
+    def close(self) -> None:
+        """Close the file; what was read stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def read(self, begin: int, end: int) -> None:
+        """Bring bytes [begin, end) of the matrix.
+
+        Raises
+        ------
+        OSError
+            If the disk cannot be read.
+        EOFError
+            If the file has become shorter than its header says.
+        """
+        begin, end = begin + self._shift, end + self._shift
+        if begin >= end:
+            return
+        first, last = begin // PAGE, (end - 1) // PAGE
+        start = (first + 1 if first in self._whole else first) * PAGE
+        stop = (last if last in self._whole else last + 1) * PAGE
+        self._fill(start, stop, end)
+        self._whole.update((first, last))
+
+    @property
+    def _direct(self) -> bool:
+        return self._how.startswith("O_DIRECT")
+
+    def _fill(self, start: int, stop: int, needed: int) -> None:
+        while start < stop:
+            try:
+                count = os.preadv(self._fd, [self._view[start:stop]], self._base + start)
+            except OSError as error:
+                if self._direct and error.errno == errno.EINVAL:
+                    os.close(self._fd)
+                    self._buffered("the file system took O_DIRECT and then refused the read")
+                    continue
+                raise
+            start += count
+            if start >= needed:
+                return
+            if count == 0:
+                raise EOFError(f"{self.matrix.path}: ends at byte {self._base + start}, {needed - start} bytes early")
+            if self._direct and start % PAGE:
+                start -= start % PAGE  # a short direct read: go on from a page's beginning
+
+
+def _round_up(x: int) -> int:
+    return -(-x // PAGE) * PAGE

@@ -1,0 +1,160 @@
+"""Signals: the words that say that a chunk has arrived, on the host.
+
+Two kinds (invariant 4). Our own are **epochs**: a chunk has arrived when its word is at least the call's epoch, a new
+round begins by counting the epoch up, and nothing is ever cleared. A caller's own tensor of words is **self-reset**: a
+chunk has arrived when its word is not zero, and the call that has seen all of them writes zeros.
+
+Whoever waits sleeps on a condition: nobody spins. A caller's own words can be written by anybody (another process, C++
+code), without a word to us, so they are looked at every `POLL_SECONDS` as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, MutableSequence
+from enum import Enum, auto
+
+#: How often a caller's own signal words are looked at; half of this is the latency a raw write costs on average.
+POLL_SECONDS = 0.0005
+
+
+class Outcome(Enum):
+    """How a wait ended."""
+
+    ARRIVED = auto()
+    FAILED = auto()  # the producer reported an exception
+    OVER = auto()  # the launch was aborted by somebody else
+    EXPIRED = auto()  # the deadline passed
+
+
+class Signals:
+    """The signal words of one input, and the bell that is rung when one changes.
+
+    Parameters
+    ----------
+    count
+        Number of chunks.
+    words
+        The caller's own words (anything indexed like a list of ints); None for our own.
+    """
+
+    _keys = itertools.count(1)
+    _live: weakref.WeakValueDictionary[int, Signals] = weakref.WeakValueDictionary()
+
+    def __init__(self, count: int, words: MutableSequence[int] | None = None) -> None:
+        self._own = words is None
+        self._words: MutableSequence[int] = [0] * count if words is None else words
+        self._count = count
+        self._epoch = 1
+        self._bell = threading.Condition()
+        self._error: tuple[int, BaseException] | None = None
+        self._times: list[float | None] = [None] * count
+        self.key = next(self._keys)
+        """Names these signals in the arguments of a registered op, which takes integers; never given twice."""
+        self._live[self.key] = self
+
+    @classmethod
+    def by_key(cls, key: int) -> Signals:
+        """The live signals of that key. `KeyError` once their owner has dropped them."""
+        return cls._live[key]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that counts: chunks signalled in an earlier one have not arrived. 1 for a caller's own words."""
+        return self._epoch
+
+    @property
+    def self_reset(self) -> bool:
+        """Whether a call that has seen all chunks shall write zeros."""
+        return not self._own
+
+    def advance(self) -> int:
+        """Begin a new round, in which nothing has arrived yet; returns its epoch.
+
+        Words are not touched: a late signal of an earlier round stays below the new epoch and counts for nothing.
+        """
+        with self._bell:
+            if self._own:
+                self._epoch += 1
+            else:
+                self._clear()
+            self._error = None
+            self._times = [None] * self._count
+            self._bell.notify_all()
+            return self._epoch
+
+    def set(self, chunk: int, epoch: int | None = None) -> None:
+        """Chunk ``chunk`` has arrived (in the round ``epoch``, now where None). What it wrote is visible to whoever sees it."""
+        if not 0 <= chunk < self._count:
+            raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
+        with self._bell:
+            if not self._own:
+                self._words[chunk] = 1
+            elif (self._epoch if epoch is None else epoch) > self._words[chunk]:
+                self._words[chunk] = self._epoch if epoch is None else epoch
+            if epoch is None or epoch == self._epoch:
+                self._times[chunk] = time.perf_counter()
+            self._bell.notify_all()
+
+    def fail(self, error: BaseException, epoch: int | None = None) -> None:
+        """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
+        with self._bell:
+            now = self._epoch if epoch is None else epoch
+            if now == self._epoch:
+                self._error = (now, error)
+            self._bell.notify_all()
+
+    def error(self, epoch: int) -> BaseException | None:
+        """What the producer of round ``epoch`` reported, if anything."""
+        return self._error[1] if self._error is not None and self._error[0] == epoch else None
+
+    def arrived(self, chunk: int, epoch: int | None = None) -> bool:
+        """Whether the chunk has arrived in the round ``epoch`` (now where None)."""
+        if not self._own:
+            return int(self._words[chunk]) != 0
+        return self._words[chunk] >= (self._epoch if epoch is None else epoch)
+
+    @property
+    def times(self) -> tuple[float | None, ...]:
+        """When each chunk of this round was signalled (`time.perf_counter`), None where it was not, or not through us."""
+        return tuple(self._times)
+
+    def clear(self) -> None:
+        """Write zeros into a caller's own words; our own are never cleared."""
+        with self._bell:
+            if not self._own:
+                self._clear()
+
+    def _clear(self) -> None:
+        for chunk in range(self._count):
+            self._words[chunk] = 0
+
+    def ring(self) -> None:
+        """Wake whoever waits, so that he looks at his abort word."""
+        with self._bell:
+            self._bell.notify_all()
+
+    def wait(self, chunk: int, epoch: int, deadline: float, over: Callable[[], bool]) -> Outcome:
+        """Wait until ``chunk`` has arrived in the round ``epoch``, its producer failed, the launch is over, or time is up.
+
+        Parameters
+        ----------
+        deadline
+            On `time.perf_counter`'s clock.
+        over
+            The launch's abort word. Whoever sets it rings.
+        """
+        with self._bell:
+            while not self.arrived(chunk, epoch):
+                if self.error(epoch) is not None:
+                    return Outcome.FAILED
+                if over():
+                    return Outcome.OVER
+                remaining = deadline - time.perf_counter()
+                if remaining <= 0:
+                    return Outcome.EXPIRED
+                self._bell.wait(remaining if self._own else min(remaining, POLL_SECONDS))
+            return Outcome.ARRIVED

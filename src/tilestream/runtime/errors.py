@@ -1,0 +1,50 @@
+"""What can go wrong after a launch: every exception here names what the caller must know to act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TilestreamError(Exception):
+    """Base of the exceptions that a running kernel reports (bad arguments raise `ValueError` and `TypeError`)."""
+
+
+class ArrivalTimeout(TilestreamError, TimeoutError):
+    """A chunk did not arrive before the launch's deadline. What was not computed is NaN; all workers have left.
+
+    Attributes
+    ----------
+    op : str
+        The operation that waited.
+    worker : int
+        The worker that waited longest for the chunk, from 0.
+    chunk : int
+        The chunk that did not arrive.
+    item : str
+        The first work item, in the schedule's order, that was not taken because of it.
+    waited : float
+        Seconds this worker waited for this chunk.
+    deadline : float
+        Seconds the launch was given.
+    rank : int or None
+        The rank that reports, where there are several.
+    """
+
+    def __init__(
+        self, op: str, worker: int, chunk: int, item: str, waited: float, deadline: float, rank: int | None = None
+    ) -> None:
+        self.op, self.worker, self.chunk, self.item = op, worker, chunk, item
+        self.waited, self.deadline, self.rank = waited, deadline, rank
+        where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
+        super().__init__(
+            f"{op}: chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited {waited:.3f} s for "
+            f"it; first item not taken: {item}. What was not computed is NaN. See that the chunk's producer lives and "
+            "signals it, or give the call a longer deadline="
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.op, self.worker, self.chunk, self.item, self.waited, self.deadline, self.rank)
+
+
+class ProducerStopped(TilestreamError):
+    """A producer was closed before it had delivered every chunk, so the chunks that are missing will never come."""
