@@ -17,7 +17,7 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
     op : str
         The operation that waited.
     worker : int
-        The worker that waited longest for the chunk, from 0.
+        The worker that found the deadline passed, from 0.
     chunk : int
         The chunk that did not arrive.
     item : str

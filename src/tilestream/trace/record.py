@@ -68,6 +68,8 @@ class LaunchTrace:
         When the launch began and ended; ``end`` is 0 while it runs.
     arrivals
         For each operand (0: A's rows, 1: B's columns) that arrives: when each chunk was signalled, None where unknown.
+    started
+        For each operand that arrives: when its producer began (`Stream.started`), where whoever recorded knows it.
     """
 
     op: str
@@ -78,6 +80,7 @@ class LaunchTrace:
     end: float = 0.0
     arrivals: dict[int, tuple[float | None, ...]] = field(default_factory=dict)
     by_worker: list[list[Span]] = field(default_factory=list)
+    started: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # One list a worker: nobody appends to another's, so no lock.

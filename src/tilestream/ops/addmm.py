@@ -1,0 +1,43 @@
+"""`tilestream.addmm`: torch.addmm, the matmul with a scaled addend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilestream.ops.operands import Options, multiply
+
+
+def addmm(
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    **options: Any,
+) -> torch.Tensor:
+    """``beta * input + alpha * (a @ b)`` for matrices ``[M, K]`` and ``[K, N]``.
+
+    Parameters
+    ----------
+    input
+        Broadcasts to ``[M, N]``. With ``beta=0`` it is not read: NaN there does not count.
+    a, b
+        The matrices.
+    beta, alpha
+        Factors.
+    **options
+        ``out``, ``activation``, ``out_dtype``, ``arrival``, ``schedule``, ``workers``, ``deadline``: as for
+        `tilestream.matmul`, whose exceptions are raised.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` or ``b`` is no matrix.
+    """
+    for name, tensor in (("a", a), ("b", b)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
+            raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
+    return multiply(a, b, Options("addmm", residual=input, beta=float(beta), alpha=float(alpha), **options))

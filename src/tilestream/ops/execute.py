@@ -1,0 +1,258 @@
+"""From canonical operands to a launch: problem -> plan -> body -> workers. What the registered ops and `Plan.run` share."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilestream.arrival.arrival import Arrival, chunks_of
+from tilestream.arrival.signals import Outcome, Signals
+from tilestream.kernels.cpu.epilogue import ACTIVATIONS, Epilogue
+from tilestream.kernels.cpu.gemm import GemmBody
+from tilestream.kernels.cpu.launch import Incoming as LaunchIncoming
+from tilestream.kernels.cpu.launch import Launch
+from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.runtime.workspace import workspace
+from tilestream.trace.record import current as current_recorder
+
+if TYPE_CHECKING:
+    from tilestream.plan.plan import Plan
+
+#: Seconds that all of a call's waits together may take, where the caller does not say.
+DEFAULT_DEADLINE = 30.0
+
+
+@dataclass(frozen=True)
+class FlatArrival:
+    """An `Arrival` as a registered op takes it: integers, and the caller's own signal words."""
+
+    key: int
+    epoch: int
+    pivot: int
+    num_chunks: int
+    rows_per_chunk: int
+    bounds: tuple[int, ...]
+    words: torch.Tensor | None
+
+    @classmethod
+    def of(cls, arrival: Arrival) -> FlatArrival:
+        """Take ``arrival`` as it is now: its present round."""
+        return cls(
+            arrival.key, arrival.epoch, arrival.pivot, arrival.num_chunks, arrival.rows_per_chunk, arrival.bounds, arrival.signals
+        )
+
+    @classmethod
+    def from_ints(cls, ints: Sequence[int], words: torch.Tensor | None) -> FlatArrival | None:
+        """The inverse of `ints`; None for an empty list: that operand does not arrive."""
+        if not ints:
+            return None
+        key, epoch, pivot, num_chunks, rows_per_chunk, *bounds = ints
+        return cls(key, epoch, pivot, num_chunks, rows_per_chunk, tuple(bounds), words)
+
+    @property
+    def ints(self) -> list[int]:
+        """All but the words."""
+        return [self.key, self.epoch, self.pivot, self.num_chunks, self.rows_per_chunk, *self.bounds]
+
+    def incoming(self, rows: int) -> Incoming:
+        """What the plan must know, checked against the operand's rows."""
+        chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
+        return Incoming(chunks, self.pivot)
+
+    def signals(self) -> Signals:
+        """The live signals."""
+        try:
+            return Signals.by_key(self.key)
+        except KeyError:
+            raise ValueError(
+                f"arrival: no arrival with key {self.key} is alive; keep the Arrival (or the Stream) until the call has returned"
+            ) from None
+
+
+def check_deadline(deadline: float | None) -> float:
+    """The deadline in seconds.
+
+    Raises
+    ------
+    ValueError
+        Unless it is positive and finite: a wait without bound is what hangs.
+    """
+    if deadline is None:
+        return DEFAULT_DEADLINE
+    if not (math.isfinite(deadline) and deadline > 0):
+        raise ValueError(f"deadline={deadline!r}; it is a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})")
+    return float(deadline)
+
+
+def problem_of(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None,
+) -> Problem:
+    """The problem of canonical operands: ``a`` ``[B, M, K]``, ``b`` ``[B, K, N]``."""
+    batch, m, k = a.shape
+    n = b.shape[2]
+    shared = batch > 1 and a.stride(0) == 0
+    return Problem(
+        m, n, k, batch, dtype_name(a.dtype), dtype_name(out_dtype),
+        rows.incoming(m if shared else batch * m) if rows is not None else None,
+        columns.incoming(n) if columns is not None else None,
+        shared,
+    )  # fmt: skip
+
+
+def execute(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+    op: str = "matmul",
+) -> None:
+    """Run ``plan`` on canonical operands; returns when ``out`` (``[B, M, N]``) is complete, or raises.
+
+    Raises
+    ------
+    ValueError
+        If ``out`` overlaps an operand.
+    ArrivalTimeout
+        If a chunk did not arrive in time; what was not computed is NaN.
+    """
+    _refuse_overlap(out, a=a, b=b, bias=epilogue.bias)
+    incoming = tuple(LaunchIncoming(x.signals(), x.epoch) if x is not None else None for x in (rows, columns))
+    assert len(incoming) == 2
+    end = time.perf_counter() + deadline
+    if plan.schedule.grid.tiles:
+        threads = torch.get_num_threads() if plan.variant == "inline" else 1
+        with workspace() as scratch:
+            body = GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch)
+            Launch(
+                op, plan.schedule, plan.gate, body, scratch,
+                incoming=incoming, deadline=deadline, threads=threads, recorder=current_recorder(), label=plan.label,
+            ).run()  # fmt: skip
+    for arrival, waiting in zip((rows, columns), incoming, strict=True):
+        if waiting is not None and waiting.signals.self_reset:
+            _see_all(op, arrival, waiting, end, deadline)
+
+
+def _see_all(op: str, arrival: FlatArrival | None, waiting: LaunchIncoming, end: float, deadline: float) -> None:
+    """See the signals that no tile had to wait for, too: only then may the words be zeroed (invariant 4).
+
+    A chunk without rows, or an output without columns: a signal that comes after the zeroing would count for the next
+    call.
+    """
+    assert arrival is not None
+    for chunk in range(arrival.num_chunks):
+        begin = time.perf_counter()
+        outcome = waiting.signals.wait(chunk, waiting.epoch, end, lambda: False)
+        if outcome is Outcome.FAILED:
+            error = waiting.signals.error(waiting.epoch)
+            assert error is not None
+            raise error
+        if outcome is Outcome.EXPIRED:
+            raise ArrivalTimeout(op, 0, chunk, "none (a chunk that no tile reads)", time.perf_counter() - begin, deadline)
+
+
+def run_plan(
+    plan: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str | None,
+    arrival: Arrival | None,
+    weight_arrival: Arrival | None,
+    deadline: float | None,
+) -> torch.Tensor:
+    """`Plan.run`."""
+    problem = plan.problem
+    ndim = 3 if problem.batch != 1 or a.dim() == 3 else 2
+    out_dtype = getattr(torch, problem.out_dtype)
+    shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}
+    if out is None:
+        out = torch.empty((problem.batch,) * (ndim - 2) + shapes["out"], dtype=out_dtype)
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        expected = (problem.batch,) * (ndim - 2) + shapes[name]
+        dtype = out_dtype if name == "out" else getattr(torch, problem.dtype)
+        if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the plan is for {list(expected)} {dtype} on cpu"
+            )
+    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation or "none")
+    rows = FlatArrival.of(arrival) if arrival is not None else None
+    columns = FlatArrival.of(weight_arrival) if weight_arrival is not None else None
+    a3, b3, out3 = (t if ndim == 3 else t.unsqueeze(0) for t in (a, b, out))
+    asked = problem_of(a3, b3, out.dtype, rows, columns)
+    if (asked.rows, asked.columns, asked.row_of_batch) != (problem.rows, problem.columns, problem.row_of_batch):
+        raise ValueError("arrival: not the chunks and pivot that the plan was made for; make a plan with this arrival")
+    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), "plan.run")
+    for flat in (rows, columns):
+        if flat is not None:
+            flat.signals().clear()
+    return out
+
+
+def make_epilogue(
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str,
+) -> Epilogue:
+    """The epilogue for an output ``[M, N]`` or ``[B, M, N]``, its tensors checked and brought to canonical form."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}")
+    if bias is not None and tuple(bias.shape) != (out.shape[-1],):
+        raise ValueError(f"bias: shape {list(bias.shape)}; it has one element a column: [{out.shape[-1]}]")
+    if residual is not None and residual.shape != out.shape:
+        raise ValueError(f"residual: shape {list(residual.shape)}; it has the output's: {list(out.shape)}")
+    for name, tensor in (("bias", bias), ("residual", residual)):
+        if tensor is not None:
+            dtype_name(tensor.dtype)
+            if tensor.device != out.device:
+                raise ValueError(f"{name}: on {tensor.device}, the output on {out.device}; they are on one device")
+    if residual is not None and beta != 0:
+        residual = residual.detach().unsqueeze(0) if residual.dim() == 2 else residual.detach()
+    else:
+        residual = None  # beta == 0: not read, so that what is not a number there does not count
+    return Epilogue(alpha, bias.detach() if bias is not None else None, residual, beta, activation)
+
+
+def _refuse_overlap(out: torch.Tensor, **operands: torch.Tensor | None) -> None:
+    """A tile written while another still reads what lies there would be a wrong number."""
+    if not out.numel():
+        return
+    if torch._debug_has_internal_overlap(out) == 1:
+        raise ValueError(f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()")
+    for name, tensor in operands.items():
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+            continue
+        if _begin(tensor) < _end(out) and _begin(out) < _end(tensor):
+            raise ValueError(f"out: overlaps {name} in memory; give an output of its own")
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,0 +1,268 @@
+"""The registered ops: schemas, CPU and fake implementations, autograd, FLOP counts.
+
+Two ops, each with an ``out`` form: ``tilestream::gemm``, and ``tilestream::gemm_arriving`` for operands that come in.
+They take tensors and integers only: an `Arrival` travels as a list of integers (`FlatArrival`) beside its signal words.
+They are canonical: ``[M, K] @ [K, N]`` or ``[B, M, K] @ [B, K, N]``; torch's other forms are views, made by the callers
+in this package, so that their gradients are torch's own.
+
+Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, which costs three times as much a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from tilestream.ops.execute import FlatArrival, check_deadline, execute, make_epilogue, problem_of
+from tilestream.plan.plan import SCHEDULES, plan_problem
+from tilestream.plan.problem import ITEMSIZE, dtype_name
+
+_OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
+_HOW = "str schedule, int workers"
+_ARRIVING = "Tensor? row_signals, int[] row_arrival, Tensor? column_signals, int[] column_arrival, float deadline"
+
+library = torch.library.Library("tilestream", "DEF")
+library.define(f"gemm({_OPERANDS}, {_HOW}) -> Tensor")
+library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out) -> ()")
+library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}) -> Tensor")
+library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out) -> ()")
+library.define("clear_signals(Tensor(a!) signals) -> ()")
+
+gemm_op = torch.ops.tilestream.gemm.default
+gemm_out_op = torch.ops.tilestream.gemm_out.default
+gemm_arriving_op = torch.ops.tilestream.gemm_arriving.default
+gemm_arriving_out_op = torch.ops.tilestream.gemm_arriving_out.default
+clear_signals_op = torch.ops.tilestream.clear_signals.default
+
+
+def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result.
+
+    Raises
+    ------
+    TypeError
+        If ``out_dtype`` is finer than what products are added up in.
+    """
+    if out_dtype is None:
+        return a.dtype
+    accumulator = 8 if a.dtype == torch.float64 else 4
+    if ITEMSIZE[dtype_name(out_dtype)] > accumulator:
+        raise TypeError(f"out_dtype={out_dtype}: {a.dtype} operands are added up in float32; convert the operands or the result")
+    return out_dtype
+
+
+def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+    """An empty output, after checking the operands: the one text for the real and the fake implementation."""
+    if a.dim() not in (2, 3) or b.dim() != a.dim():
+        raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both have 2, or both 3")
+    if a.dtype != b.dtype:
+        raise TypeError(f"gemm: a is {a.dtype}, b is {b.dtype}; they have one dtype")
+    torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in K")
+    if a.dim() == 3:
+        torch._check(a.shape[0] == b.shape[0], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in batches")
+    dtype_name(a.dtype)
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=result_dtype(a, out_dtype))
+
+
+def _run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str,
+    out: torch.Tensor,
+    schedule: str,
+    workers: int,
+    rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None,
+    deadline: float | None = None,
+) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+    a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
+    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation)
+    problem = problem_of(a3, b3, out.dtype, rows, columns)
+    plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads())
+    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline))
+
+
+def _gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    schedule: str,
+    workers: int,
+) -> torch.Tensor:
+    out = _output(a, b, out_dtype)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers)
+    return out
+
+
+def _gemm_out(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    schedule: str,
+    workers: int,
+    out: torch.Tensor,
+) -> None:
+    _check_out(out, a, b, out_dtype)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers)
+
+
+def _gemm_arriving(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    schedule: str,
+    workers: int,
+    row_signals: torch.Tensor | None,
+    row_arrival: Sequence[int],
+    column_signals: torch.Tensor | None,
+    column_arrival: Sequence[int],
+    deadline: float,
+) -> torch.Tensor:
+    out = _output(a, b, out_dtype)
+    rows = FlatArrival.from_ints(row_arrival, row_signals)
+    columns = FlatArrival.from_ints(column_arrival, column_signals)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline)
+    return out
+
+
+def _gemm_arriving_out(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    schedule: str,
+    workers: int,
+    row_signals: torch.Tensor | None,
+    row_arrival: Sequence[int],
+    column_signals: torch.Tensor | None,
+    column_arrival: Sequence[int],
+    deadline: float,
+    out: torch.Tensor,
+) -> None:
+    _check_out(out, a, b, out_dtype)
+    rows = FlatArrival.from_ints(row_arrival, row_signals)
+    columns = FlatArrival.from_ints(column_arrival, column_signals)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline)
+
+
+def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    shape = (*a.shape[:-1], b.shape[-1])
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: shape {list(out.shape)}; the result has {list(shape)}")
+    if out.dtype != result_dtype(a, out_dtype):
+        raise TypeError(f"out: dtype {out.dtype}; the result is {result_dtype(a, out_dtype)}: pass out_dtype={out.dtype} to have it so")
+
+
+def _clear_signals(signals: torch.Tensor) -> None:
+    signals.zero_()
+
+
+library.impl("gemm", _gemm, "CPU")
+library.impl("gemm_out", _gemm_out, "CPU")
+library.impl("gemm_arriving", _gemm_arriving, "CPU")
+library.impl("gemm_arriving_out", _gemm_arriving_out, "CPU")
+library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tilestream::gemm", lib=library)
+@torch.library.register_fake("tilestream::gemm_arriving", lib=library)
+def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> torch.Tensor:
+    return _output(a, b, args[5])
+
+
+@torch.library.register_fake("tilestream::gemm_out", lib=library)
+@torch.library.register_fake("tilestream::gemm_arriving_out", lib=library)
+def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
+    _check_out(args[-1], a, b, args[5])
+
+
+# Autograd -----------------------------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, bias, residual, alpha, beta, activation, _, schedule, workers, *_ = inputs
+    # What the derivative of the activation needs: relu's is in the output; the others' input is computed once more
+    # in the backward pass, which costs a matmul and keeps no [M, N] tensor alive.
+    kept = (a, b, output if activation == "relu" else None)
+    again = (bias, residual) if activation not in ("none", "relu") else (None, None)
+    ctx.save_for_backward(*kept, *again)
+    ctx.alpha, ctx.beta, ctx.activation = alpha, beta, activation
+    ctx.schedule, ctx.workers = schedule, workers
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+    ctx.residual = None if residual is None else residual.dtype
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b, output, bias, residual = ctx.saved_tensors
+    how = (ctx.schedule, ctx.workers)
+    if ctx.activation == "relu":
+        grad = torch.where(output > 0, grad, torch.zeros_like(grad))
+    elif ctx.activation != "none":
+        wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+        before = gemm_op(a, b, bias, residual, ctx.alpha, ctx.beta, "none", wide, *how)
+        grad = _activation_backward(ctx.activation, grad.to(wide), before)
+    grad_a = grad_b = grad_bias = grad_residual = None
+    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+        narrow = grad.to(a.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_a = gemm_op(narrow, b.mT, None, None, ctx.alpha, 1.0, "none", None, *how)
+        if ctx.needs_input_grad[1]:
+            grad_b = gemm_op(a.mT, narrow, None, None, ctx.alpha, 1.0, "none", None, *how)
+    if ctx.bias is not None and ctx.needs_input_grad[2]:
+        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias[1])
+    if ctx.residual is not None and ctx.needs_input_grad[3]:
+        grad_residual = (ctx.beta * grad).to(ctx.residual)
+    return grad_a, grad_b, grad_bias, grad_residual, *([None] * 6)
+
+
+def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    # By now everything has arrived: the operands are ordinary tensors.
+    return *_backward(ctx, grad), *([None] * 5)
+
+
+def _activation_backward(activation: str, grad: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if activation == "silu":
+        result: torch.Tensor = torch.ops.aten.silu_backward(grad, before)
+    else:
+        result = torch.ops.aten.gelu_backward(grad, before, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return result
+
+
+torch.library.register_autograd("tilestream::gemm", _backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("tilestream::gemm_arriving", _backward_arriving, setup_context=_setup_context, lib=library)
+
+
+@register_flop_formula([torch.ops.tilestream.gemm, torch.ops.tilestream.gemm_arriving])
+def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    flops = 2 * b_shape[-1]
+    for extent in a_shape:
+        flops *= extent
+    return flops

@@ -1,0 +1,230 @@
+"""Arguments of the public ops: checked before anything runs, and brought to the registered ops' canonical form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.ops.execute import FlatArrival, check_deadline
+from tilestream.ops.library import (
+    clear_signals_op,
+    gemm_arriving_op,
+    gemm_arriving_out_op,
+    gemm_op,
+    gemm_out_op,
+    result_dtype,
+)
+from tilestream.plan.plan import SCHEDULES
+from tilestream.plan.problem import dtype_name
+
+#: Public names of the activations.
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+#: Devices that an op takes: the CPU backend's, and the one on which nothing is computed.
+_DEVICES = ("cpu", "meta")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every op of this package takes beside its operands."""
+
+    op: str
+    out: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    arrival: Arrival | None = None
+    weight_arrival: Arrival | None = None
+    schedule: str = "auto"
+    workers: int | None = None
+    deadline: float | None = None
+
+    def check(self) -> None:
+        """Raise for what is wrong whatever the operands are."""
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise ValueError(f"{self.op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"{self.op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"{self.op}: workers={self.workers}; it is a positive number, or None for the device's own")
+        for name, arrival in (("arrival", self.arrival), ("weight_arrival", self.weight_arrival)):
+            if arrival is not None and not isinstance(arrival, Arrival):
+                raise TypeError(
+                    f"{self.op}: {name} is a {type(arrival).__name__}; it is a tilestream.Arrival (a Stream's is stream.arrival)"
+                )
+        if self.deadline is not None:
+            if not self.arriving:
+                raise ValueError(f"{self.op}: deadline={self.deadline} without arrival=; nothing is waited for")
+            check_deadline(self.deadline)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether an operand arrives."""
+        return self.arrival is not None or self.weight_arrival is not None
+
+
+def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all are dense tensors on one device that there is a backend for, of dtypes that it multiplies."""
+    device: torch.device | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
+        if tensor.device.type not in _DEVICES:
+            raise NotImplementedError(
+                f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use torch.{op} there, or {name}.cpu()"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{op}: {name} has layout {tensor.layout}; dense tensors are multiplied: {name}.to_dense()")
+        try:
+            dtype_name(tensor.dtype)
+        except TypeError as error:
+            raise TypeError(f"{op}: {name}: {error}") from None
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
+        device = tensor.device
+
+
+def autocast(options: Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands in autocast's dtype where autocast is on, as ``torch.matmul`` has it."""
+    kind = tensors[0].device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    if all(tensor.dtype == dtype or tensor.dtype == torch.float64 for tensor in tensors):
+        return tensors
+    if options.arriving:
+        raise ValueError(
+            f"{options.op}: autocast would convert an operand that has not arrived yet; stream it in as {dtype}, or leave autocast"
+        )
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor:
+    """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops."""
+    options.check()
+    op, out = options.op, options.out
+    check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out)
+    if a.dim() == 0 or b.dim() == 0:
+        raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
+    a, b = autocast(options, a, b)
+    if a.dtype != b.dtype:
+        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; they have one dtype")
+    row, column = a.dim() == 1, b.dim() == 1
+    a = a.unsqueeze(0) if row else a
+    b = b.unsqueeze(1) if column else b
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} rows of b"
+        )
+    try:
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: batch dimensions {list(a.shape[:-2])} of a and {list(b.shape[:-2])} of b do not broadcast"
+        ) from None
+    full = (*batch, a.shape[-2], b.shape[-1])
+    shape = tuple(full[i] for i in range(len(full)) if not (row and i == len(full) - 2) and not (column and i == len(full) - 1))
+    if options.bias is not None and tuple(options.bias.shape) != (full[-1],):
+        raise ValueError(f"{op}: bias has shape {list(options.bias.shape)}; it has one element a column: [{full[-1]}]")
+    residual = _expand(op, options.residual, shape, full)
+    dtype = result_dtype(a, options.out_dtype)
+    if out is not None:
+        _check_out(options, out, shape, dtype, a, b)
+    # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
+    folded = b.dim() == 2 and a.dim() != 2 and (_foldable(a) or not options.arriving)
+    canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
+    if folded:
+        a = a.reshape(canonical[0], a.shape[-1])
+    elif len(full) > 2:
+        a, b = _batched(op, "a", a, batch, options.arrival), _batched(op, "b", b, batch, None)
+    residual = residual.reshape(canonical) if residual is not None else None
+    result = _call(a, b, residual, canonical, options)
+    return out if out is not None else result.reshape(shape)
+
+
+def _call(
+    a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None, canonical: tuple[int, ...], options: Options
+) -> torch.Tensor:
+    operands = (
+        a, b, options.bias, residual, float(options.alpha), float(options.beta), options.activation or "none",
+        options.out_dtype, options.schedule, options.workers or 0,
+    )  # fmt: skip
+    out = options.out
+    into = None if out is None else _view(out, canonical)
+    if options.arriving:
+        arriving: list[object] = []
+        for arrival in (options.arrival, options.weight_arrival):
+            flat = FlatArrival.of(arrival) if arrival is not None else None
+            arriving += [flat.words, flat.ints] if flat is not None else [None, []]
+        deadline = check_deadline(options.deadline)
+        if into is None:
+            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline)
+        else:
+            gemm_arriving_out_op(*operands, *arriving, deadline, into)
+            result = into
+        for words in (arriving[0], arriving[2]):
+            if words is not None:
+                clear_signals_op(words)
+    elif into is None:
+        result = gemm_op(*operands)
+    else:
+        gemm_out_op(*operands, into)
+        result = into
+    return result
+
+
+def _view(out: torch.Tensor, canonical: tuple[int, ...]) -> torch.Tensor:
+    try:
+        return out.view(canonical)
+    except RuntimeError:
+        raise ValueError(
+            f"out: stride {out.stride()} for shape {list(out.shape)}: its leading dimensions cannot be seen as one; "
+            "give a contiguous output and copy it"
+        ) from None
+
+
+def _foldable(a: torch.Tensor) -> bool:
+    """Whether ``a``'s leading dimensions can be seen as rows without a copy (which would read what has not arrived)."""
+    return all(a.stride(i) == a.stride(i + 1) * a.shape[i + 1] for i in range(a.dim() - 2))
+
+
+def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Arrival | None) -> torch.Tensor:
+    """``x`` as ``[B, rows, columns]``, repeated where the other operand has more batches."""
+    count = math.prod(batch)
+    if x.dim() == 2 or math.prod(x.shape[:-2]) == 1:
+        return x.reshape(1, *x.shape[-2:]).expand(count, -1, -1)
+    if arrival is not None and (x.shape[:-2] != batch or not _foldable(x.select(-2, 0).unsqueeze(-1))):
+        raise ValueError(
+            f"{op}: {name} {list(x.shape)} arrives and would have to be copied for the batches {list(batch)}; "
+            "arriving operands have all of them, in one piece"
+        )
+    return x.expand(*batch, *x.shape[-2:]).reshape(count, *x.shape[-2:])
+
+
+def _expand(op: str, residual: torch.Tensor | None, shape: tuple[int, ...], full: tuple[int, ...]) -> torch.Tensor | None:
+    if residual is None:
+        return None
+    try:
+        return residual.expand(shape).reshape(full)
+    except RuntimeError:
+        raise ValueError(f"{op}: residual has shape {list(residual.shape)}; it broadcasts to the result's {list(shape)}") from None
+
+
+def _check_out(
+    options: Options, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor
+) -> None:
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{options.op}: out has shape {list(out.shape)}; the result has {list(shape)}")
+    if out.dtype != dtype:
+        raise TypeError(f"{options.op}: out is {out.dtype}, the result {dtype}; pass out_dtype={out.dtype} to have it so")
+    operands = (out, a, b, options.bias, options.residual)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+        raise RuntimeError(f"{options.op}: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()")

@@ -1,0 +1,20 @@
+"""Problem + device -> Plan. Pure Python, no GPU needed, explains itself."""
+
+from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.floor import Floor
+from tilestream.plan.plan import SCHEDULES, Plan, Refusal, plan, plan_problem
+from tilestream.plan.problem import Incoming, Problem, dtype_name
+
+__all__ = [
+    "SCHEDULES",
+    "DeviceProperties",
+    "Floor",
+    "Incoming",
+    "Plan",
+    "Problem",
+    "Refusal",
+    "cpu_properties",
+    "dtype_name",
+    "plan",
+    "plan_problem",
+]

@@ -1,0 +1,135 @@
+"""The CPU's policy: candidates -> cost -> compare.
+
+The model has four terms, in seconds, fitted on an EPYC (Zen 5) with MKL; what matters is only that the order it puts
+candidates in is right:
+
+* a tile's multiply-adds, at the rate the BLAS reaches;
+* what the BLAS does once per tile: copying the tile's rows of A and columns of B into its own layout;
+* what Python does once per tile: taking it, and the call;
+* starting the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.schedule.grid import Grid
+from tilestream.schedule.integers import cdiv
+from tilestream.schedule.order import Raster, TileOrder, table_raster
+from tilestream.schedule.schedule import Kind, Schedule
+
+#: Share of the nominal peak that a BLAS reaches on large matrices.
+BLAS_EFFICIENCY = 0.45
+#: Bytes a second at which one worker copies operands into the BLAS's layout.
+PACK_BANDWIDTH = 12e9
+#: Seconds of Python a tile, a launch on workers, and a launch in the calling thread take.
+TILE_SECONDS = 25e-6
+START_SECONDS = 150e-6
+WORKER_SECONDS = 60e-6
+INLINE_SECONDS = 30e-6
+#: K elements in a K step: only stream-K cuts there, and a part of less than this is not worth a BLAS call.
+BLOCK_K = 256
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a problem on the CPU, and what the model says it costs."""
+
+    variant: str
+    block: tuple[int, int, int]
+    schedule: Schedule
+    seconds: float
+
+
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    inline: bool,
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces."""
+    if inline:
+        block = (max(problem.m, 1), max(problem.n, 1), BLOCK_K)
+        schedule = Schedule("dynamic", _grid(problem, block))
+        yield Candidate("inline", block, schedule, _inline_seconds(problem, device, workers))
+    for block_m, block_n in [tile] if tile else _tiles(problem):
+        block = (block_m, block_n, BLOCK_K)
+        grid = _grid(problem, block)
+        raster = table_raster(order, grid.num_m, grid.num_n) if order is not None else _raster(problem, grid, block)
+        for kind in kinds:
+            split = _split(problem, raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
+            schedule = Schedule(kind, grid, raster, workers, queues or 1 if kind == "dynamic" else 1, split, shares or 0)
+            yield Candidate("workers", block, schedule, _seconds(problem, device, schedule, block))
+
+
+def _tiles(problem: Problem) -> list[tuple[int, int]]:
+    return [(m, n) for m in _blocks(problem.m) for n in _blocks(problem.n)]
+
+
+def _blocks(extent: int) -> list[int]:
+    """Block sizes worth a look for an extent: those below it, and the extent itself (one tile, however odd)."""
+    blocks = [block for block in _BLOCKS if block < extent]
+    return [*blocks[-5:], extent] if 0 < extent <= _BLOCKS[-1] else blocks[-5:] or [1]
+
+
+def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
+    return Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+
+
+def _raster(problem: Problem, grid: Grid, block: tuple[int, int, int]) -> Raster:
+    """What arrives is the outer dimension, from the pivot; else groups of about as many rows as columns."""
+    for incoming, extent, size, transposed in (
+        (problem.rows, grid.num_m, block[0], False),
+        (problem.columns, grid.num_n, block[1], True),
+    ):
+        if incoming is not None and extent:
+            chunks = incoming.chunks
+            # Several batches begin at different chunks, and one raster serves all: it starts where the first does.
+            pivot = 0 if not transposed and len(problem.row_of_batch) > 1 else incoming.pivot
+            rows_per_chunk = chunks.rows_per_chunk or cdiv(chunks.rows, chunks.count)
+            first = chunks.pivot_tile(pivot, size, extent) if pivot else 0
+            return Raster("chunk_major", group=4, first=first, band=max(1, rows_per_chunk // size), transposed=transposed)
+    return Raster("grouped", group=4)
+
+
+def _split(problem: Problem, raster: Raster) -> str:
+    if raster.order == "table":
+        return "items"
+    return "rows" if raster.transposed else "columns"
+
+
+def _inline_seconds(problem: Problem, device: DeviceProperties, workers: int) -> float:
+    rate = device.peak(problem.dtype, workers) * BLAS_EFFICIENCY
+    return INLINE_SECONDS + problem.operations / rate + problem.bytes / device.bandwidth
+
+
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, block: tuple[int, int, int]) -> float:
+    grid, workers = schedule.grid, schedule.workers
+    block_m, block_n = min(block[0], problem.m), min(block[1], problem.n)
+    math = 2 * block_m * block_n * problem.k / (device.peak(problem.dtype, 1) * BLAS_EFFICIENCY)
+    pack = (block_m + block_n) * problem.k * ITEMSIZE[problem.dtype] / PACK_BANDWIDTH
+    tile = math + pack + TILE_SECONDS
+    if schedule.kind == "stream_k" and schedule.remainder:
+        partials = 2 * schedule.slots * block_m * block_n * 4 / PACK_BANDWIDTH
+        total = tile * grid.tiles / workers + (partials + TILE_SECONDS * schedule.num_shares) / workers + TILE_SECONDS
+    else:
+        total = tile * cdiv(grid.tiles, workers)
+    total += START_SECONDS + WORKER_SECONDS * workers
+    # What is left to do when the last chunk comes is not hidden by anything.
+    for incoming, size, others in ((problem.rows, block[0], grid.num_n), (problem.columns, block[1], grid.num_m)):
+        if incoming is not None:
+            chunks = incoming.chunks
+            last = cdiv(cdiv(chunks.rows, chunks.count), size) + (1 if chunks.rows_per_chunk % size else 0)
+            total += tile * cdiv(last * others, workers)
+    return total

@@ -1,0 +1,87 @@
+"""What a plan knows of a device: how many workers it can hold, and the rates that make the floor."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+#: fp32 operations a cycle and core, two FMA pipes counted, by what the CPU says it has.
+_FLOPS_PER_CYCLE = (("avx512f", 64), ("avx2", 32), ("avx", 16), ("asimd", 16))
+#: Taken where the system does not say; a floor is a bound, so it is taken high.
+_ASSUMED_HZ = 4.0e9
+#: Memory bandwidth is not to be had from the system: an assumption, and named as one in `Floor`.
+_ASSUMED_BYTES_PER_CORE = 12e9
+_ASSUMED_BYTES = 400e9
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """A device as the plan sees it.
+
+    Attributes
+    ----------
+    name
+        For people.
+    backend
+        Which backend of `tilestream.kernels` runs on it.
+    workers
+        Workers it can hold at once: cores here, SMs on a GPU.
+    flops
+        Peak fp32 operations a second of one worker (a multiply-add counts two).
+    bandwidth
+        Bytes a second from memory, all workers together.
+    source
+        Where these figures come from.
+    """
+
+    name: str
+    backend: str
+    workers: int
+    flops: float
+    bandwidth: float
+    source: str
+
+    def peak(self, dtype: str, workers: int) -> float:
+        """Peak operations a second of ``workers`` workers. 16-bit inputs are multiplied at fp32's rate here."""
+        return self.flops * workers * (0.5 if dtype == "float64" else 1.0)
+
+
+@functools.cache
+def cpu_properties() -> DeviceProperties:
+    """This machine's CPU: cores this process may use, and nominal peaks from the flags and clock the system reports."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    info = _cpuinfo()
+    flags = f"{info.get('flags', '')} {info.get('Features', '')}".split()
+    isa, per_cycle = next(((isa, n) for isa, n in _FLOPS_PER_CYCLE if isa in flags), ("scalar", 8))
+    hertz = max(_clock(info), _ASSUMED_HZ)
+    return DeviceProperties(
+        name=info.get("model name", platform.processor() or platform.machine()),
+        backend="cpu",
+        workers=cores,
+        flops=per_cycle * hertz,
+        bandwidth=min(_ASSUMED_BYTES_PER_CORE * cores, _ASSUMED_BYTES),
+        source=f"nominal: {isa}, {per_cycle} fp32 operations a cycle at {hertz / 1e9:.1f} GHz; bandwidth assumed",
+    )
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _clock(info: dict[str, str]) -> float:
+    try:
+        kilohertz = int(Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        try:
+            return float(info.get("cpu MHz", "0")) * 1e6
+        except ValueError:
+            return 0.0
+    return kilohertz * 1e3

@@ -1,0 +1,319 @@
+"""`Plan`: the frozen answer to "how do we run this problem on this device", and `plan`, which finds it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.gate import Gate
+from tilestream.plan import cpu
+from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.floor import Floor
+from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind, Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+#: What a caller may ask for as ``schedule=``.
+SCHEDULES = ("auto", *get_args(Kind))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that was considered and not taken, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is run: every knob, in one place.
+
+    Attributes
+    ----------
+    problem
+        Extents, dtypes, arrivals.
+    device
+        What the plan was made for.
+    backend
+        Which package of `tilestream.kernels` runs it.
+    variant
+        ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
+        torch's own threads, where starting workers would cost more than it wins.
+    block
+        ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
+    schedule
+        Schedule, raster, workers, queues.
+    why
+        Why this and not another.
+    refused
+        What else was considered.
+    predicted
+        Seconds the cost model expects, with everything arrived.
+    """
+
+    problem: Problem
+    device: DeviceProperties
+    backend: str
+    variant: str
+    block: tuple[int, int, int]
+    schedule: Schedule
+    why: str
+    refused: tuple[Refusal, ...]
+    predicted: float
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.block[:2]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.schedule.workers
+
+    @property
+    def floor(self) -> Floor:
+        """What cannot be gone below on this device."""
+        return Floor.of(self.problem, self.device, self.device.workers if self.variant == "inline" else self.workers)
+
+    @property
+    def gate(self) -> Gate | None:
+        """What items wait for; None, and then no gate code runs, where all is there at launch."""
+        problem = self.problem
+        if problem.rows is None and problem.columns is None:
+            return None
+        rows = problem.rows.chunks if problem.rows is not None else None
+        columns = problem.columns.chunks if problem.columns is not None else None
+        return Gate(problem.m, problem.n, *self.tile, rows, columns, problem.row_of_batch)
+
+    @property
+    def label(self) -> str:
+        """The plan in a line."""
+        schedule = self.schedule
+        if self.variant == "inline":
+            return f"{self.backend} inline"
+        queues = f", {schedule.queues} queues" if schedule.queues > 1 else ""
+        return (
+            f"{self.backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
+            f"{schedule.raster.order} raster"
+        )
+
+    def explain(self) -> str:
+        """What was chosen, what was refused and why, and the floor, for people."""
+        problem, schedule, grid, floor = self.problem, self.schedule, self.schedule.grid, self.floor
+        batch = f"{problem.batch} x " if problem.batch > 1 else ""
+        lines = [
+            f"matmul {batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}], {problem.dtype} -> {problem.out_dtype}",
+            f"  device    {self.device.name}, {self.device.workers} workers ({self.device.source})",
+            f"  backend   {self.backend}, variant {self.variant}: {self.why}",
+        ]
+        if self.variant != "inline":
+            raster = schedule.raster
+            first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
+            remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares" if schedule.remainder else ""
+            lines += [
+                f"  tiles     {grid.batch} x {grid.num_m} x {grid.num_n} of {self.tile[0]}x{self.tile[1]}",
+                f"  schedule  {schedule.kind}, {self.workers} workers, {schedule.queues} queue{'s'[: schedule.queues > 1]}{remainder}",
+                f"  raster    {raster.order}{first}, group {raster.group}",
+            ]
+        for name, incoming in (("arrival", problem.rows), ("weights", problem.columns)):
+            if incoming is not None:
+                chunks = incoming.chunks
+                size = f"of {chunks.rows_per_chunk} rows" if chunks.rows_per_chunk else "of uneven rows"
+                lines.append(f"  {name}   {chunks.count} chunks {size}, pivot {incoming.pivot}: each tile waits for the chunks it reads")
+        if problem.rows is None and problem.columns is None:
+            lines.append("  arrival   none: no gate code runs")
+        lines += [
+            f"  floor     {floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B: "
+            f"{floor.seconds * 1e3:.3g} ms, bound by {floor.binds}; the cost model expects {self.predicted * 1e3:.3g} ms",
+        ]
+        lines += [f"  refused   {refusal.what}: {refusal.why}" for refusal in self.refused]
+        return "\n".join(lines)
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        activation: str | None = None,
+        arrival: Arrival | None = None,
+        weight_arrival: Arrival | None = None,
+        deadline: float | None = None,
+    ) -> torch.Tensor:
+        """Run this plan on operands of its shape; arguments as for `tilestream.matmul`.
+
+        Eager, and without autograd: for benchmarks, and for those who choose the plan themselves.
+
+        Parameters
+        ----------
+        a, b
+            ``[m, k]`` and ``[k, n]``; ``[batch, m, k]`` and ``[batch, k, n]`` where the plan has several batches.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an operand is not what the plan was made for.
+        """
+        from tilestream.ops.execute import run_plan  # torch is imported when something is computed, not before
+
+        return run_plan(
+            self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
+            arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
+        )  # fmt: skip
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    batch: int = 1,
+    dtype: object = "float32",
+    out_dtype: object | None = None,
+    device: object = "cpu",
+    workers: int | None = None,
+    schedule: str = "auto",
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    arrival: Arrival | None = None,
+    weight_arrival: Arrival | None = None,
+) -> Plan:
+    """How ``[batch, m, k] @ [batch, k, n]`` would be run.
+
+    Parameters
+    ----------
+    m, n, k, batch
+        Extents, at least 0.
+    dtype, out_dtype
+        Of the operands and of the output (default: the same), as torch dtypes or their names.
+    device
+        ``"cpu"``.
+    workers
+        Workers to use; None: as many as the device holds.
+    schedule
+        ``"static"``, ``"dynamic"``, ``"stream_k"``, or ``"auto"`` for the one the cost model favours.
+    tile
+        ``(rows, columns)`` of a tile; None: the cost model's choice.
+    order
+        Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
+        or pairs, in order (give ``tile`` too, so that you know how many there are). Each batch is done in this order.
+    queues, shares
+        Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
+    arrival, weight_arrival
+        How A's rows, and B's columns (a weight's rows), come in.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is out of range, or two exclude each other.
+    NotImplementedError
+        If there is no backend for the device.
+
+    Examples
+    --------
+    >>> plan(2048, 2048, 2048, workers=2, schedule="dynamic", tile=(512, 512)).schedule.grid.tiles
+    16
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+    if str(device) != "cpu":
+        raise NotImplementedError(f"device={str(device)!r}: this version has the CPU backend only; use device='cpu', or torch.matmul there")
+    for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
+    if tile is not None and (len(tile) != 2 or min(tile) < 1):
+        raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive")
+    name = dtype_name(dtype)
+    problem = Problem(
+        m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
+        None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
+        None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
+    )  # fmt: skip
+    if order is not None and not callable(order):
+        order = tuple(order)  # type: ignore[assignment]  # a list cannot be a cache's key
+    return plan_problem(problem, workers, schedule, tile, order, queues, shares)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_problem(
+    problem: Problem,
+    workers: int | None = None,
+    schedule: str = "auto",
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    default_workers: int | None = None,
+) -> Plan:
+    """`plan` for a `Problem`; the same object for the same question."""
+    device = cpu_properties()
+    arriving = problem.rows is not None or problem.columns is not None
+    kinds, refused = _kinds(schedule, queues, shares)
+    count = workers or default_workers or device.workers
+    forced = [
+        name
+        for name, given in (
+            ("workers", workers), ("schedule", schedule != "auto"), ("tile", tile), ("order", order is not None),
+            ("queues", queues), ("shares", shares),
+        )
+        if given
+    ]  # fmt: skip
+    inline = not arriving and not forced
+    found = list(
+        cpu.candidates(
+            problem, device, count, kinds=kinds, inline=inline, tile=tile, order=order, queues=queues, shares=shares
+        )
+    )
+    best = min(found, key=lambda candidate: candidate.seconds)
+    if inline:
+        other = min((c for c in found if c.variant != best.variant), key=lambda candidate: candidate.seconds)
+        refused += (Refusal(other.variant, f"the cost model expects {other.seconds * 1e3:.3g} ms, {best.variant} {best.seconds * 1e3:.3g} ms"),)
+    else:
+        why = "chunks are waited for by workers, not by the calling thread" if arriving else f"{', '.join(forced)} given"
+        refused += (Refusal("inline", why),)
+    if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant == "workers":
+        refused += (_no_stream_k(best, found),)
+    refused += (Refusal("GPU backends", "the operands are on the CPU"),)
+    return Plan(
+        problem, device, "cpu", best.variant, best.block, best.schedule,
+        f"least of {len(found)} candidates in the cost model", refused, best.seconds,
+    )  # fmt: skip
+
+
+def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
+    if queues is not None and shares is not None:
+        raise ValueError(f"queues={queues}, shares={shares}; queues are dynamic's, shares are stream_k's: force one of them")
+    for name, value, kind in (("queues", queues, "dynamic"), ("shares", shares, "stream_k")):
+        if value is not None and schedule not in ("auto", kind):
+            raise ValueError(f"{name}={value} with schedule={schedule!r}; it belongs to schedule={kind!r}")
+    for kind in get_args(Kind):
+        if schedule == kind or (kind == "dynamic" and queues is not None) or (kind == "stream_k" and shares is not None):
+            return (kind,), ()
+    return ("dynamic", "stream_k"), (Refusal("static", "no faster than a queue here, and a late worker would hold up its tiles"),)
+
+
+def _no_stream_k(best: cpu.Candidate, found: list[cpu.Candidate]) -> Refusal:
+    same = next((c for c in found if c.schedule.kind == "stream_k" and c.block == best.block), None)
+    if same is not None and not same.schedule.remainder:
+        return Refusal("stream_k", f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder")
+    other = min((c for c in found if c.schedule.kind == "stream_k"), key=lambda candidate: candidate.seconds)
+    return Refusal("stream_k", f"the cost model expects {other.seconds * 1e3:.3g} ms, dynamic {best.seconds * 1e3:.3g} ms")
+
+

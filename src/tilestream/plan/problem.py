@@ -1,0 +1,81 @@
+"""The problem as the plan sees it: extents, dtypes and arrivals; no data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilestream.arrival.chunks import Chunks
+
+#: Bytes of each dtype that a matmul takes.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def dtype_name(dtype: object) -> str:
+    """``torch.bfloat16`` or ``"bfloat16"`` -> ``"bfloat16"``, checked.
+
+    Raises
+    ------
+    TypeError
+        If it is none that a matmul takes.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise TypeError(f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul")
+    return name
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """An operand that arrives: its chunks, and the one the raster starts from."""
+
+    chunks: Chunks
+    pivot: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``out[batch, m, n] = a[batch, m, k] @ b[batch, k, n]``.
+
+    Attributes
+    ----------
+    rows, columns
+        How A's rows and B's columns arrive; None where all is there at launch.
+    shared_rows
+        Whether the batches share one A, so that the chunks bring ``m`` rows and not ``batch * m``.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "float32"
+    out_dtype: str = "float32"
+    rows: Incoming | None = None
+    columns: Incoming | None = None
+    shared_rows: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "batch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; an extent is not negative")
+        rows = self.m if self.shared_rows else self.m * self.batch
+        for name, incoming, extent in (("arrival", self.rows, rows), ("weight_arrival", self.columns, self.n)):
+            if incoming is not None and incoming.chunks.rows != extent:
+                raise ValueError(f"{name}: its chunks bring {incoming.chunks.rows} rows, the operand has {extent}")
+
+    @property
+    def operations(self) -> int:
+        """Multiply-adds, counted two each."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move at least: A and B read once, the output written once."""
+        size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
+        a = self.m * self.k * (1 if self.shared_rows else self.batch)
+        return size * (a + self.batch * self.k * self.n) + out * self.batch * self.m * self.n
+
+    @property
+    def row_of_batch(self) -> tuple[int, ...]:
+        """Where each batch begins in the rows that arrive; empty where there is one, or all share them."""
+        return () if self.batch == 1 or self.shared_rows else tuple(range(0, self.batch * self.m, self.m)) if self.m else ()

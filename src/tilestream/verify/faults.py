@@ -1,0 +1,69 @@
+"""What can go wrong, and how it is told: `Fault` inside a model, `Violation` to the outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Kind of a violation, and what it says.
+KINDS: dict[str, str] = {
+    "deadlock": "nobody can go on, and nothing outside can help",
+    "livelock": "steps go round in a circle without new work",
+    "missing work": "all have left, and a tile is not finished",
+    "double work": "a K step of a tile is done twice",
+    "read before arrival": "rows or a stage are read before their data is there",
+    "overwritten while read": "a stage or a slot gets new data while the old is still needed",
+    "wrong data": "what is read or handed over is not what was meant",
+    "partial not visible": "partial results are added before they are visible",
+    "count not restored": "a count is not zero when the launch is over",
+    "counter out of bounds": "a counter passes the base of the next launch",
+    "signal out of range": "a wait for a chunk that does not exist",
+    "gate ignored": "an item is done although its gate said that the launch is over",
+    "not drained": "an expiry is not followed by all workers leaving",
+    "barrier broken": "more arrivals at a barrier than it counts",
+    "ring in use": "all have left, and a stage, a slot or a barrier is not as it was",
+}
+
+
+class Fault(Exception):  # noqa: N818 - it is what a model finds, not an error of the checker
+    """Raised by a model where an operation breaks a property. ``kind`` is a key of `KINDS`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"Fault: kind={kind!r}; it is one of {', '.join(KINDS)}")
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        #: The operations of the step that was being taken, as readable lines.
+        self.step: list[str] = []
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A property that does not hold, and how to get there.
+
+    Attributes
+    ----------
+    kind
+        A key of `KINDS`.
+    message
+        What happened, in the words of this case.
+    configuration
+        The size at which it happened: the smallest that fails.
+    trace
+        The operations that lead there, in order: no shorter order does, unless the configuration was too large for
+        the search without reductions (``shortest`` is then False).
+    """
+
+    kind: str
+    message: str
+    configuration: str
+    trace: tuple[str, ...]
+    shortest: bool = True
+
+    def __str__(self) -> str:
+        width = len(str(len(self.trace)))
+        lines = [f"{self.kind}: {self.message}", f"  in {self.configuration}"]
+        lines += [f"  {n:>{width}}. {line}" for n, line in enumerate(self.trace, 1)]
+        if not self.shortest:
+            lines.append("  (a shorter order may exist: the search without reductions was stopped at its limit)")
+        return "\n".join(lines)
