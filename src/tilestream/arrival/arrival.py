@@ -39,7 +39,9 @@ class Arrival:
         signals: torch.Tensor | None = None,
     ) -> None:
         if not 0 <= pivot < num_chunks:
-            raise ValueError(f"pivot={pivot}: the raster starts from one of the {num_chunks} chunks, 0 to {num_chunks - 1}")
+            raise ValueError(
+                f"pivot={pivot}: the raster starts from one of the {num_chunks} chunks, 0 to {num_chunks - 1}"
+            )
         if signals is not None:
             _check_signals(signals, num_chunks)
         self._rows_per_chunk = rows_per_chunk
@@ -173,7 +175,9 @@ class Arrival:
     def __repr__(self) -> str:
         shape = f"rows_per_chunk={self._rows_per_chunk}" if self._rows_per_chunk else "ragged"
         here = sum(self.arrived(c) for c in range(self._num_chunks))
-        return f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, arrived={here}, epoch={self.epoch})"
+        return (
+            f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, arrived={here}, epoch={self.epoch})"
+        )
 
 
 def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int]) -> Chunks:
@@ -182,7 +186,8 @@ def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[
         chunks = Chunks(tuple(bounds))
         if chunks.rows != rows:
             raise ValueError(
-                f"arrival: its bounds end at row {chunks.rows}, the input has {rows} rows; the last bound is the number of rows"
+                f"arrival: its bounds end at row {chunks.rows}, the input has {rows} rows; the last bound is the "
+                "number of rows"
             )
         return chunks
     chunks = Chunks.uniform(rows, rows_per_chunk)

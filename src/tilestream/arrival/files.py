@@ -9,6 +9,7 @@ pages. Elsewhere it reads through the cache, and says why.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -68,10 +69,13 @@ def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> Stor
     else:
         raise ValueError(f"{path}: neither a safetensors nor a .npy file (it begins with {magic!r})")
     if len(found.shape) < 2:
-        raise ValueError(f"{path}: tensor {found.name!r} has shape {list(found.shape)}; a matrix has at least 2 dimensions")
+        raise ValueError(
+            f"{path}: tensor {found.name!r} has shape {list(found.shape)}; a matrix has at least 2 dimensions"
+        )
     if found.offset + found.nbytes > size:
         raise ValueError(
-            f"{path}: tensor {found.name!r} should end at byte {found.offset + found.nbytes}, the file has {size}: it is cut off"
+            f"{path}: tensor {found.name!r} should end at byte {found.offset + found.nbytes}, the file has {size}: "
+            "it is cut off"
         )
     return found
 
@@ -96,12 +100,16 @@ def _safetensors(path: Path, tensor: str | None) -> StoredMatrix:
         raise ValueError(f"{path}: no tensor {tensor!r}; there are {_names(shapes)}")
     entry = entries[tensor]
     if entry["dtype"] not in _SAFETENSORS:
-        raise TypeError(f"{path}: tensor {tensor!r} has dtype {entry['dtype']}; a matmul takes {', '.join(_SAFETENSORS)}")
+        raise TypeError(
+            f"{path}: tensor {tensor!r} has dtype {entry['dtype']}; a matmul takes {', '.join(_SAFETENSORS)}"
+        )
     dtype, itemsize = _SAFETENSORS[entry["dtype"]]
     begin, end = entry["data_offsets"]
     found = StoredMatrix(path, tensor, shapes[tensor], dtype, itemsize, 8 + length + begin)
     if end - begin != found.nbytes:
-        raise ValueError(f"{path}: tensor {tensor!r} of shape {list(found.shape)} has {end - begin} bytes, not {found.nbytes}")
+        raise ValueError(
+            f"{path}: tensor {tensor!r} of shape {list(found.shape)} has {end - begin} bytes, not {found.nbytes}"
+        )
     return found
 
 
@@ -120,7 +128,9 @@ def _npy(path: Path, tensor: str | None) -> StoredMatrix:
         shape, fortran, dtype = read(file)
         offset = file.tell()
     if fortran:
-        raise ValueError(f"{path}: column-major; rows arrive from a row-major array: np.save(numpy.ascontiguousarray(x))")
+        raise ValueError(
+            f"{path}: column-major; rows arrive from a row-major array: np.save(numpy.ascontiguousarray(x))"
+        )
     if dtype.str not in _NUMPY:
         raise TypeError(f"{path}: dtype {dtype.str}; a matmul takes {', '.join(_NUMPY)}")
     name, itemsize = _NUMPY[dtype.str]
@@ -165,14 +175,14 @@ class RangeReader:
         self._base = matrix.offset - self._shift  # file offset of the buffer's first byte
         self._buffer = mmap.mmap(-1, _round_up(self._shift + matrix.nbytes) + PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):
                 self._buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; only ever a hint
-            except OSError:
-                pass
         self._view = memoryview(self._buffer)
         self._how = ""
         self._fd = -1
-        self._whole: set[int] = set()  # pages at a range's first or last byte: read once, whole, by whichever comes first
+        self._whole: set[int] = (
+            set()
+        )  # pages at a range's first or last byte: read once, whole, by whichever comes first
         self._open(direct)
 
     @property

@@ -35,7 +35,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """What an item waits for. ``rows`` and ``columns`` are the chunks of A's rows and B's columns, None where all is there.
+    """What an item waits for: chunks of A's rows, of B's columns, or both.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Gate:
     block_m, block_n
         Rows and columns of a tile.
     rows, columns
-        The chunks; at least one of the two is given (with no arrival there is no gate at all).
+        The chunks, None where all is there; one of the two is given (with no arrival there is no gate at all).
     row_of_batch
         Where each batch begins in the rows that arrive. Empty for one batch, or where all batches share A.
     """
@@ -80,11 +80,13 @@ class Seen(NamedTuple):
 
 
 def pass_gate(gate: Gate, item: WorkItem, seen: Seen) -> Generator[Wait, int, tuple[bool, Seen]]:
-    """Wait for every chunk ``item`` reads that this worker has not yet seen; False: the launch is over, take nothing."""
+    """Wait for every chunk ``item`` reads that this worker has not yet seen; False: the launch is over, do nothing."""
     for need in gate.needs(item):
         bit = 1 << need.chunk
         if not seen[need.operand] & bit:
             if not (yield need):
                 return False, seen
-            seen = seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
+            seen = (
+                seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
+            )
     return True, seen

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, MutableSequence
 from enum import Enum, auto
+from typing import ClassVar
 
 #: How often a caller's own signal words are looked at; half of this is the latency a raw write costs on average.
 POLL_SECONDS = 0.0005
@@ -42,7 +43,7 @@ class Signals:
     """
 
     _keys = itertools.count(1)
-    _live: weakref.WeakValueDictionary[int, Signals] = weakref.WeakValueDictionary()
+    _live: ClassVar[weakref.WeakValueDictionary[int, Signals]] = weakref.WeakValueDictionary()
 
     def __init__(self, count: int, words: MutableSequence[int] | None = None) -> None:
         self._own = words is None
@@ -87,7 +88,10 @@ class Signals:
             return self._epoch
 
     def set(self, chunk: int, epoch: int | None = None) -> None:
-        """Chunk ``chunk`` has arrived (in the round ``epoch``, now where None). What it wrote is visible to whoever sees it."""
+        """Chunk ``chunk`` has arrived (in the round ``epoch``, now where None).
+
+        Whoever sees the signal sees what was written before it: both sides hold the bell's lock.
+        """
         if not 0 <= chunk < self._count:
             raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
         with self._bell:
@@ -119,7 +123,7 @@ class Signals:
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When each chunk of this round was signalled (`time.perf_counter`), None where it was not, or not through us."""
+        """When each chunk of this round was signalled (`time.perf_counter`); None where it was not, or not by `set`."""
         return tuple(self._times)
 
     def clear(self) -> None:
@@ -138,7 +142,7 @@ class Signals:
             self._bell.notify_all()
 
     def wait(self, chunk: int, epoch: int, deadline: float, over: Callable[[], bool]) -> Outcome:
-        """Wait until ``chunk`` has arrived in the round ``epoch``, its producer failed, the launch is over, or time is up.
+        """Wait until ``chunk`` has arrived in round ``epoch``, its producer failed, the launch is over or time is up.
 
         Parameters
         ----------

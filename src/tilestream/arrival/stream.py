@@ -106,7 +106,9 @@ class Stream:
             self._thread.join(timeout)
         if not self.done:
             missing = [c for c in range(self._chunks.count) if not self.arrival.arrived(c)]
-            raise TimeoutError(f"stream_in: {len(missing)} chunks not delivered after {timeout} s, the first of them {missing[0]}")
+            raise TimeoutError(
+                f"stream_in: {len(missing)} chunks not delivered after {timeout} s, the first of them {missing[0]}"
+            )
         error = self.arrival.error
         if error is not None:
             raise error
@@ -210,7 +212,10 @@ def stream_in(
             raise ValueError("stream_in: an iterable source does not say how large it is: give shape= and dtype=")
         made = _IteratorSource(source, tuple(shape), dtype)
     else:
-        raise TypeError(f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of tensors")
+        raise TypeError(
+            f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of "
+            "tensors"
+        )
     _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
     rows = _rows(made.tensor)
     if bounds is not None and rows_per_chunk is not None:
@@ -264,7 +269,8 @@ class _FileSource(_Source):
             self.tensor = torch.empty(matrix.shape, dtype=dtype)
         elif matrix.offset % matrix.itemsize:
             raise ValueError(
-                f"{matrix.path}: tensor {matrix.name!r} begins at byte {matrix.offset}, no multiple of its {matrix.itemsize}-byte "
+                f"{matrix.path}: tensor {matrix.name!r} begins at byte {matrix.offset}, no multiple of its "
+                f"{matrix.itemsize}-byte "
                 "elements; write it anew with the safetensors library"
             )
         else:
@@ -289,9 +295,13 @@ class _FileSource(_Source):
 class _TensorSource(_Source):
     def __init__(self, source: torch.Tensor) -> None:
         if source.device.type != "cpu":
-            raise ValueError(f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()")
+            raise ValueError(
+                f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()"
+            )
         if source.dim() < 2:
-            raise ValueError(f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions")
+            raise ValueError(
+                f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions"
+            )
         self._source = source.detach()
         self.tensor = torch.empty(source.shape, dtype=source.dtype)
         self.how = f"a CPU tensor {list(source.shape)} {str(source.dtype)[6:]}, copied"
@@ -334,7 +344,9 @@ class _IteratorSource(_Source):
             return self._left
         for block in self._blocks:
             if not isinstance(block, torch.Tensor):
-                raise TypeError(f"stream_in: the iterator yielded a {type(block).__name__}; it yields tensors, blocks of rows")
+                raise TypeError(
+                    f"stream_in: the iterator yielded a {type(block).__name__}; it yields tensors, blocks of rows"
+                )
             rows = _as_rows(block.detach()) if block.dim() >= 2 else block.detach().unsqueeze(0)
             if rows.shape[1] != into.shape[1] or rows.dtype != into.dtype:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""From canonical operands to a launch: problem -> plan -> body -> workers. What the registered ops and `Plan.run` share."""
+"""From canonical operands to a launch: what the registered ops and `Plan.run` share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ class FlatArrival:
     def of(cls, arrival: Arrival) -> FlatArrival:
         """Take ``arrival`` as it is now: its present round."""
         return cls(
-            arrival.key, arrival.epoch, arrival.pivot, arrival.num_chunks, arrival.rows_per_chunk, arrival.bounds, arrival.signals
+            arrival.key,
+            arrival.epoch,
+            arrival.pivot,
+            arrival.num_chunks,
+            arrival.rows_per_chunk,
+            arrival.bounds,
+            arrival.signals,
         )
 
     @classmethod
@@ -71,7 +77,8 @@ class FlatArrival:
             return Signals.by_key(self.key)
         except KeyError:
             raise ValueError(
-                f"arrival: no arrival with key {self.key} is alive; keep the Arrival (or the Stream) until the call has returned"
+                f"arrival: no arrival with key {self.key} is alive; keep the Arrival (or the Stream) until the "
+                "call has returned"
             ) from None
 
 
@@ -86,7 +93,9 @@ def check_deadline(deadline: float | None) -> float:
     if deadline is None:
         return DEFAULT_DEADLINE
     if not (math.isfinite(deadline) and deadline > 0):
-        raise ValueError(f"deadline={deadline!r}; it is a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})")
+        raise ValueError(
+            f"deadline={deadline!r}; it is a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})"
+        )
     return float(deadline)
 
 
@@ -161,7 +170,9 @@ def _see_all(op: str, arrival: FlatArrival | None, waiting: LaunchIncoming, end:
             assert error is not None
             raise error
         if outcome is Outcome.EXPIRED:
-            raise ArrivalTimeout(op, 0, chunk, "none (a chunk that no tile reads)", time.perf_counter() - begin, deadline)
+            raise ArrivalTimeout(
+                op, 0, chunk, "none (a chunk that no tile reads)", time.perf_counter() - begin, deadline
+            )
 
 
 def run_plan(
@@ -191,7 +202,8 @@ def run_plan(
         dtype = out_dtype if name == "out" else getattr(torch, problem.dtype)
         if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device.type != "cpu":
             raise ValueError(
-                f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the plan is for {list(expected)} {dtype} on cpu"
+                f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the plan is for {list(expected)} "
+                f"{dtype} on cpu"
             )
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation or "none")
     rows = FlatArrival.of(arrival) if arrival is not None else None
@@ -217,7 +229,9 @@ def make_epilogue(
 ) -> Epilogue:
     """The epilogue for an output ``[M, N]`` or ``[B, M, N]``, its tensors checked and brought to canonical form."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}")
+        raise ValueError(
+            f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
+        )
     if bias is not None and tuple(bias.shape) != (out.shape[-1],):
         raise ValueError(f"bias: shape {list(bias.shape)}; it has one element a column: [{out.shape[-1]}]")
     if residual is not None and residual.shape != out.shape:
@@ -239,7 +253,9 @@ def _refuse_overlap(out: torch.Tensor, **operands: torch.Tensor | None) -> None:
     if not out.numel():
         return
     if torch._debug_has_internal_overlap(out) == 1:
-        raise ValueError(f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()")
+        raise ValueError(
+            f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()"
+        )
     for name, tensor in operands.items():
         if tensor is None or not tensor.numel():
             continue

@@ -20,7 +20,9 @@ from tilestream.ops.execute import FlatArrival, check_deadline, execute, make_ep
 from tilestream.plan.plan import SCHEDULES, plan_problem
 from tilestream.plan.problem import ITEMSIZE, dtype_name
 
-_OPERANDS = "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
+_OPERANDS = (
+    "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
+)
 _HOW = "str schedule, int workers"
 _ARRIVING = "Tensor? row_signals, int[] row_arrival, Tensor? column_signals, int[] column_arrival, float deadline"
 
@@ -50,7 +52,9 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
         return a.dtype
     accumulator = 8 if a.dtype == torch.float64 else 4
     if ITEMSIZE[dtype_name(out_dtype)] > accumulator:
-        raise TypeError(f"out_dtype={out_dtype}: {a.dtype} operands are added up in float32; convert the operands or the result")
+        raise TypeError(
+            f"out_dtype={out_dtype}: {a.dtype} operands are added up in float32; convert the operands or the result"
+        )
     return out_dtype
 
 
@@ -62,7 +66,9 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
         raise TypeError(f"gemm: a is {a.dtype}, b is {b.dtype}; they have one dtype")
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in K")
     if a.dim() == 3:
-        torch._check(a.shape[0] == b.shape[0], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in batches")
+        torch._check(
+            a.shape[0] == b.shape[0], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in batches"
+        )
     dtype_name(a.dtype)
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=result_dtype(a, out_dtype))
 
@@ -178,7 +184,10 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
     if tuple(out.shape) != shape:
         raise ValueError(f"out: shape {list(out.shape)}; the result has {list(shape)}")
     if out.dtype != result_dtype(a, out_dtype):
-        raise TypeError(f"out: dtype {out.dtype}; the result is {result_dtype(a, out_dtype)}: pass out_dtype={out.dtype} to have it so")
+        raise TypeError(
+            f"out: dtype {out.dtype}; the result is {result_dtype(a, out_dtype)}: pass out_dtype={out.dtype} to "
+            "have it so"
+        )
 
 
 def _clear_signals(signals: torch.Tensor) -> None:
@@ -257,7 +266,9 @@ def _activation_backward(activation: str, grad: torch.Tensor, before: torch.Tens
 
 
 torch.library.register_autograd("tilestream::gemm", _backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("tilestream::gemm_arriving", _backward_arriving, setup_context=_setup_context, lib=library)
+torch.library.register_autograd(
+    "tilestream::gemm_arriving", _backward_arriving, setup_context=_setup_context, lib=library
+)
 
 
 @register_flop_formula([torch.ops.tilestream.gemm, torch.ops.tilestream.gemm_arriving])

@@ -38,4 +38,6 @@ def bmm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
 def _check_dims(op: str, dims: int, a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != dims:
-            raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}; it has {dims} dimensions: use matmul for others")
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)}; it has {dims} dimensions: use matmul for others"
+            )

@@ -48,15 +48,20 @@ class Options:
     def check(self) -> None:
         """Raise for what is wrong whatever the operands are."""
         if self.activation is not None and self.activation not in ACTIVATIONS:
-            raise ValueError(f"{self.op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"{self.op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}"
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"{self.op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"{self.op}: workers={self.workers}; it is a positive number, or None for the device's own")
+            raise ValueError(
+                f"{self.op}: workers={self.workers}; it is a positive number, or None for the device's own"
+            )
         for name, arrival in (("arrival", self.arrival), ("weight_arrival", self.weight_arrival)):
             if arrival is not None and not isinstance(arrival, Arrival):
                 raise TypeError(
-                    f"{self.op}: {name} is a {type(arrival).__name__}; it is a tilestream.Arrival (a Stream's is stream.arrival)"
+                    f"{self.op}: {name} is a {type(arrival).__name__}; it is a tilestream.Arrival (a Stream's is "
+                    "stream.arrival)"
                 )
         if self.deadline is not None:
             if not self.arriving:
@@ -79,7 +84,8 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
         if tensor.device.type not in _DEVICES:
             raise NotImplementedError(
-                f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use torch.{op} there, or {name}.cpu()"
+                f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use torch.{op} there, "
+                f"or {name}.cpu()"
             )
         if tensor.layout != torch.strided:
             raise TypeError(f"{op}: {name} has layout {tensor.layout}; dense tensors are multiplied: {name}.to_dense()")
@@ -102,7 +108,8 @@ def autocast(options: Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
         return tensors
     if options.arriving:
         raise ValueError(
-            f"{options.op}: autocast would convert an operand that has not arrived yet; stream it in as {dtype}, or leave autocast"
+            f"{options.op}: autocast would convert an operand that has not arrived yet; stream it in as {dtype}, "
+            "or leave autocast"
         )
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
@@ -122,7 +129,8 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
     b = b.unsqueeze(1) if column else b
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(
-            f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} rows of b"
+            f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} "
+            "rows of b"
         )
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -131,7 +139,9 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
             f"{op}: batch dimensions {list(a.shape[:-2])} of a and {list(b.shape[:-2])} of b do not broadcast"
         ) from None
     full = (*batch, a.shape[-2], b.shape[-1])
-    shape = tuple(full[i] for i in range(len(full)) if not (row and i == len(full) - 2) and not (column and i == len(full) - 1))
+    shape = tuple(
+        full[i] for i in range(len(full)) if not (row and i == len(full) - 2) and not (column and i == len(full) - 1)
+    )
     if options.bias is not None and tuple(options.bias.shape) != (full[-1],):
         raise ValueError(f"{op}: bias has shape {list(options.bias.shape)}; it has one element a column: [{full[-1]}]")
     residual = _expand(op, options.residual, shape, full)
@@ -209,13 +219,17 @@ def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Ar
     return x.expand(*batch, *x.shape[-2:]).reshape(count, *x.shape[-2:])
 
 
-def _expand(op: str, residual: torch.Tensor | None, shape: tuple[int, ...], full: tuple[int, ...]) -> torch.Tensor | None:
+def _expand(
+    op: str, residual: torch.Tensor | None, shape: tuple[int, ...], full: tuple[int, ...]
+) -> torch.Tensor | None:
     if residual is None:
         return None
     try:
         return residual.expand(shape).reshape(full)
     except RuntimeError:
-        raise ValueError(f"{op}: residual has shape {list(residual.shape)}; it broadcasts to the result's {list(shape)}") from None
+        raise ValueError(
+            f"{op}: residual has shape {list(residual.shape)}; it broadcasts to the result's {list(shape)}"
+        ) from None
 
 
 def _check_out(
@@ -224,7 +238,11 @@ def _check_out(
     if tuple(out.shape) != shape:
         raise ValueError(f"{options.op}: out has shape {list(out.shape)}; the result has {list(shape)}")
     if out.dtype != dtype:
-        raise TypeError(f"{options.op}: out is {out.dtype}, the result {dtype}; pass out_dtype={out.dtype} to have it so")
+        raise TypeError(
+            f"{options.op}: out is {out.dtype}, the result {dtype}; pass out_dtype={out.dtype} to have it so"
+        )
     operands = (out, a, b, options.bias, options.residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        raise RuntimeError(f"{options.op}: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()")
+        raise RuntimeError(
+            f"{options.op}: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()"
+        )

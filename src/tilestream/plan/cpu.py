@@ -19,7 +19,7 @@ from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
 from tilestream.schedule.order import Raster, TileOrder, table_raster
-from tilestream.schedule.schedule import Kind, Schedule
+from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: Share of the nominal peak that a BLAS reaches on large matrices.
 BLAS_EFFICIENCY = 0.45
@@ -68,8 +68,10 @@ def candidates(
         grid = _grid(problem, block)
         raster = table_raster(order, grid.num_m, grid.num_n) if order is not None else _raster(problem, grid, block)
         for kind in kinds:
-            split = _split(problem, raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
-            schedule = Schedule(kind, grid, raster, workers, queues or 1 if kind == "dynamic" else 1, split, shares or 0)
+            split = _split(raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
+            schedule = Schedule(
+                kind, grid, raster, workers, queues or 1 if kind == "dynamic" else 1, split, shares or 0
+            )
             yield Candidate("workers", block, schedule, _seconds(problem, device, schedule, block))
 
 
@@ -99,11 +101,13 @@ def _raster(problem: Problem, grid: Grid, block: tuple[int, int, int]) -> Raster
             pivot = 0 if not transposed and len(problem.row_of_batch) > 1 else incoming.pivot
             rows_per_chunk = chunks.rows_per_chunk or cdiv(chunks.rows, chunks.count)
             first = chunks.pivot_tile(pivot, size, extent) if pivot else 0
-            return Raster("chunk_major", group=4, first=first, band=max(1, rows_per_chunk // size), transposed=transposed)
+            return Raster(
+                "chunk_major", group=4, first=first, band=max(1, rows_per_chunk // size), transposed=transposed
+            )
     return Raster("grouped", group=4)
 
 
-def _split(problem: Problem, raster: Raster) -> str:
+def _split(raster: Raster) -> Split:
     if raster.order == "table":
         return "items"
     return "rows" if raster.transposed else "columns"

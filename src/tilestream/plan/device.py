@@ -51,7 +51,10 @@ class DeviceProperties:
 
 @functools.cache
 def cpu_properties() -> DeviceProperties:
-    """This machine's CPU: cores this process may use, and nominal peaks from the flags and clock the system reports."""
+    """The CPU of the machine we are on.
+
+    Cores are those that this process may use; peaks are nominal, from the flags and the clock that the system reports.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = _cpuinfo()
     flags = f"{info.get('flags', '')} {info.get('Features', '')}".split()

@@ -109,29 +109,40 @@ class Plan:
         problem, schedule, grid, floor = self.problem, self.schedule, self.schedule.grid, self.floor
         batch = f"{problem.batch} x " if problem.batch > 1 else ""
         lines = [
-            f"matmul {batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}], {problem.dtype} -> {problem.out_dtype}",
+            f"matmul {batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}], {problem.dtype} -> "
+            f"{problem.out_dtype}",
             f"  device    {self.device.name}, {self.device.workers} workers ({self.device.source})",
             f"  backend   {self.backend}, variant {self.variant}: {self.why}",
         ]
         if self.variant != "inline":
             raster = schedule.raster
             first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
-            remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares" if schedule.remainder else ""
+            remainder = (
+                f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"
+                if schedule.remainder
+                else ""
+            )
             lines += [
                 f"  tiles     {grid.batch} x {grid.num_m} x {grid.num_n} of {self.tile[0]}x{self.tile[1]}",
-                f"  schedule  {schedule.kind}, {self.workers} workers, {schedule.queues} queue{'s'[: schedule.queues > 1]}{remainder}",
+                f"  schedule  {schedule.kind}, {self.workers} workers, {schedule.queues} "
+                f"queue{'s'[: schedule.queues > 1]}{remainder}",
                 f"  raster    {raster.order}{first}, group {raster.group}",
             ]
         for name, incoming in (("arrival", problem.rows), ("weights", problem.columns)):
             if incoming is not None:
                 chunks = incoming.chunks
                 size = f"of {chunks.rows_per_chunk} rows" if chunks.rows_per_chunk else "of uneven rows"
-                lines.append(f"  {name}   {chunks.count} chunks {size}, pivot {incoming.pivot}: each tile waits for the chunks it reads")
+                lines.append(
+                    f"  {name}   {chunks.count} chunks {size}, pivot {incoming.pivot}: each tile waits for the "
+                    "chunks it reads"
+                )
         if problem.rows is None and problem.columns is None:
             lines.append("  arrival   none: no gate code runs")
         lines += [
-            f"  floor     {floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B: "
-            f"{floor.seconds * 1e3:.3g} ms, bound by {floor.binds}; the cost model expects {self.predicted * 1e3:.3g} ms",
+            f"  floor     {floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} "
+            "FLOP/B: "
+            f"{floor.seconds * 1e3:.3g} ms, bound by {floor.binds}; the cost model expects "
+            f"{self.predicted * 1e3:.3g} ms",
         ]
         lines += [f"  refused   {refusal.what}: {refusal.why}" for refusal in self.refused]
         return "\n".join(lines)
@@ -234,7 +245,9 @@ def plan(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     if str(device) != "cpu":
-        raise NotImplementedError(f"device={str(device)!r}: this version has the CPU backend only; use device='cpu', or torch.matmul there")
+        raise NotImplementedError(
+            f"device={str(device)!r}: this version has the CPU backend only; use device='cpu', or torch.matmul there"
+        )
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
@@ -284,9 +297,16 @@ def plan_problem(
     best = min(found, key=lambda candidate: candidate.seconds)
     if inline:
         other = min((c for c in found if c.variant != best.variant), key=lambda candidate: candidate.seconds)
-        refused += (Refusal(other.variant, f"the cost model expects {other.seconds * 1e3:.3g} ms, {best.variant} {best.seconds * 1e3:.3g} ms"),)
+        refused += (
+            Refusal(
+                other.variant,
+                f"the cost model expects {other.seconds * 1e3:.3g} ms, {best.variant} {best.seconds * 1e3:.3g} ms",
+            ),
+        )
     else:
-        why = "chunks are waited for by workers, not by the calling thread" if arriving else f"{', '.join(forced)} given"
+        why = (
+            "chunks are waited for by workers, not by the calling thread" if arriving else f"{', '.join(forced)} given"
+        )
         refused += (Refusal("inline", why),)
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant == "workers":
         refused += (_no_stream_k(best, found),)
@@ -299,21 +319,31 @@ def plan_problem(
 
 def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
     if queues is not None and shares is not None:
-        raise ValueError(f"queues={queues}, shares={shares}; queues are dynamic's, shares are stream_k's: force one of them")
+        raise ValueError(
+            f"queues={queues}, shares={shares}; queues are dynamic's, shares are stream_k's: force one of them"
+        )
     for name, value, kind in (("queues", queues, "dynamic"), ("shares", shares, "stream_k")):
         if value is not None and schedule not in ("auto", kind):
             raise ValueError(f"{name}={value} with schedule={schedule!r}; it belongs to schedule={kind!r}")
     for kind in get_args(Kind):
-        if schedule == kind or (kind == "dynamic" and queues is not None) or (kind == "stream_k" and shares is not None):
+        if (
+            schedule == kind
+            or (kind == "dynamic" and queues is not None)
+            or (kind == "stream_k" and shares is not None)
+        ):
             return (kind,), ()
-    return ("dynamic", "stream_k"), (Refusal("static", "no faster than a queue here, and a late worker would hold up its tiles"),)
+    return ("dynamic", "stream_k"), (
+        Refusal("static", "no faster than a queue here, and a late worker would hold up its tiles"),
+    )
 
 
 def _no_stream_k(best: cpu.Candidate, found: list[cpu.Candidate]) -> Refusal:
     same = next((c for c in found if c.schedule.kind == "stream_k" and c.block == best.block), None)
     if same is not None and not same.schedule.remainder:
-        return Refusal("stream_k", f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder")
+        return Refusal(
+            "stream_k", f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
+        )
     other = min((c for c in found if c.schedule.kind == "stream_k"), key=lambda candidate: candidate.seconds)
-    return Refusal("stream_k", f"the cost model expects {other.seconds * 1e3:.3g} ms, dynamic {best.seconds * 1e3:.3g} ms")
-
-
+    return Refusal(
+        "stream_k", f"the cost model expects {other.seconds * 1e3:.3g} ms, dynamic {best.seconds * 1e3:.3g} ms"
+    )

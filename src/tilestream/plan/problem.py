@@ -20,7 +20,9 @@ def dtype_name(dtype: object) -> str:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise TypeError(f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul")
+        raise TypeError(
+            f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul"
+        )
     return name
 
 
@@ -78,4 +80,10 @@ class Problem:
     @property
     def row_of_batch(self) -> tuple[int, ...]:
         """Where each batch begins in the rows that arrive; empty where there is one, or all share them."""
-        return () if self.batch == 1 or self.shared_rows else tuple(range(0, self.batch * self.m, self.m)) if self.m else ()
+        return (
+            ()
+            if self.batch == 1 or self.shared_rows
+            else tuple(range(0, self.batch * self.m, self.m))
+            if self.m
+            else ()
+        )

@@ -37,7 +37,8 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
         self.waited, self.deadline, self.rank = waited, deadline, rank
         where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
         super().__init__(
-            f"{op}: chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited {waited:.3f} s for "
+            f"{op}: chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited "
+            f"{waited:.3f} s for "
             f"it; first item not taken: {item}. What was not computed is NaN. See that the chunk's producer lives and "
             "signals it, or give the call a longer deadline="
         )

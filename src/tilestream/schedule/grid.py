@@ -59,7 +59,9 @@ class Grid:
             if getattr(self, name) < 0:
                 raise ValueError(f"Grid: {name}={getattr(self, name)}; a count of tiles cannot be negative")
         if self.k_steps < 1:
-            raise ValueError(f"Grid: k_steps={self.k_steps}; an item has at least one K step (a K of 0 is one empty step)")
+            raise ValueError(
+                f"Grid: k_steps={self.k_steps}; an item has at least one K step (a K of 0 is one empty step)"
+            )
         if self.tiles >= INT31 or self.k_steps >= INT31:
             raise ValueError(
                 f"Grid: {self.tiles} tiles of {self.k_steps} K steps; schedules count in 31 bits: use larger tiles"

@@ -79,6 +79,10 @@ class Raster:
         return rasters.row_major(t, num_m, num_n)
 
 
+#: The plain order.
+ROW_MAJOR = Raster()
+
+
 def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
     """A caller's own tile order as a `Raster`.
 
@@ -106,7 +110,7 @@ def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
 
 
 def by_cost(costs: Sequence[float]) -> tuple[int, ...]:
-    """Tile ids from the most to the least costly; ties in order of id. For work whose cost is no function of the row."""
+    """Tile ids from the most to the least costly, ties in order of id: for a cost that is no function of the row."""
     return tuple(sorted(range(len(costs)), key=lambda i: (-costs[i], i)))
 
 

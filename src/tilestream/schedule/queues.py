@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 def home_queue(worker: int, queues: int) -> int:
-    """The queue a worker calls its own. Neighbouring program ids land on different XCDs, and so do neighbouring queues."""
+    """The queue a worker calls its own. Neighbouring program ids land on different XCDs: so do their queues."""
     return worker % queues
 
 

@@ -22,7 +22,7 @@ def row_major(t: int, num_m: int, num_n: int) -> tuple[int, int]:
 
 
 def grouped(t: int, num_m: int, num_n: int, group: int) -> tuple[int, int]:
-    """Tile at position ``t``: ``group`` row tiles at a time, columns outside, those rows inside; the last group is short."""
+    """Tile at position ``t``: ``group`` row tiles at a time, columns outside, rows inside; the last group is short."""
     per_group = group * num_n
     g = t // per_group
     r = t % per_group

@@ -15,7 +15,7 @@ from tilestream.schedule import queues as queue_rules
 from tilestream.schedule import stream_k
 from tilestream.schedule.grid import Grid, WorkItem
 from tilestream.schedule.integers import part_begin, part_of, part_size
-from tilestream.schedule.order import Raster
+from tilestream.schedule.order import ROW_MAJOR, Raster
 
 Kind = Literal["static", "dynamic", "stream_k"]
 Split = Literal["items", "columns", "rows"]
@@ -84,7 +84,7 @@ class Schedule:
 
     kind: Kind
     grid: Grid
-    raster: Raster = Raster()
+    raster: Raster = ROW_MAJOR
     workers: int = 1
     queues: int = 1
     split: Split = "items"
@@ -102,9 +102,13 @@ class Schedule:
         if self.split != "items" and self.raster.order == "table":
             raise ValueError(f"Schedule: split={self.split!r} with a table; a table's positions are split as 'items'")
         if self.split == "rows" and self.raster.order == "chunk_major" and not self.raster.transposed:
-            raise ValueError("Schedule: split='rows' where rows arrive; queues split the dimension that does not arrive")
+            raise ValueError(
+                "Schedule: split='rows' where rows arrive; queues split the dimension that does not arrive"
+            )
         if self.split == "columns" and self.raster.order == "chunk_major" and self.raster.transposed:
-            raise ValueError("Schedule: split='columns' where columns arrive; queues split the one that does not arrive")
+            raise ValueError(
+                "Schedule: split='columns' where columns arrive; queues split the one that does not arrive"
+            )
         self.raster.check(self.grid)
 
     # Stream-K's remainder ------------------------------------------------------------------------------------------
@@ -216,7 +220,9 @@ class Schedule:
                     yield item
 
 
-def take(schedule: Schedule, worker: int, cursor: Cursor) -> Generator[Take | Peek, int, tuple[WorkItem | None, Cursor]]:
+def take(
+    schedule: Schedule, worker: int, cursor: Cursor
+) -> Generator[Take | Peek, int, tuple[WorkItem | None, Cursor]]:
     """The protocol by which ``worker`` takes its next work item; None is STOP.
 
     ::

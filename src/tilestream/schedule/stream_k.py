@@ -37,7 +37,7 @@ def share_part(unit: int, unit_end: int, k_steps: int) -> tuple[int, int, int]:
 def slot(share: int, tile: int) -> int:
     """Where the partial of (share, remainder tile) lies.
 
-    From one part to the next, in the order of units, the share or the tile or both grow by one: their sum strictly grows, so no two
-    parts share a slot, a tile's slots are in K order, and ``shares + remainder - 1`` slots are enough.
+    From one part to the next, in the order of units, the share or the tile or both grow by one. So their sum grows: no
+    two parts share a slot, a tile's slots are in K order, and ``shares + remainder - 1`` slots are enough.
     """
     return share + tile

@@ -95,11 +95,18 @@ def figure(
         raise ImportError("drawing a timeline takes matplotlib: pip install 'tilestream[plot]'") from error
 
     picture = _Picture(launch)
-    width, height = size or (1600, picture.default_height)
+    width, height = size or default_size(launch)
     made = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
     FigureCanvasAgg(made)
     picture.draw(made, title, width, height)
     return made
+
+
+def default_size(launch: LaunchTrace) -> tuple[int, int]:
+    """Pixels: rows as high as they look well, the whole no higher than a screen."""
+    workers = launch.workers
+    rows = 60 * min(workers, 4) + 17 * max(0, min(workers, 20) - 4) + 4 * max(0, workers - 20)
+    return 1600, 250 + min(950, rows)
 
 
 class _Picture:
@@ -119,13 +126,6 @@ class _Picture:
         self.colours = {operand: _chunk_colours(operand, len(launch.arrivals[operand])) for operand in self.arrivals}
         self.middle: dict[tuple[str, int], float] = {}
         self.marker_row = self.row_pixels = self.pixel = self.total = 0.0
-
-    @property
-    def default_height(self) -> int:
-        """Pixels: rows as high as they look well, the whole no higher than a screen."""
-        workers = self.launch.workers
-        rows = 60 * min(workers, 4) + 17 * max(0, min(workers, 20) - 4) + 4 * max(0, workers - 20)
-        return 250 + min(950, rows)
 
     def _lay_out(self, inside: int) -> None:
         """Rows into ``inside`` pixels, in units of a worker's row; the axis points down."""
@@ -216,7 +216,8 @@ class _Picture:
         tiles = [span for span in self.spans if span.kind == "tile"]
         parts = [span for span in self.spans if span.kind == "part"]
         reduces = [span for span in self.spans if span.kind == "reduce"]
-        waits = [span for span in self.spans if span.kind == "wait"]
+        # Passing an open gate is recorded too, and is nothing to see.
+        waits = [span for span in self.spans if span.kind == "wait" and self.ms(span.end) - self.ms(span.begin) > self.pixel / 3]
         hatched = self.row_pixels >= 10  # thinner rows have no room for the strokes
         if waits:
             if hatched:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -140,13 +141,15 @@ class _Writer:
             before = when
 
     def _first_after_wait(self, operand: int) -> dict[int, Span]:
-        """For each chunk the first item that its worker began after waiting for that chunk."""
+        """For each chunk the first item that its worker began after really waiting for that chunk."""
         first: dict[int, Span] = {}
+        times = self.launch.arrivals[operand]
         for spans in self.launch.by_worker:
             waited: set[int] = set()
             for span in spans:
                 if span.kind == "wait":
-                    if span.operand == operand:
+                    when = times[span.chunk] if span.operand == operand and 0 <= span.chunk < len(times) else None
+                    if when is not None and when > span.begin:
                         waited.add(span.chunk)
                 else:
                     for chunk in waited:
@@ -208,7 +211,7 @@ def load(path: str | os.PathLike[str]) -> list[LaunchTrace]:
         return [
             _launch(pid, header, found["traceEvents"]) for pid, header in enumerate(found["otherData"]["launches"], 1)
         ]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, OSError) as error:
+    except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, OSError) as error:
         raise ValueError(f"{path}: no trace written by tilestream ({type(error).__name__}: {error})") from None
 
 

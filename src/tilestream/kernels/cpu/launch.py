@@ -1,4 +1,4 @@
-"""Persistent worker threads: a launch performs the operations of `kernels.loop.work` on real counters, signals and tiles.
+"""Persistent worker threads: a launch performs what `kernels.loop.work` yields, on real counters, signals and tiles.
 
 ::
 
@@ -252,14 +252,28 @@ class Launch:
             wait = needs[-1] if needs else None
         chunk, operand = (wait.chunk, wait.operand) if wait is not None else (-1, 0)
         self._trace.by_worker[me].append(
-            Span(me, kind, begin, time.perf_counter(), item.batch, item.pm, item.pn, item.k_begin, item.k_end, chunk, operand)
+            Span(
+                me,
+                kind,
+                begin,
+                time.perf_counter(),
+                item.batch,
+                item.pm,
+                item.pn,
+                item.k_begin,
+                item.k_end,
+                chunk,
+                operand,
+            )
         )
 
     def _finish_trace(self) -> None:
         if self._trace is not None:
             self._trace.end = time.perf_counter()
             self._trace.arrivals = {
-                operand: incoming.signals.times for operand, incoming in enumerate(self._incoming) if incoming is not None
+                operand: incoming.signals.times
+                for operand, incoming in enumerate(self._incoming)
+                if incoming is not None
             }
 
 

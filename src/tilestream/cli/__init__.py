@@ -1,0 +1,22 @@
+"""The command line: ``tilestream demo | verify | plan | trace | doctor``.
+
+Needs the extra ``cli``. Nothing here imports torch until a command computes something, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line: what the ``tilestream`` script calls."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        name = error.name or str(error)
+        print(f"tilestream: the command line needs {name}: pip install 'tilestream[cli]'", file=sys.stderr)
+        raise SystemExit(2) from None
+    from tilestream.cli.app import app
+
+    app(prog_name="tilestream")

@@ -1,0 +1,42 @@
+"""The application: options of all commands, and the commands."""
+
+# No `from __future__ import annotations` in command modules: typer reads the annotations when the program runs.
+
+from typing import Annotated
+
+import typer
+
+from tilestream._version import __version__
+from tilestream.cli import demo, doctor, plan, trace, ui, verify
+
+app = typer.Typer(
+    name="tilestream",
+    help="Matmuls that start before their input is there: the demonstration, the checker, and what a plan would be.",
+    epilog="Bad input ends with one line and status 2; a wrong answer or a violation with status 1.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tilestream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+    ui.state.debug = debug
+
+
+for command in (demo.demo, verify.verify, plan.plan, trace.trace, doctor.doctor):
+    app.command()(ui.guarded(command))

@@ -1,0 +1,38 @@
+"""This machine, as far as the demonstration and the doctor must know it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be allocated; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core in the last minute, on average; None where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions that a figure depends on."""
+    import torch
+
+    from tilestream._version import __version__
+
+    return {"tilestream": __version__, "python": platform.python_version(), "torch": torch.__version__}

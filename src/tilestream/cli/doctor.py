@@ -1,0 +1,130 @@
+"""``tilestream doctor``: what is here, what can run, and what is missing."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+
+from tilestream._version import __version__
+from tilestream.cli import ui
+
+#: Extras of the package, and what each is for.
+EXTRAS = (
+    ("cli", ("typer", "rich", "safetensors", "numpy"), "the command line, and reading .npy files"),
+    ("plot", ("matplotlib",), "the timeline as a picture"),
+)
+#: Backends in the order in which they are preferred, with the package of `tilestream.kernels` that is one.
+BACKENDS = ("hopper", "cdna", "portable", "cpu")
+
+
+def doctor() -> None:
+    """Print versions, this machine, which backends can run here, and which extras are installed."""
+    console = ui.console()
+    for title, rows in sections():
+        console.print(f"[bold]{title}[/bold]")
+        for name, value in rows:
+            console.print(f"  {name:<12}", end="", markup=False)
+            console.print(value, markup=False)
+
+
+def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """What `doctor` prints: titles, and under each names and values."""
+    import torch
+
+    yield (
+        "versions",
+        [
+            ("tilestream", __version__),
+            ("python", f"{platform.python_version()} ({platform.python_implementation()})"),
+            ("torch", f"{torch.__version__}, {_build()}"),
+            ("triton", _version("triton") or "not installed"),
+        ],
+    )
+    from tilestream.plan import cpu_properties
+
+    cpu = cpu_properties()
+    yield (
+        "machine",
+        [
+            ("system", platform.platform()),
+            ("cpu", f"{cpu.name}, {cpu.workers} cores for this process ({torch.backends.cpu.get_cpu_capability()})"),
+            ("threads", f"torch uses {torch.get_num_threads()}: as many as one operation gets"),
+            ("memory", _memory()),
+            ("gpu", _gpu()),
+            ("files", _files()),
+        ],
+    )
+    yield "backends", [(name, backend(name)) for name in BACKENDS]
+    yield "extras", [(name, _extra(needs, use)) for name, needs, use in EXTRAS]
+
+
+def backend(name: str) -> str:
+    """Whether the backend ``name`` can run here, and if not, why not."""
+    if importlib.util.find_spec(f"tilestream.kernels.{name}") is None:
+        return f"no: not in tilestream {__version__}"
+    if name == "cpu":
+        return "yes: worker threads over torch.mm"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no: torch sees no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "no: triton is not installed"
+    if name == "portable":
+        return "yes"
+    properties = torch.cuda.get_device_properties(0)
+    if name == "cdna":
+        architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+        fits = torch.version.hip is not None and architecture in ("gfx942", "gfx950")
+        return "yes" if fits else f"no: {properties.name} is no CDNA 3 or 4"
+    fits = torch.version.hip is None and properties.major == 9
+    return "yes" if fits else f"no: {properties.name} is no Hopper"
+
+
+def _build() -> str:
+    import torch
+
+    if torch.version.cuda is not None:
+        kind = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip is not None:
+        kind = f"ROCm {torch.version.hip}"
+    else:
+        kind = "CPU build"
+    libraries = [name for name, here in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if here.is_available()]
+    return f"{kind}, {' and '.join(libraries) or 'neither MKL nor oneDNN'}"
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _memory() -> str:
+    from tilestream.cli.demo.machine import available_memory
+
+    here = available_memory()
+    return "unknown" if here is None else f"{ui.size(here)} available"
+
+
+def _files() -> str:
+    direct = "O_DIRECT" if hasattr(os, "O_DIRECT") else "no O_DIRECT, so reads go through the page cache"
+    cold = "can be read cold" if hasattr(os, "posix_fadvise") else "cannot be made cold (no posix_fadvise)"
+    return f"{direct}; {cold}"
+
+
+def _extra(needs: tuple[str, ...], use: str) -> str:
+    found = [(name, _version(name)) for name in needs]
+    here = ", ".join(f"{name} {version}" for name, version in found if version)
+    missing = ", ".join(name for name, version in found if not version)
+    return f"missing {missing}, for {use}" if missing else f"{here}: {use}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
