@@ -19,7 +19,10 @@ BACKENDS = ("hopper", "cdna", "portable", "cpu")
 
 
 def doctor() -> None:
-    """Print versions, this machine, which backends can run here, and which extras are installed."""
+    """Print what is here, and which backends can run.
+
+    Versions, this machine, the backends, the extras: what a bug report should hold.
+    """
     console = ui.console()
     for title, rows in sections():
         console.print(f"[bold]{title}[/bold]")
@@ -91,7 +94,9 @@ def _build() -> str:
         kind = f"ROCm {torch.version.hip}"
     else:
         kind = "CPU build"
-    libraries = [name for name, here in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if here.is_available()]
+    libraries = [
+        name for name, here in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if here.is_available()
+    ]
     return f"{kind}, {' and '.join(libraries) or 'neither MKL nor oneDNN'}"
 
 

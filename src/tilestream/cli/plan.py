@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 
-
 def plan(
     m: Annotated[int, typer.Argument(min=0, help="Rows of A.")],
     n: Annotated[int, typer.Argument(min=0, help="Columns of B.")],
@@ -19,7 +18,10 @@ def plan(
     rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of so many.")] = None,
     pivot: Annotated[int, typer.Option(min=0, help="The chunk that arrives first.")] = 0,
 ) -> None:
-    """Print how A [M, K] @ B [K, N] would be run on this machine: what was chosen, what was refused, and why."""
+    """Print how a matmul would be run here, and why.
+
+    A [M, K] @ B [K, N]: what was chosen, what was refused, and the floor: what no plan can go below.
+    """
     import tilestream as ts
 
     arrival = None
@@ -45,5 +47,3 @@ def _tile(text: str | None) -> tuple[int, int] | None:
     if not (by and rows.isdecimal() and columns.isdecimal()):
         raise ValueError(f"--tile {text}: give rows and columns, as 256x512")
     return int(rows), int(columns)
-
-

@@ -15,7 +15,10 @@ def trace(
     width: Annotated[int, typer.Option(min=400, help="Pixels.")] = 1600,
     height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: as the rows want.")] = None,
 ) -> None:
-    """Print what each worker of a saved trace did, and draw its timeline."""
+    """Print and draw a saved trace.
+
+    What each worker did, and with --png the timeline.
+    """
     from rich import box
     from rich.table import Table
 

@@ -121,6 +121,11 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
     check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
+    for arrival in (options.arrival, options.weight_arrival):
+        if arrival is not None and arrival.signals is not None and arrival.signals.device != a.device:
+            raise ValueError(
+                f"{op}: signals are on {arrival.signals.device}, the operands on {a.device}; they are on one device"
+            )
     a, b = autocast(options, a, b)
     if a.dtype != b.dtype:
         raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; they have one dtype")

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.problem import ITEMSIZE, Incoming, Problem
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import Raster, TileOrder, table_raster
+from tilestream.schedule.order import Raster, TileOrder, by_arrival, table_raster
 from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: Share of the nominal peak that a BLAS reaches on large matrices.
@@ -32,6 +32,9 @@ WORKER_SECONDS = 60e-6
 INLINE_SECONDS = 30e-6
 #: K elements in a K step: only stream-K cuts there, and a part of less than this is not worth a BLAS call.
 BLOCK_K = 256
+
+#: Row tiles per group of a raster.
+GROUP = 4
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
@@ -90,21 +93,28 @@ def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
 
 
 def _raster(problem: Problem, grid: Grid, block: tuple[int, int, int]) -> Raster:
-    """What arrives is the outer dimension, from the pivot; else groups of about as many rows as columns."""
-    for incoming, extent, size, transposed in (
-        (problem.rows, grid.num_m, block[0], False),
-        (problem.columns, grid.num_n, block[1], True),
-    ):
-        if incoming is not None and extent:
-            chunks = incoming.chunks
-            # Several batches begin at different chunks, and one raster serves all: it starts where the first does.
-            pivot = 0 if not transposed and len(problem.row_of_batch) > 1 else incoming.pivot
-            rows_per_chunk = chunks.rows_per_chunk or cdiv(chunks.rows, chunks.count)
-            first = chunks.pivot_tile(pivot, size, extent) if pivot else 0
-            return Raster(
-                "chunk_major", group=4, first=first, band=max(1, rows_per_chunk // size), transposed=transposed
-            )
-    return Raster("grouped", group=4)
+    """What arrives is the outer dimension, from the pivot on; else groups of rows swept column by column."""
+    if problem.rows is not None and grid.num_m:
+        # Several batches have one raster, and their rows begin inside different chunks: rows in order, then.
+        if problem.row_of_batch:
+            return Raster("chunk_major", group=GROUP, band=1)
+        return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, transposed=False)
+    if problem.columns is not None and grid.num_n:
+        return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, transposed=True)
+    return Raster("grouped", group=GROUP)
+
+
+def _by_chunks(incoming: Incoming, rows: int, block: int, num: int, others: int, *, transposed: bool) -> Raster:
+    """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table."""
+    chunks, pivot = incoming.chunks, incoming.pivot
+    if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
+        first = chunks.pivot_tile(pivot, block, num)
+        return Raster("chunk_major", GROUP, first, chunks.rows_per_chunk // block, transposed)
+    ready = [
+        max((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
+        for tile in range(num)
+    ]
+    return by_arrival(ready, others, GROUP, transposed)
 
 
 def _split(raster: Raster) -> Split:

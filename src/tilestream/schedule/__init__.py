@@ -1,7 +1,7 @@
 """Work items, raster, queues, stream-K: plain integer functions, run by host and devices alike."""
 
 from tilestream.schedule.grid import INT31, Grid, WorkItem
-from tilestream.schedule.order import Order, Raster, TileOrder, by_cost, table_raster
+from tilestream.schedule.order import Order, Raster, TileOrder, by_arrival, by_cost, table_raster
 from tilestream.schedule.schedule import Cursor, Kind, Peek, Schedule, Split, Take, take
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Take",
     "TileOrder",
     "WorkItem",
+    "by_arrival",
     "by_cost",
     "table_raster",
     "take",

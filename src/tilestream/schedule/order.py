@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -107,6 +108,33 @@ def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
     raster = Raster("table", table=table)
     raster.check(Grid(1, num_m, num_n))
     return raster
+
+
+def by_arrival(ready: Sequence[int], others: int, group: int, transposed: bool = False) -> Raster:
+    """The tiles in the order in which their rows arrive, for chunks that no arithmetic describes: a table.
+
+    `raster.chunk_major` wants chunks of a whole number of row tiles. Where they are ragged, or end inside a tile, a row
+    tile goes with the last of the chunks it reads.
+
+    Parameters
+    ----------
+    ready
+        For each row tile, when the last chunk it reads comes: any numbers in the right order.
+    others
+        Number of column tiles.
+    group
+        Row tiles per group inside a chunk, as in `raster.grouped`.
+    transposed
+        ``ready`` is about column tiles, and ``others`` counts row tiles.
+    """
+    table: list[int] = []
+    rows = sorted(range(len(ready)), key=lambda row: (ready[row], row))
+    for _, chunk in itertools.groupby(rows, key=lambda row: ready[row]):
+        band = list(chunk)
+        for t in range(len(band) * others):
+            i, other = rasters.grouped(t, len(band), others, group)
+            table.append(other * len(ready) + band[i] if transposed else band[i] * others + other)
+    return Raster("table", table=tuple(table))
 
 
 def by_cost(costs: Sequence[float]) -> tuple[int, ...]:

@@ -217,7 +217,11 @@ class _Picture:
         parts = [span for span in self.spans if span.kind == "part"]
         reduces = [span for span in self.spans if span.kind == "reduce"]
         # Passing an open gate is recorded too, and is nothing to see.
-        waits = [span for span in self.spans if span.kind == "wait" and self.ms(span.end) - self.ms(span.begin) > self.pixel / 3]
+        waits = [
+            span
+            for span in self.spans
+            if span.kind == "wait" and self.ms(span.end) - self.ms(span.begin) > self.pixel / 3
+        ]
         hatched = self.row_pixels >= 10  # thinner rows have no room for the strokes
         if waits:
             if hatched:

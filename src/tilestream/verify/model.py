@@ -52,7 +52,7 @@ class Model:
         self._answers: list[Callable[[int, Any, Memory], Sequence[Any]] | None] = [None]
         self._perform: list[Callable[[int, Any, Any, Memory], None] | None] = [None]
         self._progresses: list[bool] = [False]
-        self.locals = Locals(self.processes, self._bind)
+        self.locals = Locals(self.processes, self._bind, merge=reduce, remember=self.remember)
 
     # What a subclass says -------------------------------------------------------------------------------------------
 
@@ -83,6 +83,10 @@ class Model:
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """An operation as a line of a trace."""
         return f"{self.processes[pid].name}: {op} -> {answer}"
+
+    def remember(self, op: Any, answer: Any) -> bool:
+        """Whether what was answered in this turn matters to a property, even if the program forgets it."""
+        return False
 
     def note(self, local: int) -> None:
         """A new local state has appeared."""

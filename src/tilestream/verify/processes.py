@@ -4,18 +4,26 @@ A program is a generator function that yields operations, is sent their answers,
 its next turn, or None when it leaves. So a process's local state is (carried state, answers so far in this turn): the
 next operation follows from it by running the generator again up to there. Local states are interned as small
 integers, so that the states of a model hash fast, and merge when they are equal.
+
+With ``merge``, histories that leave the generator at the same place with the same variables are one local state: what
+a worker once read from a counter and no longer remembers keeps no states apart. That the generator then goes on the
+same way is checked, not believed: up to `ALIASES` of the merged histories are carried along, and wherever one of
+them goes somewhere else than the first, `Locals` raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Turn = Callable[[Any], Generator[Any, Any, Any]]
 
 #: The local state of a process that has left.
 LEFT = 0
+
+#: How many of the histories merged into one local state are replayed beside the first.
+ALIASES = 3
 
 
 @dataclass(frozen=True)
@@ -41,22 +49,50 @@ class Process:
     group: Hashable
 
 
+class History(NamedTuple):
+    """How a local state came about: whose, from which carried state, by which answers in this turn."""
+
+    first: int
+    carried: Hashable
+    answers: tuple[Any, ...]
+
+
 class Locals:
     """The local states that occur, as integers; ``op[i]`` is what a process in local state ``i`` does next.
+
+    Parameters
+    ----------
+    processes
+        Whose.
+    on_new
+        Called with each new local state.
+    merge
+        See the module.
+    remember
+        Which (operation, answer) of a turn keep states apart though the program may have forgotten them.
 
     Raises
     ------
     ValueError
-        If two processes of one group would do different things.
+        If two processes of one group would do different things, or two merged histories would.
     """
 
-    def __init__(self, processes: Sequence[Process], on_new: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        on_new: Callable[[int], None],
+        merge: bool = False,
+        remember: Callable[[Any, Any], bool] = lambda op, answer: False,
+    ) -> None:
         self.op: list[Any] = [None]
+        #: What of this turn's (operation, answer) is remembered.
         self.past: list[tuple[tuple[Any, Any], ...]] = [()]
-        self._keys: list[tuple[int, Hashable, tuple[Any, ...]]] = [(-1, None, ())]
-        self._ids: dict[tuple[int, Hashable, tuple[Any, ...]], int] = {}
+        self._histories: list[list[History]] = [[]]
+        self._ids: dict[Hashable, int] = {}
         self._next: list[dict[Any, int]] = [{}]
         self._on_new = on_new
+        self._merge = merge
+        self._remember = remember
         self._processes = processes
         self._members: dict[Hashable, list[int]] = {}
         for pid, process in enumerate(processes):
@@ -64,55 +100,91 @@ class Locals:
 
     def start(self) -> list[int]:
         """The local state each process starts in."""
-        return [self._intern(self._members[p.group][0], p.start, ()) for p in self._processes]
+        return [self._enter(History(self._members[p.group][0], p.start, ())) for p in self._processes]
 
     def next(self, local: int, answer: Any) -> int:
         """The local state after ``answer`` to the operation of ``local``."""
         known = self._next[local].get(answer)
         if known is None:
-            first, carried, answers = self._keys[local]
-            known = self._next[local][answer] = self._intern(first, carried, (*answers, answer))
+            first, *others = self._histories[local]
+            known = self._next[local][answer] = self._enter(_extended(first, answer))
+            for other in others:
+                self._compare(other, answer, known)
         return known
 
-    def _intern(self, first: int, carried: Hashable, answers: tuple[Any, ...]) -> int:
-        key = (first, carried, answers)
-        known = self._ids.get(key)
-        if known is not None:
-            return known
-        ended, result, past = self._replay(first, carried, answers)
-        if not ended:
-            local = len(self.op)
-            self.op.append(result)
-            self.past.append(past)
-            self._keys.append(key)
-            self._next.append({})
-            self._on_new(local)
-        elif result is None:
+    def _compare(self, history: History, answer: Any, known: int) -> None:
+        if self._enter(_extended(history, answer)) != known:
+            raise ValueError(f"{history} was merged with another that goes on differently after {answer}")
+
+    def _enter(self, history: History) -> int:
+        """The local state of a history, new or merged."""
+        if history in self._ids:
+            return self._ids[history]
+        ended, result, past, place = self._replay(history)
+        if ended and result is None:
             local = LEFT
+        elif ended:
+            local = self._enter(History(history.first, result, ()))
         else:
-            local = self._intern(first, result, ())
-        self._ids[key] = local
+            key = (history.first, place, past) if self._merge and place is not None else history
+            local = self._ids.setdefault(key, len(self.op))
+            if local == len(self.op):
+                self.op.append(result)
+                self.past.append(past)
+                self._histories.append([history])
+                self._next.append({})
+                self._on_new(local)
+            elif len(self._histories[local]) <= ALIASES:
+                self._histories[local].append(history)
+                self._ids[history] = local
+                if self.op[local] != result:
+                    raise ValueError(f"{history} was merged with another that does {self.op[local]}, not {result}")
+                for answer, known in list(self._next[local].items()):
+                    self._compare(history, answer, known)
+        self._ids[history] = local
         return local
 
-    def _replay(
-        self, first: int, carried: Hashable, answers: tuple[Any, ...]
-    ) -> tuple[bool, Any, tuple[tuple[Any, Any], ...]]:
-        runs = [_run(self._processes[pid].turn, carried, answers) for pid in self._members[self._processes[first].group]]
+    def _replay(self, history: History) -> tuple[bool, Any, tuple[tuple[Any, Any], ...], Hashable]:
+        pids = self._members[self._processes[history.first].group]
+        runs = [_run(self._processes[pid].turn, history, self._remember) for pid in pids]
         if any(run[:2] != runs[0][:2] for run in runs):
-            names = [self._processes[pid].name for pid in self._members[self._processes[first].group]]
-            raise ValueError(f"{', '.join(names)} are of one group, but do different things after {answers}")
+            names = ", ".join(self._processes[pid].name for pid in pids)
+            raise ValueError(f"{names} are of one group, but do different things after {history.answers}")
         return runs[0]
 
 
-def _run(turn: Turn, carried: Hashable, answers: tuple[Any, ...]) -> tuple[bool, Any, tuple[tuple[Any, Any], ...]]:
-    """(False, next operation) or (True, carried to the next turn), and what was done in this turn before."""
+def _extended(history: History, answer: Any) -> History:
+    return history._replace(answers=(*history.answers, answer))
+
+
+def _run(
+    turn: Turn, history: History, remember: Callable[[Any, Any], bool]
+) -> tuple[bool, Any, tuple[tuple[Any, Any], ...], Hashable]:
+    """(False, next operation) or (True, carried to the next turn); what is remembered; the place in the program."""
     past: list[tuple[Any, Any]] = []
-    generator = turn(carried)
+    generator = turn(history.carried)
     try:
         op = next(generator)
-        for answer in answers:
-            past.append((op, answer))
+        for answer in history.answers:
+            if remember(op, answer):
+                past.append((op, answer))
             op = generator.send(answer)
     except StopIteration as end:
-        return True, end.value, ()
-    return False, op, tuple(past)
+        return True, end.value, (), None
+    return False, op, tuple(past), _place(generator)
+
+
+def _place(generator: Any) -> Hashable:
+    """Where a suspended generator stands: position and variables, of it and of what it delegates to; None: no telling."""
+    places: list[Hashable] = []
+    while generator is not None:
+        frame = generator.gi_frame
+        variables = tuple(sorted(dict(frame.f_locals).items(), key=lambda pair: pair[0]))
+        places.append((frame.f_code, frame.f_lasti, variables))
+        generator = generator.gi_yieldfrom
+    place = tuple(places)
+    try:
+        hash(place)
+    except TypeError:
+        return None
+    return place

@@ -194,6 +194,9 @@ class WorkersModel(Model):
             return lambda pid, op, m: (m[self.left],)
         return None
 
+    def remember(self, op: Any, answer: Any) -> bool:
+        return _over(op, answer)
+
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         return {
             Wait: self._wait,
@@ -224,7 +227,7 @@ class WorkersModel(Model):
                 f"queue {op.queue} hands out {answer}; the next launch counts from "
                 f"{next_base(0, schedule.queue_size(op.queue), schedule.workers)}",
             )
-        if m[self.aborted] and any(type(past) is Poll and told for past, told in self.locals.past[m[pid]]):
+        if m[self.aborted] and self.locals.past[m[pid]]:
             raise Fault("not drained", f"{self.processes[pid].name} takes a ticket after it was told to leave")
         m[self.counter + op.queue] = answer + 1
 
@@ -233,9 +236,9 @@ class WorkersModel(Model):
         name = self.processes[pid].name
         self._check_item(item)
         if m[self.aborted]:
-            for past, told in self.locals.past[m[pid]]:
-                if (type(past) is Wait and not told) or (type(past) is Poll and told):
-                    raise Fault("gate ignored", f"{name} does tile {item.tile} after {past} was answered {told}")
+            if self.locals.past[m[pid]]:
+                told_by = self._say(self.locals.past[m[pid]][0][0])
+                raise Fault("gate ignored", f"{name} does tile {item.tile} after {told_by} has said that the launch is over")
             m[self.late] += 1
             if m[self.late] >= len(self.processes):
                 raise Fault("not drained", f"{m[self.late]} items done after the expiry by {len(self.processes)} workers, one of them blocked")
@@ -397,6 +400,11 @@ class WorkersModel(Model):
             part = f", K steps {item.k_begin} to {item.k_end}, part {item.part} of {item.parts}" if item.parts > 1 else ""
             return f"{type(op).__name__.lower()}(tile {item.tile}{part})"
         return f"{type(op).__name__.lower()}({', '.join(f'{k} {v}' for k, v in op._asdict().items())})"
+
+
+def _over(op: Any, answer: Any) -> bool:
+    """Whether a worker is told that the launch is over."""
+    return (type(op) is Wait and not answer) or (type(op) is Poll and bool(answer))
 
 
 def _runs(groups: Sequence[object]) -> list[tuple[int, int]]:

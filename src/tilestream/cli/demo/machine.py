@@ -1,4 +1,4 @@
-"""This machine, as far as the demonstration and the doctor must know it."""
+"""The machine, as far as the demonstration and the doctor must know it."""
 
 from __future__ import annotations
 

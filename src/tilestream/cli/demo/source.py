@@ -26,9 +26,10 @@ _BLOCK = 16 * 2**20
 
 @dataclass(frozen=True)
 class Source:
-    """A matrix in a file. ``cold`` says whether reads can be made to come from the disk, ``how`` in words."""
+    """A matrix in a file, the tensor asked for (None: the only one), and whether reads can be made cold: ``how``."""
 
     matrix: StoredMatrix
+    tensor: str | None
     cold: bool
     how: str
 
@@ -67,7 +68,7 @@ def open_source(path: Path, tensor: str | None) -> Source:
     if not matrix.nbytes:
         raise ValueError(f"{path}: tensor {matrix.name!r} has shape {list(matrix.shape)}: there is nothing to read")
     cold, how = _coldness(path)
-    return Source(matrix, cold, how)
+    return Source(matrix, tensor, cold, how)
 
 
 def _coldness(path: Path) -> tuple[bool, str]:
@@ -169,11 +170,11 @@ def _write(path: Path) -> None:
     if free < wanted:
         raise OSError(
             errno.ENOSPC,
-            f"{ui.size(free)} free, the demonstration's file takes {ui.size(wanted)}; give another folder with --cache-dir",
+            f"{ui.size(free)} free, the file takes {ui.size(wanted)}; give another folder with --cache-dir",
             str(path.parent),
         )
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(SEED))
-    crc = zlib.crc32(memoryview(x.numpy()).cast("B"))
+    crc = zlib.crc32(x.numpy().data.cast("B"))
     metadata = {"format_version": _FORMAT, "seed": str(SEED), "crc32": f"{crc:08x}"}
     # Whoever looks finds the whole file or none: written beside it, then renamed.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")

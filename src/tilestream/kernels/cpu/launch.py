@@ -14,6 +14,7 @@ bell, so that all leave; the caller raises, and no thread is left behind.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -278,6 +279,15 @@ class Launch:
 
 
 _pinning = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _pinning
+    _pinning = threading.Lock()  # another of the parent's threads may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,101 @@
+"""Timing side by side: interleaved rounds, medians, answers checked in the same run, impossible figures refused, JSON.
+
+Machines change speed from minute to minute, so only ratios inside one row mean anything; absolute times stand beside
+the device's name.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilestream as ts
+from tilestream.plan import cpu_properties
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleave(functions: dict[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of each call, the functions taken in turn, so that a slow minute hits all of them."""
+    for function in functions.values():
+        for _ in range(warmup):
+            function()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Milliseconds."""
+    return {name: statistics.median(samples) * 1e3 for name, samples in seconds.items()}
+
+
+def errors(got: torch.Tensor, peer: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+    """Maximum and Frobenius error of both against an fp64 reference, relative to its scale.
+
+    Raises
+    ------
+    AssertionError
+        If ours is more than twice the peer's plus one unit in the last place: then no time of it counts.
+    """
+    scale, norm = reference.abs().max().item(), reference.norm().item()
+    figures = {
+        "max": ((got.double() - reference).abs().max() / scale).item(),
+        "frobenius": ((got.double() - reference).norm() / norm).item(),
+        "peer_max": ((peer.double() - reference).abs().max() / scale).item(),
+        "peer_frobenius": ((peer.double() - reference).norm() / norm).item(),
+    }
+    ulp = torch.finfo(got.dtype).eps
+    for kind in ("max", "frobenius"):
+        if not figures[kind] <= 2 * figures[f"peer_{kind}"] + ulp:
+            raise AssertionError(
+                f"wrong answer: {kind} error {figures[kind]:.3g}, the peer's {figures[f'peer_{kind}']:.3g}"
+            )
+    return figures
+
+
+def refuse_impossible(name: str, operations: int, milliseconds: float, dtype: str = "float32") -> None:
+    """Raise if a figure is above the device's peak: then the answer or the timing is wrong."""
+    device = cpu_properties()
+    rate, peak = operations / milliseconds * 1e3, device.peak(dtype, device.workers)
+    if rate > peak:
+        raise AssertionError(f"{name}: {rate / 1e9:.0f} GFLOP/s, above the peak of {peak / 1e9:.0f}")
+
+
+def record(name: str, rows: list[dict[str, Any]], **extra: Any) -> Path:
+    """Write ``results/<name>.json``: what ran where, and the rows."""
+    device = cpu_properties()
+    data = {
+        "name": name,
+        "device": device.name,
+        "cores": device.workers,
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tilestream": ts.__version__,
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "src") else ""),
+        "date": time.strftime("%Y-%m-%d"),
+        **extra,
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return run.stdout.strip()

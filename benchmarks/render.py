@@ -1,0 +1,148 @@
+"""Make ``docs/performance.md`` and its plots from the records in ``benchmarks/results/``. Figures are never typed.
+
+python benchmarks/render.py            # writes
+python benchmarks/render.py --check    # exit code 1 if the page is not what the records say
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+IMAGES = ROOT / "docs" / "images"
+
+HEAD = """# Performance
+
+Made by `benchmarks/render.py` from the records in `benchmarks/results/`; nothing here is typed by hand. Ratios are of
+medians of interleaved runs in one process; a ratio above 1 means that tilestream is faster. Absolute times belong to
+the device named beside them. Lost comparisons stand here like won ones.
+"""
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, numbers right-aligned."""
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def where(data: dict[str, Any]) -> str:
+    """On what the record was made."""
+    device = f"{data['device']}, {data['cores']} cores, torch {data['torch']}"
+    return f"{device}, {data['dtype']}, commit `{data['commit']}`, {data['date']}"
+
+
+def matmul(data: dict[str, Any]) -> str:
+    """The section for ``cpu_matmul.json``."""
+    kinds = list(data["rows"][0]["ratio"])
+    rows = [
+        [
+            "x".join(map(str, row["shape"])),
+            f"{row['ms']['torch.mm']:.2f}",
+            *(f"{row['ratio'][kind]:.3f}" for kind in kinds),
+        ]
+        for row in data["rows"]
+    ]
+    return "\n\n".join(
+        [
+            "## CPU, everything arrived",
+            f"Against `torch.mm` with the same number of threads ({where(data)}). `auto` is what the plan picks by "
+            "itself; "
+            "the others force the persistent workers.",
+            table(["M x N x K", "torch.mm, ms", *(f"{kind}, ratio" for kind in kinds)], rows),
+        ]
+    )
+
+
+def stream(data: dict[str, Any]) -> str:
+    """The section for ``cpu_stream.json``."""
+    rows = [
+        [
+            str(row["shape"][1]),
+            *(f"{row['ms'][name]:.0f}" for name in ("read", "multiply", "in turn", "streamed")),
+            f"{row['speedup']:.2f}",
+            f"{row['hidden']:.0%}",
+            f"{row['of_bound']:.3f}",
+        ]
+        for row in data["rows"]
+    ]
+    head = [
+        "N",
+        "read, ms",
+        "multiply, ms",
+        "in turn, ms",
+        "streamed, ms",
+        "in turn / streamed",
+        "hidden",
+        "of the bound",
+    ]
+    m, _, k = data["rows"][0]["shape"]
+    return "\n\n".join(
+        [
+            "## CPU, input read cold from disk",
+            f"`[{m}, {k}] @ [{k}, N]`, {data['bytes'] / 2**20:.0f} MiB read from a cold file while it is "
+            f"multiplied ({where(data)}). "
+            "*Hidden* is the time won, as a share of the shorter of reading and multiplying. The *bound* is "
+            "1.15 x max(read, multiply + CPU time of the read / cores) + the first chunk.",
+            table(head, rows),
+            "![Streamed against reading first and multiplying then](images/cpu_stream.png)",
+        ]
+    )
+
+
+def plot_stream(data: dict[str, Any]) -> None:
+    """Streamed beside in turn, and the longer of its two parts."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    widths = [str(row["shape"][1]) for row in data["rows"]]
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    place = range(len(widths))
+    read, multiply, streamed = ([row["ms"][name] for row in data["rows"]] for name in ("read", "multiply", "streamed"))
+    axes.bar([x - 0.2 for x in place], read, 0.38, label="read", color="#9db4c0")
+    axes.bar([x - 0.2 for x in place], multiply, 0.38, bottom=read, label="then multiply", color="#5c6b73")
+    axes.bar([x + 0.2 for x in place], streamed, 0.38, label="streamed", color="#e09f3e")
+    for x, row in zip(place, data["rows"], strict=True):
+        longer = max(row["ms"]["read"], row["ms"]["multiply"])
+        axes.hlines(longer, x, x + 0.4, color="black", linewidth=1.5, label="the longer of the two" if x == 0 else None)
+    axes.set_xticks(list(place), widths)
+    axes.set_xlabel("N: columns of the weight")
+    axes.set_ylabel("ms")
+    axes.set_title(f"256 MiB read cold and multiplied, {data['device']}, {data['cores']} cores", fontsize=10)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    figure.savefig(IMAGES / "cpu_stream.png", dpi=110)
+    plt.close(figure)
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [HEAD]
+    for name, section in (("cpu_matmul", matmul), ("cpu_stream", stream)):
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
+    return "\n\n".join(part.strip() for part in sections) + "\n"
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    if "--check" in sys.argv[1:]:
+        if PAGE.read_text(encoding="utf-8") != page():
+            sys.exit(f"{PAGE.relative_to(ROOT)} is not what benchmarks/results/ says: run python benchmarks/render.py")
+        return
+    PAGE.write_text(page(), encoding="utf-8")
+    path = RESULTS / "cpu_stream.json"
+    if path.exists():
+        plot_stream(json.loads(path.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

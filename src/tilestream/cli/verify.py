@@ -1,0 +1,5 @@
+"""``tilestream verify``: placeholder."""
+
+
+def verify() -> None:
+    """Check."""
