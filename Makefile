@@ -1,0 +1,73 @@
+# Every target does its own set-up in .venv. The machine needs Python >= 3.10 with its venv module, make, and a C/C++
+# compiler. What is installed is remembered in .venv/.stamp-*, so a second run installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Test processes. Most tests are pure Python and use one core each; 0 runs them in one process, to debug.
+JOBS ?= 2
+# Passed on: make demo ARGS="...", make test ARGS="-k pivot".
+ARGS ?=
+
+BIN := $(VENV)/bin
+# -qq: errors only.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+MYPY_VERSIONS := 3.10 3.11 3.12 3.13 3.14
+
+EXTRAS_cli := cli,plot
+EXTRAS_dev := dev
+EXTRAS_docs := docs
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format docs clean
+.NOTPARALLEL:
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.stamp-cli ## Run the demonstration on this machine: make demo ARGS="...".
+	$(BIN)/tilestream demo $(ARGS)
+
+test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) $(ARGS)
+
+test-all: $(VENV)/.stamp-dev ## Run every test that needs no GPU, the exhaustive ones too.
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) --timeout 1800 $(ARGS)
+
+lint: $(VENV)/.stamp-dev ## Check style, formatting, and types for every supported Python.
+	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \
+	run $(BIN)/ruff check; \
+	run $(BIN)/ruff format --check; \
+	for version in $(MYPY_VERSIONS); do run $(BIN)/mypy --python-version $$version; done; \
+	exit $$failed
+
+format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html.
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+clean: ## Remove everything that make made, .venv too.
+	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.stamp-venv:
+	@command -v $(PYTHON) >/dev/null 2>&1 || \
+		{ echo "tilestream: no '$(PYTHON)' here. Name a Python >= 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+		{ echo "tilestream: needs Python >= 3.10. '$(PYTHON)' says: `$(PYTHON) --version 2>&1 | head -n 1`." \
+			"Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "tilestream: '$(PYTHON) -m venv' failed; some systems ship it apart (python3-venv)." >&2; exit 1; }
+	@touch $@
+
+# torch by itself and first: what comes later finds it installed, and cannot bring another build of it.
+$(VENV)/.stamp-torch: constraints.txt $(VENV)/.stamp-venv
+	@echo "Installing torch (once)"
+	@$(PIP) install -c constraints.txt torch
+	@touch $@
+
+$(VENV)/.stamp-%: pyproject.toml constraints.txt src/tilestream/_version.py $(VENV)/.stamp-torch
+	@echo "Installing tilestream[$(EXTRAS_$*)] (once)"
+	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@

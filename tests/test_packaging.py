@@ -1,0 +1,169 @@
+"""What ships, and what importing it costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tilestream
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+RUNNING = sys.version_info[:2]
+SUPPORTED = [(3, minor) for minor in range(10, 15)]
+
+# These decide, count and prove; they import nothing that computes.
+PURE = ["tilestream", "tilestream.schedule", "tilestream.plan", "tilestream.verify", "tilestream.arrival"]
+
+COMPILE_AND_IMPORT = """
+import importlib, pathlib, sys
+sys.modules.update(dict.fromkeys(["torch", "triton", "numpy"]))  # None: importing it raises
+src, *pure = sys.argv[1:]
+files = sorted(pathlib.Path(src, "tilestream").rglob("*.py"))
+for path in files:
+    compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)
+for name in pure:
+    importlib.import_module(name)
+print(len(files))
+"""
+
+IMPORTS_ARE_LAZY = """
+import sys
+import tilestream
+heavy = {"torch", "triton", "numpy"} & set(sys.modules)
+assert not heavy, f"import tilestream imports {sorted(heavy)}"
+for name in tilestream.__all__:
+    getattr(tilestream, name)
+import torch
+assert not torch.cuda.is_initialized(), "the public names create a CUDA context"
+"""
+
+SUBPACKAGE_AND_FUNCTION = """
+import importlib, sys
+if sys.argv[1] == "before":
+    importlib.import_module("tilestream.plan")
+import tilestream
+if sys.argv[1] == "after":
+    importlib.import_module("tilestream.plan")
+assert callable(tilestream.plan), tilestream.plan
+"""
+
+
+def run(python: str, script: str, *args: str) -> str:
+    """Run ``script`` in another interpreter that sees nothing of this one but src/; its standard output."""
+    unseen = ("PYTHON", "COVERAGE", "COV_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unseen)}
+    env |= {"PYTHONPATH": str(SRC), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [python, "-W", "error::SyntaxWarning", "-c", script, *args],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=env,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{python}:\n{done.stderr}"
+    return done.stdout
+
+
+def interpreter(version: tuple[int, int]) -> str | None:
+    """An interpreter of this version that really runs: this one, on PATH, or among pyenv's."""
+    if version == RUNNING:
+        return sys.executable
+    name = "python{}.{}".format(*version)
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    candidates = [Path(folder, name) for folder in os.get_exec_path()]
+    candidates += sorted(pyenv.glob("{}.{}*/bin/".format(*version) + name))
+    return next((str(path) for path in candidates if os.access(path, os.X_OK) and answers(path, version)), None)
+
+
+def answers(python: Path, version: tuple[int, int]) -> bool:
+    """Whether it starts and is of this version; a pyenv shim that is not set up is on PATH and fails."""
+    try:
+        done = subprocess.run(
+            [python, "-c", "import sys; print(*sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and done.stdout.split() == [str(part) for part in version]
+
+
+@pytest.mark.parametrize("version", sorted({*SUPPORTED, RUNNING}), ids="{0[0]}.{0[1]}".format)
+def test_every_supported_python_compiles_all_and_imports_the_pure_parts(version):
+    python = interpreter(version)
+    if python is None:
+        pytest.skip("no Python {}.{} on this machine".format(*version))
+    files = run(python, COMPILE_AND_IMPORT, str(SRC), *PURE)
+    assert int(files) == len(list((SRC / "tilestream").rglob("*.py")))
+
+
+def test_supported_versions_are_the_declared_ones():
+    declared = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert [(3, int(minor)) for minor in declared] == SUPPORTED
+
+
+def test_import_is_lazy_and_creates_no_cuda_context():
+    run(sys.executable, IMPORTS_ARE_LAZY)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_plan_stays_a_function_beside_the_subpackage_of_that_name(when):
+    run(sys.executable, SUBPACKAGE_AND_FUNCTION, when)
+
+
+def test_unknown_name_raises():
+    with pytest.raises(AttributeError, match=r"tilestream.*no_such_name"):
+        _ = tilestream.no_such_name
+
+
+def test_version_is_the_metadata_s():
+    try:
+        installed = importlib.metadata.version("tilestream")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("run from src/, not installed")
+    assert tilestream.__version__ == installed
+
+
+def test_types_are_shipped():
+    assert importlib.resources.files("tilestream").joinpath("py.typed").is_file()
+
+
+def test_wheel_holds_the_package_and_nothing_else(tmp_path):
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    (wheel,) = builder.build(directory=str(tmp_path))
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package = {p for p in (SRC / "tilestream").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert names == {p.relative_to(SRC).as_posix() for p in package}
+    assert "tilestream/py.typed" in names
+
+
+def test_no_tracked_file_names_a_path_of_some_machine():
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    # In two parts, so that this file is not found; with a word before it, it is a path inside something else.
+    path = re.compile(rb"(?<![\w.-])/" + b"(?:root|work|home|farm)" + b"/")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        file = ROOT / name
+        if not file.is_file():  # deleted and not yet committed, or a link to elsewhere
+            continue
+        for number, line in enumerate(file.read_bytes().splitlines(), 1):
+            if path.search(line):
+                found.append(f"{name}:{number}: {line.strip()[:120].decode(errors='replace')}")
+    assert not found, "\n".join(found)
