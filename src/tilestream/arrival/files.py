@@ -14,6 +14,8 @@ import errno
 import json
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,12 +180,15 @@ class RangeReader:
             with contextlib.suppress(OSError):
                 self._buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; only ever a hint
         self._view = memoryview(self._buffer)
+        self._whole: set[int] = set()  # pages at a range's first or last byte: read whole, with the range claimed first
+        self._lock = threading.Lock()
+        self._files: list[int] = []  # open descriptors; the last one is read from, others may still be in use
+        self._direct = False
         self._how = ""
-        self._fd = -1
-        self._whole: set[int] = (
-            set()
-        )  # pages at a range's first or last byte: read once, whole, by whichever comes first
-        self._open(direct)
+        if direct is False:
+            self._open_cached("asked to")
+        else:
+            self._open_direct()
 
     @property
     def how(self) -> str:
@@ -195,38 +200,37 @@ class RangeReader:
         """The matrix's bytes, as far as they were read."""
         return self._view[self._shift : self._shift + self.matrix.nbytes]
 
-    def _open(self, direct: bool | None) -> None:
-        self.close()
-        flag = getattr(os, "O_DIRECT", 0)
-        if direct is not False and flag:
-            try:
-                self._fd = os.open(self.matrix.path, os.O_RDONLY | flag)
-                self._how = "O_DIRECT: from the disk into place, past the page cache"
-                return
-            except OSError as error:
-                reason = f"O_DIRECT refused by the file system ({errno.errorcode.get(error.errno or 0, error.errno)})"
-        else:
-            reason = "asked to" if direct is False else "this system has no O_DIRECT"
-        self._buffered(reason)
+    def _open_direct(self) -> None:
+        if not hasattr(os, "O_DIRECT"):
+            self._open_cached("this system has no O_DIRECT")
+            return
+        try:
+            self._files.append(os.open(self.matrix.path, os.O_RDONLY | os.O_DIRECT))
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            self._open_cached(f"O_DIRECT refused by the file system: {name}")
+            return
+        self._direct = True
+        self._how = "O_DIRECT: from the disk into place, past the page cache"
 
-    def _buffered(self, reason: str) -> None:
-        self._fd = os.open(self.matrix.path, os.O_RDONLY)
+    def _open_cached(self, reason: str) -> None:
+        self._files.append(os.open(self.matrix.path, os.O_RDONLY))
+        self._direct = False
         self._how = f"through the page cache ({reason})"
 
     def again(self) -> None:
         """Forget what was read: the next round reads everything anew into the same buffer."""
         self._whole.clear()
-        if self._fd < 0:
-            self._open("page cache" not in self._how)
+        if not self._files:
+            (self._open_direct if self._direct else lambda: self._open_cached("as before"))()
 
     def close(self) -> None:
         """Close the file; what was read stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        while self._files:
+            os.close(self._files.pop())
 
     def read(self, begin: int, end: int) -> None:
-        """Bring bytes [begin, end) of the matrix.
+        """Bring bytes [begin, end) of the matrix, now.
 
         Raises
         ------
@@ -235,27 +239,31 @@ class RangeReader:
         EOFError
             If the file has become shorter than its header says.
         """
+        self.claim(begin, end)()
+
+    def claim(self, begin: int, end: int) -> Callable[[], None]:
+        """What brings bytes [begin, end) of the matrix: `read` in two halves.
+
+        Claims are made one at a time; the reads may run at once. A page that two ranges share is read with the one
+        claimed first: the other is complete only when that is, too.
+        """
         begin, end = begin + self._shift, end + self._shift
         if begin >= end:
-            return
+            return lambda: None
         first, last = begin // PAGE, (end - 1) // PAGE
         start = (first + 1 if first in self._whole else first) * PAGE
         stop = (last if last in self._whole else last + 1) * PAGE
-        self._fill(start, stop, end)
         self._whole.update((first, last))
-
-    @property
-    def _direct(self) -> bool:
-        return self._how.startswith("O_DIRECT")
+        return lambda: self._fill(start, stop, end)
 
     def _fill(self, start: int, stop: int, needed: int) -> None:
         while start < stop:
+            file, direct = self._files[-1], self._direct
             try:
-                count = os.preadv(self._fd, [self._view[start:stop]], self._base + start)
+                count = os.preadv(file, [self._view[start:stop]], self._base + start)
             except OSError as error:
-                if self._direct and error.errno == errno.EINVAL:
-                    os.close(self._fd)
-                    self._buffered("the file system took O_DIRECT and then refused the read")
+                if error.errno == errno.EINVAL and direct:
+                    self._leave_direct()
                     continue
                 raise
             start += count
@@ -263,8 +271,13 @@ class RangeReader:
                 return
             if count == 0:
                 raise EOFError(f"{self.matrix.path}: ends at byte {self._base + start}, {needed - start} bytes early")
-            if self._direct and start % PAGE:
-                start -= start % PAGE  # a short direct read: go on from a page's beginning
+            if direct:
+                start -= start % PAGE  # after a short read: from a page's beginning again
+
+    def _leave_direct(self) -> None:
+        with self._lock:
+            if self._direct:  # a read beside this one may have found out first
+                self._open_cached("the file system took O_DIRECT and then refused the read")
 
 
 def _round_up(x: int) -> int:

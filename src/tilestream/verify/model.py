@@ -52,6 +52,7 @@ class Model:
         self._answers: list[Callable[[int, Any, Memory], Sequence[Any]] | None] = [None]
         self._perform: list[Callable[[int, Any, Any, Memory], None] | None] = [None]
         self._progresses: list[bool] = [False]
+        self._minimised = False
         self.locals = Locals(self.processes, self._bind, merge=reduce, remember=self.remember)
 
     # What a subclass says -------------------------------------------------------------------------------------------
@@ -88,13 +89,21 @@ class Model:
         """Whether what was answered in this turn matters to a property, even if the program forgets it."""
         return False
 
-    def note(self, local: int) -> None:
-        """A new local state has appeared."""
+    def domain(self, op: Any) -> Sequence[Any]:
+        """All answers ``op`` can have; more do no harm, one that is missing costs merging."""
+        return (0,)
+
+    def urgent(self, pid: int, m: Memory) -> bool:
+        """Whether whatever this process does next, now and until it leaves, concerns nobody else: then it goes alone."""
+        return False
 
     # What all have in common ----------------------------------------------------------------------------------------
 
     def start(self) -> State:
         """The state at the start."""
+        if self.reduce and not self._minimised:
+            self.locals.minimise(self.domain)
+            self._minimised = True
         return (*self.locals.start(), *self.memory())
 
     def steps(self, state: State, log: list[list[str]] | None = None) -> list[tuple[State, bool]]:
@@ -106,9 +115,15 @@ class Model:
             If a step breaks a property, or nobody can do anything and that is no good end.
         """
         out: list[tuple[State, bool]] = []
-        for pid in range(len(self.processes)):
-            if state[pid] != LEFT:
-                self._advance(pid, state, out, log)
+        pids = [pid for pid in range(len(self.processes)) if state[pid] != LEFT]
+        if self.reduce:
+            m = list(state)
+            for pid in pids:
+                if self.urgent(pid, m):
+                    self._advance(pid, state, out, log)
+                    return out
+        for pid in pids:
+            self._advance(pid, state, out, log)
         if not out:
             self.at_rest(list(state))
         for line, m in self.environment(list(state)):
@@ -135,7 +150,6 @@ class Model:
         self._answers.append(self.answers_of(op))
         self._perform.append(self.performer_of(op))
         self._progresses.append(kind in self.progress)
-        self.note(local)
 
     def _advance(self, pid: int, state: State, out: list[tuple[State, bool]], log: list[list[str]] | None) -> None:
         """All chains of process ``pid`` from ``state``."""

@@ -90,6 +90,7 @@ class Locals:
         self._histories: list[list[History]] = [[]]
         self._ids: dict[Hashable, int] = {}
         self._next: list[dict[Any, int]] = [{}]
+        self._same: list[int] = []
         self._on_new = on_new
         self._merge = merge
         self._remember = remember
@@ -100,7 +101,8 @@ class Locals:
 
     def start(self) -> list[int]:
         """The local state each process starts in."""
-        return [self._enter(History(self._members[p.group][0], p.start, ())) for p in self._processes]
+        entered = [self._enter(History(self._members[p.group][0], p.start, ())) for p in self._processes]
+        return [self._same[local] if local < len(self._same) else local for local in entered]
 
     def next(self, local: int, answer: Any) -> int:
         """The local state after ``answer`` to the operation of ``local``."""
@@ -111,6 +113,39 @@ class Locals:
             for other in others:
                 self._compare(other, answer, known)
         return known
+
+    def minimise(self, domain: Callable[[Any], Sequence[Any]], limit: int = 50_000) -> None:
+        """Follow every local state through every answer of ``domain(op)``, and merge those that always do the same.
+
+        Moore's partition refinement: start from the operations, split while two states of a part go to different parts.
+        Beyond ``limit`` local states nothing is merged.
+        """
+        self.start()
+        local = 1
+        while local < len(self.op):
+            for answer in domain(self.op[local]):
+                self.next(local, answer)
+            local += 1
+            if local > limit:
+                return
+        seeds: dict[Hashable, int] = {}
+        part = [seeds.setdefault((op, past), len(seeds)) for op, past in zip(self.op, self.past, strict=True)]
+        moves = [[(answer, target) for answer, target in sorted(edges.items())] for edges in self._next]
+        count = len(seeds)
+        while True:
+            seeds = {}
+            part = [
+                seeds.setdefault((part[i], *[part[target] for _, target in edges]), len(seeds))
+                for i, edges in enumerate(moves)
+            ]
+            if len(seeds) == count:
+                break
+            count = len(seeds)
+        first = [0] * count
+        for i in range(len(part) - 1, -1, -1):
+            first[part[i]] = i
+        self._same = [first[p] for p in part]
+        self._next = [{answer: self._same[target] for answer, target in edges.items()} for edges in self._next]
 
     def _compare(self, history: History, answer: Any, known: int) -> None:
         if self._enter(_extended(history, answer)) != known:

@@ -28,6 +28,10 @@ Reductions, and why they hide nothing:
   them and depends on the expiry is a worker that was told "over", and leaves.
 - *Arrivals* are lazy: a chunk arrives only when a worker waits for it. Arriving enables that Wait and nothing else, and
   a chunk that arrives as late as it can shows every read before arrival and every expiry.
+- *After an expiry* a worker that is at a Poll or a Wait goes alone, before all others: what it is answered depends on
+  nobody, and what it does from there to the Poll that makes it leave nobody can tell, but by the checks of double
+  work, which do not ask for an order. A chunk that arrives after the expiry does so in the Wait that sees it.
+- *Local states* that no answers can tell apart are one (`Locals.minimise`).
 - *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks that they are.
 """
 
@@ -175,7 +179,8 @@ class WorkersModel(Model):
                 return None  # performing it is the fault
             if kind is ops.WaitForever:
                 return lambda pid, op, m: (1,) if m[self.arrived] & bit else ()
-            answers = (((), (0,)), ((1,), (0, 1)))
+            # By arrived, aborted. With reductions the chunk may arrive in the very operation, once the launch is over.
+            answers = (((), (0, 1) if self.reduce else (0,)), ((1,), (0, 1)))
             return lambda pid, op, m: answers[1 if m[self.arrived] & bit else 0][m[self.aborted]]
         if kind is Poll:
             return lambda pid, op, m: (m[self.aborted],)
@@ -193,6 +198,22 @@ class WorkersModel(Model):
         if kind is ops.Leave:
             return lambda pid, op, m: (m[self.left],)
         return None
+
+    def domain(self, op: Any) -> Sequence[Any]:
+        schedule = self.case.schedule
+        kind = type(op)
+        if kind is Take or kind is Peek:
+            return range(next_base(0, schedule.queue_size(op.queue), schedule.workers) + 1)
+        if kind is Count or kind is ops.Add:
+            return range(op.item.parts + 1)
+        if kind is ops.Leave:
+            return range(schedule.workers)
+        if kind is ops.AwaitCount or kind is ops.AwaitTile or kind is ops.WaitForever:
+            return (1,)
+        return (0, 1) if kind is Wait or (kind is Poll and self.case.gate is not None) else (0,)
+
+    def urgent(self, pid: int, m: Memory) -> bool:
+        return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in self.delayed
 
     def remember(self, op: Any, answer: Any) -> bool:
         return _over(op, answer)
@@ -216,8 +237,11 @@ class WorkersModel(Model):
         return 1 << (operand * self.chunks[0] + chunk)
 
     def _wait(self, pid: int, op: Any, answer: int, m: Memory) -> None:
-        if not self._chunk_bit(op.operand, op.chunk):
+        bit = self._chunk_bit(op.operand, op.chunk)
+        if not bit:
             raise Fault("signal out of range", f"a wait for chunk {op.chunk} of {self.chunks[op.operand]}")
+        if answer:
+            m[self.arrived] |= bit
 
     def _take(self, pid: int, op: Take, answer: int, m: Memory) -> None:
         schedule = self.case.schedule
@@ -340,7 +364,9 @@ class WorkersModel(Model):
                     n[pid] = self.locals.next(m[pid], 0)
                     out.append((f"{process.name}: {self._say(op)} -> the deadline expires, abort is set", n))
                 blocked |= bit
-        if not self.reduce:
+        if self.reduce and m[self.aborted]:
+            blocked = 0
+        elif not self.reduce:
             blocked = (1 << sum(self.chunks)) - 1 & ~m[self.arrived]
         for c in range(sum(self.chunks)):
             if blocked >> c & 1:
