@@ -19,6 +19,7 @@ from tilestream.kernels.cpu.launch import Launch
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.runtime.errors import ArrivalTimeout
 from tilestream.runtime.workspace import workspace
+from tilestream.schedule.schedule import Schedule
 from tilestream.trace.record import current as current_recorder
 
 if TYPE_CHECKING:
@@ -142,17 +143,32 @@ def execute(
     incoming = tuple(LaunchIncoming(x.signals(), x.epoch) if x is not None else None for x in (rows, columns))
     assert len(incoming) == 2
     end = time.perf_counter() + deadline
+    recorder = current_recorder()
     if plan.schedule.grid.tiles:
-        threads = torch.get_num_threads() if plan.variant == "inline" else 1
         with workspace() as scratch:
             body = GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch)
-            Launch(
-                op, plan.schedule, plan.gate, body, scratch,
-                incoming=incoming, deadline=deadline, threads=threads, recorder=current_recorder(), label=plan.label,
-            ).run()  # fmt: skip
+            if plan.variant == "inline" and recorder is None:
+                _inline(plan.schedule, body)
+            else:
+                threads = torch.get_num_threads() if plan.variant == "inline" else 1
+                Launch(
+                    op, plan.schedule, plan.gate, body, scratch,
+                    incoming=incoming, deadline=deadline, threads=threads, recorder=recorder, label=plan.label,
+                ).run()  # fmt: skip
     for arrival, waiting in zip((rows, columns), incoming, strict=True):
         if waiting is not None and waiting.signals.self_reset:
             _see_all(op, arrival, waiting, end, deadline)
+
+
+def _inline(schedule: Schedule, body: GemmBody) -> None:
+    """A launch with nobody to share work or wait with: the schedule's items, one after the other."""
+    with torch.inference_mode():  # so that a result that is an inference tensor can be written
+        for item in schedule.items():
+            try:
+                body.compute(item)
+            except BaseException:
+                body.poison(item)
+                raise
 
 
 def _see_all(op: str, arrival: FlatArrival | None, waiting: LaunchIncoming, end: float, deadline: float) -> None:

@@ -10,6 +10,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.gate import Gate
 from tilestream.plan import cpu
 from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.explain import explain
 from tilestream.plan.floor import Floor
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.schedule.order import TileOrder
@@ -106,46 +107,7 @@ class Plan:
 
     def explain(self) -> str:
         """What was chosen, what was refused and why, and the floor, for people."""
-        problem, schedule, grid, floor = self.problem, self.schedule, self.schedule.grid, self.floor
-        batch = f"{problem.batch} x " if problem.batch > 1 else ""
-        lines = [
-            f"matmul {batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}], {problem.dtype} -> "
-            f"{problem.out_dtype}",
-            f"  device    {self.device.name}, {self.device.workers} workers ({self.device.source})",
-            f"  backend   {self.backend}, variant {self.variant}: {self.why}",
-        ]
-        if self.variant != "inline":
-            raster = schedule.raster
-            first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
-            remainder = (
-                f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"
-                if schedule.remainder
-                else ""
-            )
-            lines += [
-                f"  tiles     {grid.batch} x {grid.num_m} x {grid.num_n} of {self.tile[0]}x{self.tile[1]}",
-                f"  schedule  {schedule.kind}, {self.workers} workers, {schedule.queues} "
-                f"queue{'s'[: schedule.queues > 1]}{remainder}",
-                f"  raster    {raster.order}{first}, group {raster.group}",
-            ]
-        for name, incoming in (("arrival", problem.rows), ("weights", problem.columns)):
-            if incoming is not None:
-                chunks = incoming.chunks
-                size = f"of {chunks.rows_per_chunk} rows" if chunks.rows_per_chunk else "of uneven rows"
-                lines.append(
-                    f"  {name}   {chunks.count} chunks {size}, pivot {incoming.pivot}: each tile waits for the "
-                    "chunks it reads"
-                )
-        if problem.rows is None and problem.columns is None:
-            lines.append("  arrival   none: no gate code runs")
-        lines += [
-            f"  floor     {floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} "
-            "FLOP/B: "
-            f"{floor.seconds * 1e3:.3g} ms, bound by {floor.binds}; the cost model expects "
-            f"{self.predicted * 1e3:.3g} ms",
-        ]
-        lines += [f"  refused   {refusal.what}: {refusal.why}" for refusal in self.refused]
-        return "\n".join(lines)
+        return explain(self)
 
     def run(
         self,

@@ -1,0 +1,58 @@
+"""`Plan.explain`: a plan in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilestream.plan.plan import Plan
+
+
+def explain(plan: Plan) -> str:
+    """What was chosen, what was refused and why, and the floor."""
+    problem, device, floor = plan.problem, plan.device, plan.floor
+    batch = f"{problem.batch} x " if problem.batch > 1 else ""
+    shape = f"{batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}]"
+    lines = [
+        ("device", f"{device.name}, {device.workers} workers ({device.source})"),
+        ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),
+    ]
+    if plan.variant != "inline":
+        lines += _schedule(plan)
+    lines += _arrivals(plan)
+    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B"
+    lines += [
+        ("floor", f"{work}: {floor.seconds * 1e3:.3g} ms, bound by {floor.binds}"),
+        ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
+    ]
+    lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused]
+    head = f"matmul {shape}, {problem.dtype} -> {problem.out_dtype}"
+    return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
+
+
+def _schedule(plan: Plan) -> list[tuple[str, str]]:
+    schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
+    queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind != "static" else ""
+    remainder = ""
+    if schedule.remainder:
+        remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"
+    first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
+    order = f"{raster.order}{first}, group {raster.group}"
+    if raster.table is not None:
+        order = f"a table of {len(raster.table)} tiles"
+    return [
+        ("tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"),
+        ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"),
+        ("raster", order),
+    ]
+
+
+def _arrivals(plan: Plan) -> list[tuple[str, str]]:
+    lines = []
+    for name, incoming in (("rows", plan.problem.rows), ("columns", plan.problem.columns)):
+        if incoming is not None:
+            chunks = incoming.chunks
+            size = f"of {chunks.rows_per_chunk} {name}" if chunks.rows_per_chunk else f"of uneven {name}"
+            what = f"{name} in {chunks.count} chunks {size}, pivot {incoming.pivot}"
+            lines.append(("arrival", f"{what}; a tile waits for the chunks it reads"))
+    return lines or [("arrival", "none: no gate code runs")]

@@ -1,0 +1,26 @@
+"""Every example runs as a user would run it, and says that it agrees with torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_agrees_with_torch(path: Path) -> None:
+    arguments = ["1000"] if path.stem == "weights_from_disk" else []
+    run = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    found = re.search(r"largest difference from torch: (\S+)", run.stdout)
+    assert found is not None
+    assert float(found.group(1)) < 1e-2
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
