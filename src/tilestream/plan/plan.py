@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -18,6 +19,8 @@ from tilestream.schedule.schedule import Kind, Schedule
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
@@ -273,10 +276,13 @@ def plan_problem(
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant == "workers":
         refused += (_no_stream_k(best, found),)
     refused += (Refusal("GPU backends", "the operands are on the CPU"),)
-    return Plan(
+    made = Plan(
         problem, device, "cpu", best.variant, best.block, best.schedule,
         f"least of {len(found)} candidates in the cost model", refused, best.seconds,
     )  # fmt: skip
+    # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
+    logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
+    return made
 
 
 def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
