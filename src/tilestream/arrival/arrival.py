@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class Arrival:
         pivot: int = 0,
         signals: torch.Tensor | None = None,
     ) -> None:
-        if not 0 <= pivot < num_chunks:
+        if not isinstance(pivot, int) or not 0 <= pivot < num_chunks:
             raise ValueError(
                 f"pivot={pivot}: the raster starts from one of the {num_chunks} chunks, 0 to {num_chunks - 1}"
             )
@@ -92,7 +93,10 @@ class Arrival:
         pivot, signals
             As for `uniform`.
         """
-        chunks = Chunks(tuple(int(b) for b in bounds))
+        try:
+            chunks = Chunks(tuple(operator.index(bound) for bound in bounds))
+        except TypeError:
+            raise TypeError(f"bounds={bounds!r}; they are whole numbers of rows") from None
         return cls(chunks.count, bounds=chunks.bounds, pivot=pivot, signals=signals)
 
     @property
@@ -206,6 +210,8 @@ def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:
         raise TypeError(f"signals: {type(signals).__name__}; it is a torch tensor of int32")
     if signals.dtype != torch.int32:
         raise TypeError(f"signals: dtype {signals.dtype}; signal words are torch.int32")
+    if signals.device.type == "meta":
+        raise ValueError("signals: on the meta device, which has no memory; they are on the input's device")
     if tuple(signals.shape) != (num_chunks,):
         raise ValueError(f"signals: shape {tuple(signals.shape)}; there is one word a chunk: ({num_chunks},)")
     if signals.numel() and not signals.is_contiguous():

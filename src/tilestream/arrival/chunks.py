@@ -25,9 +25,10 @@ def pivot_tile(row_begin: int, row_end: int, block_m: int, num_m: int) -> int:
     so it comes last, not first. Where no tile begins inside (a chunk smaller than a tile), the tile that holds the
     chunk's first row. Always in [0, num_m).
     """
-    tile = (row_begin + block_m - 1) // block_m
-    if tile * block_m >= row_end:
-        tile = row_begin // block_m
+    tile = row_begin // block_m
+    before = row_begin % block_m  # rows of that tile that lie before the chunk
+    if before > 0 and block_m - before < row_end - row_begin:
+        tile = tile + 1
     return tile % num_m
 
 

@@ -87,12 +87,13 @@ def _safetensors(path: Path, tensor: str | None) -> StoredMatrix:
     # library maps the file and hands out tensors; what streams needs is where the bytes lie.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        try:
-            header: Any = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            shapes = {name: tuple(int(x) for x in entry["shape"]) for name, entry in entries.items()}
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: not a safetensors file: its header cannot be read ({error})") from None
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        entries = {name: _entry(entry) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a safetensors file: its header cannot be read ({error})") from None
+    shapes = {name: shape for name, (_, shape, _, _) in entries.items()}
     if tensor is None:
         matrices = [name for name, shape in shapes.items() if len(shape) >= 2]
         if len(matrices) != 1:
@@ -100,19 +101,25 @@ def _safetensors(path: Path, tensor: str | None) -> StoredMatrix:
         tensor = matrices[0]
     if tensor not in entries:
         raise ValueError(f"{path}: no tensor {tensor!r}; there are {_names(shapes)}")
-    entry = entries[tensor]
-    if entry["dtype"] not in _SAFETENSORS:
-        raise TypeError(
-            f"{path}: tensor {tensor!r} has dtype {entry['dtype']}; a matmul takes {', '.join(_SAFETENSORS)}"
-        )
-    dtype, itemsize = _SAFETENSORS[entry["dtype"]]
-    begin, end = entry["data_offsets"]
-    found = StoredMatrix(path, tensor, shapes[tensor], dtype, itemsize, 8 + length + begin)
+    stored, shape, begin, end = entries[tensor]
+    if stored not in _SAFETENSORS:
+        raise TypeError(f"{path}: tensor {tensor!r} has dtype {stored}; a matmul takes {', '.join(_SAFETENSORS)}")
+    dtype, itemsize = _SAFETENSORS[stored]
+    found = StoredMatrix(path, tensor, shape, dtype, itemsize, 8 + length + begin)
     if end - begin != found.nbytes:
         raise ValueError(
-            f"{path}: tensor {tensor!r} of shape {list(found.shape)} has {end - begin} bytes, not {found.nbytes}"
+            f"{path}: tensor {tensor!r} of shape {list(shape)} has {end - begin} bytes, not {found.nbytes}"
         )
     return found
+
+
+def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """A tensor's dtype, shape, first byte and the byte behind its last, as the header has them."""
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    numbers = (*shape, begin, end)
+    if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"an entry is {entry!r}")
+    return dtype, shape, begin, end
 
 
 def _npy(path: Path, tensor: str | None) -> StoredMatrix:
@@ -122,12 +129,15 @@ def _npy(path: Path, tensor: str | None) -> StoredMatrix:
         raise ImportError(f"{path}: reading .npy files takes numpy: pip install 'tilestream[cli]'") from error
     if tensor is not None:
         raise ValueError(f"{path}: tensor={tensor!r}; a .npy file holds one array without a name")
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     with path.open("rb") as file:
-        version = npy.read_magic(file)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
-        if read is None:
-            raise ValueError(f"{path}: .npy version {version}; versions 1.0 and 2.0 are read")
-        shape, fortran, dtype = read(file)
+        try:
+            version = npy.read_magic(file)
+            if version not in readers:
+                raise ValueError(f"version {version}; versions 1.0 and 2.0 are read")
+            shape, fortran, dtype = readers[version](file)
+        except Exception as error:  # numpy lets what its parser met with through
+            raise ValueError(f"{path}: not a .npy file that can be read ({error})") from None
         offset = file.tell()
     if fortran:
         raise ValueError(
@@ -254,25 +264,23 @@ class RangeReader:
         start = (first + 1 if first in self._whole else first) * PAGE
         stop = (last if last in self._whole else last + 1) * PAGE
         self._whole.update((first, last))
-        return lambda: self._fill(start, stop, end)
+        return lambda: self._fill(start, stop)
 
-    def _fill(self, start: int, stop: int, needed: int) -> None:
-        while start < stop:
+    def _fill(self, start: int, stop: int) -> None:
+        needed = min(stop, self._shift + self.matrix.nbytes)  # whole pages, where the matrix does not end before
+        while start < needed:
             file, direct = self._files[-1], self._direct
+            at = start - start % PAGE if direct else start  # after a short read: from a page's beginning again
             try:
-                count = os.preadv(file, [self._view[start:stop]], self._base + start)
+                count = os.preadv(file, [self._view[at:stop]], self._base + at)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
                     self._leave_direct()
                     continue
                 raise
-            start += count
-            if start >= needed:
-                return
-            if count == 0:
+            if at + count <= start:
                 raise EOFError(f"{self.matrix.path}: ends at byte {self._base + start}, {needed - start} bytes early")
-            if direct:
-                start -= start % PAGE  # after a short read: from a page's beginning again
+            start = at + count
 
     def _leave_direct(self) -> None:
         with self._lock:

@@ -92,9 +92,12 @@ class Signals:
 
         Whoever sees the signal sees what was written before it: both sides hold the bell's lock.
         """
-        if not 0 <= chunk < self._count:
-            raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
+        self._check(chunk)
         with self._bell:
+            if epoch is not None and epoch > self._epoch:
+                raise ValueError(
+                    f"signal: epoch={epoch}; the present round is {self._epoch}: advance() begins the next"
+                )
             if not self._own:
                 self._words[chunk] = 1
             elif (self._epoch if epoch is None else epoch) > self._words[chunk]:
@@ -102,6 +105,10 @@ class Signals:
             if epoch is None or epoch == self._epoch:
                 self._times[chunk] = time.perf_counter()
             self._bell.notify_all()
+
+    def _check(self, chunk: int) -> None:
+        if not 0 <= chunk < self._count:
+            raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
@@ -117,6 +124,7 @@ class Signals:
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
         """Whether the chunk has arrived in the round ``epoch`` (now where None)."""
+        self._check(chunk)
         if not self._own:
             return int(self._words[chunk]) != 0
         return self._words[chunk] >= (self._epoch if epoch is None else epoch)

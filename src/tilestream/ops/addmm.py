@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from tilestream.arrival.arrival import Arrival
 from tilestream.ops.operands import Options, multiply
 
 
@@ -16,7 +15,13 @@ def addmm(
     *,
     beta: float = 1,
     alpha: float = 1,
-    **options: Any,
+    out: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    arrival: Arrival | None = None,
+    schedule: str = "auto",
+    workers: int | None = None,
+    deadline: float | None = None,
 ) -> torch.Tensor:
     """``beta * input + alpha * (a @ b)`` for matrices ``[M, K]`` and ``[K, N]``.
 
@@ -28,9 +33,8 @@ def addmm(
         The matrices.
     beta, alpha
         Factors.
-    **options
-        ``out``, ``activation``, ``out_dtype``, ``arrival``, ``schedule``, ``workers``, ``deadline``: as for
-        `tilestream.matmul`, whose exceptions are raised.
+    out, activation, out_dtype, arrival, schedule, workers, deadline
+        As for `tilestream.matmul`, whose exceptions are raised.
 
     Raises
     ------
@@ -40,4 +44,20 @@ def addmm(
     for name, tensor in (("a", a), ("b", b)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
-    return multiply(a, b, Options("addmm", residual=input, beta=float(beta), alpha=float(alpha), **options))
+    return multiply(
+        a,
+        b,
+        Options(
+            "addmm",
+            residual=input,
+            beta=beta,
+            alpha=alpha,
+            out=out,
+            activation=activation,
+            out_dtype=out_dtype,
+            arrival=arrival,
+            schedule=schedule,
+            workers=workers,
+            deadline=deadline,
+        ),
+    )

@@ -93,7 +93,7 @@ def check_deadline(deadline: float | None) -> float:
     """
     if deadline is None:
         return DEFAULT_DEADLINE
-    if not (math.isfinite(deadline) and deadline > 0):
+    if not isinstance(deadline, int | float) or not (math.isfinite(deadline) and deadline > 0):
         raise ValueError(
             f"deadline={deadline!r}; it is a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})"
         )
@@ -134,12 +134,9 @@ def execute(
 
     Raises
     ------
-    ValueError
-        If ``out`` overlaps an operand.
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    _refuse_overlap(out, a=a, b=b, bias=epilogue.bias)
     incoming = tuple(LaunchIncoming(x.signals(), x.epoch) if x is not None else None for x in (rows, columns))
     assert len(incoming) == 2
     end = time.perf_counter() + deadline
@@ -222,6 +219,11 @@ def run_plan(
                 f"{dtype} on cpu"
             )
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation or "none")
+    refuse_overlap(out, epilogue, a=a, b=b)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, out, bias, residual)):
+        raise RuntimeError(
+            "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"
+        )
     rows = FlatArrival.of(arrival) if arrival is not None else None
     columns = FlatArrival.of(weight_arrival) if weight_arrival is not None else None
     a3, b3, out3 = (t if ndim == 3 else t.unsqueeze(0) for t in (a, b, out))
@@ -264,27 +266,59 @@ def make_epilogue(
     return Epilogue(alpha, bias.detach() if bias is not None else None, residual, beta, activation)
 
 
-def _refuse_overlap(out: torch.Tensor, **operands: torch.Tensor | None) -> None:
-    """A tile written while another still reads what lies there would be a wrong number."""
+def refuse_overlap(out: torch.Tensor, epilogue: Epilogue, **operands: torch.Tensor) -> None:
+    """Raise if a tile that is written would change what another tile still reads.
+
+    The residual may be the output itself: a tile reads just the elements that it writes.
+
+    Raises
+    ------
+    ValueError
+        If ``out`` shares memory with an operand, or with itself.
+    """
     if not out.numel():
         return
     if torch._debug_has_internal_overlap(out) == 1:
         raise ValueError(
             f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()"
         )
-    for name, tensor in operands.items():
+    read = {**operands, "bias": epilogue.bias, "residual": epilogue.residual}
+    for name, tensor in read.items():
         if tensor is None or not tensor.numel():
             continue
-        if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        if name == "residual" and _same_elements(tensor, out):
             continue
-        if _begin(tensor) < _end(out) and _begin(out) < _end(tensor):
+        if tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and _meet(tensor, out):
             raise ValueError(f"out: overlaps {name} in memory; give an output of its own")
 
 
-def _begin(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr()
+def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+    steps = [[(e, s) for e, s in zip(t.shape, t.stride(), strict=True) if e != 1] for t in (x, y)]
+    return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and steps[0] == steps[1]
 
 
-def _end(tensor: torch.Tensor) -> int:
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may share a byte: no only where that is certain.
+
+    Certain where one ends before the other begins; and where both lie in rows of one length, in columns that do not
+    meet: seen modulo the row's length, one ends before the other begins.
+    """
+    lengths = [0, *(s * y.element_size() for e, s in zip(y.shape, y.stride(), strict=True) if e > 1 and s > 0)]
+    for length in lengths:
+        (x_begin, x_end), (y_begin, y_end) = _span(x, length), _span(y, length)
+        fits = not length or max(x_end, y_end) <= length
+        if fits and (x_end <= y_begin or y_end <= x_begin):
+            return False
+    return True
+
+
+def _span(tensor: torch.Tensor, length: int) -> tuple[int, int]:
+    """First byte and the byte behind the last, modulo rows of ``length`` bytes (0: not modulo anything)."""
+    size = tensor.element_size()
+    begin = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    steps = [(e - 1) * s * size for e, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    if length:
+        begin %= length
+        strides = tensor.stride()
+        steps = [step for step, s in zip(steps, strides, strict=True) if s * size % length]
+    return begin, begin + sum(steps) + size

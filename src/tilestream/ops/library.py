@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.ops.execute import FlatArrival, check_deadline, execute, make_epilogue, problem_of
+from tilestream.ops.execute import FlatArrival, check_deadline, execute, make_epilogue, problem_of, refuse_overlap
 from tilestream.plan.plan import SCHEDULES, plan_problem
 from tilestream.plan.problem import ITEMSIZE, dtype_name
 
@@ -24,7 +24,8 @@ _OPERANDS = (
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
 )
 _HOW = "str schedule, int workers"
-_ARRIVING = "Tensor? row_signals, int[] row_arrival, Tensor? column_signals, int[] column_arrival, float deadline"
+# SymInt, or a compiled graph would be made anew for every round of an arrival.
+_ARRIVING = "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline"
 
 library = torch.library.Library("tilestream", "DEF")
 library.define(f"gemm({_OPERANDS}, {_HOW}) -> Tensor")
@@ -92,6 +93,7 @@ def _run(
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation)
+    refuse_overlap(out, epilogue, a=a, b=b)
     problem = problem_of(a3, b3, out.dtype, rows, columns)
     plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads())
     execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline))
@@ -233,7 +235,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b, output, bias, residual = ctx.saved_tensors
     how = (ctx.schedule, ctx.workers)
     if ctx.activation == "relu":
-        grad = torch.where(output > 0, grad, torch.zeros_like(grad))
+        grad = torch.ops.aten.threshold_backward(grad, output, 0)
     elif ctx.activation != "none":
         wide = torch.float64 if a.dtype == torch.float64 else torch.float32
         before = gemm_op(a, b, bias, residual, ctx.alpha, ctx.beta, "none", wide, *how)
@@ -259,9 +261,11 @@ def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _activation_backward(activation: str, grad: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     if activation == "silu":
-        result: torch.Tensor = torch.ops.aten.silu_backward(grad, before)
-    else:
-        result = torch.ops.aten.gelu_backward(grad, before, approximate="tanh" if activation == "gelu_tanh" else "none")
+        # In plain operations: aten::silu_backward has no derivative of its own.
+        gate = torch.sigmoid(before)
+        return grad * gate * (1 + before * (1 - gate))
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    result: torch.Tensor = torch.ops.aten.gelu_backward(grad, before, approximate=approximate)
     return result
 
 
@@ -271,7 +275,14 @@ torch.library.register_autograd(
 )
 
 
-@register_flop_formula([torch.ops.tilestream.gemm, torch.ops.tilestream.gemm_arriving])
+@register_flop_formula(
+    [
+        torch.ops.tilestream.gemm,
+        torch.ops.tilestream.gemm_out,
+        torch.ops.tilestream.gemm_arriving,
+        torch.ops.tilestream.gemm_arriving_out,
+    ]
+)
 def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
     flops = 2 * b_shape[-1]
     for extent in a_shape:

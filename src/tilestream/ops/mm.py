@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from tilestream.arrival.arrival import Arrival
 from tilestream.ops.operands import Options, multiply
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+def mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    beta: float = 1.0,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    arrival: Arrival | None = None,
+    schedule: str = "auto",
+    workers: int | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:
     """``a @ b`` for matrices ``[M, K]`` and ``[K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
 
     Raises
@@ -18,10 +31,40 @@ def mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
         If an operand is no matrix.
     """
     _check_dims("mm", 2, a, b)
-    return multiply(a, b, Options("mm", **options))
+    return multiply(
+        a,
+        b,
+        Options(
+            "mm",
+            out=out,
+            bias=bias,
+            residual=residual,
+            beta=beta,
+            activation=activation,
+            out_dtype=out_dtype,
+            arrival=arrival,
+            schedule=schedule,
+            workers=workers,
+            deadline=deadline,
+        ),
+    )
 
 
-def bmm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+def bmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    beta: float = 1.0,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    arrival: Arrival | None = None,
+    schedule: str = "auto",
+    workers: int | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:
     """``a[i] @ b[i]`` for ``[B, M, K]`` and ``[B, K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
 
     Raises
@@ -32,12 +75,30 @@ def bmm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
     _check_dims("bmm", 3, a, b)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
-    return multiply(a, b, Options("bmm", **options))
+    return multiply(
+        a,
+        b,
+        Options(
+            "bmm",
+            out=out,
+            bias=bias,
+            residual=residual,
+            beta=beta,
+            activation=activation,
+            out_dtype=out_dtype,
+            arrival=arrival,
+            schedule=schedule,
+            workers=workers,
+            deadline=deadline,
+        ),
+    )
 
 
 def _check_dims(op: str, dims: int, a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
-        if isinstance(tensor, torch.Tensor) and tensor.dim() != dims:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
+        if tensor.dim() != dims:
             raise ValueError(
                 f"{op}: {name} has shape {list(tensor.shape)}; it has {dims} dimensions: use matmul for others"
             )

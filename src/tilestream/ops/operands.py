@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -53,10 +54,15 @@ class Options:
             )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"{self.op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
-        if self.workers is not None and self.workers < 1:
+        if self.workers is not None and (not isinstance(self.workers, int) or self.workers < 1):
             raise ValueError(
-                f"{self.op}: workers={self.workers}; it is a positive number, or None for the device's own"
+                f"{self.op}: workers={self.workers!r}; it is a positive whole number, or None for the device's own"
             )
+        for name, factor in (("alpha", self.alpha), ("beta", self.beta)):
+            if not isinstance(factor, int | float):
+                raise TypeError(f"{self.op}: {name}={factor!r}; it is a number")
+        if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
+            raise TypeError(f"{self.op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         for name, arrival in (("arrival", self.arrival), ("weight_arrival", self.weight_arrival)):
             if arrival is not None and not isinstance(arrival, Arrival):
                 raise TypeError(
@@ -77,6 +83,7 @@ class Options:
 def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise unless all are dense tensors on one device that there is a backend for, of dtypes that it multiplies."""
     device: torch.device | None = None
+    theirs = "torch.nn.functional.linear" if op == "linear" else f"torch.{op}"
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -84,7 +91,7 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
         if tensor.device.type not in _DEVICES:
             raise NotImplementedError(
-                f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use torch.{op} there, "
+                f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use {theirs} there, "
                 f"or {name}.cpu()"
             )
         if tensor.layout != torch.strided:
@@ -154,7 +161,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
     if out is not None:
         _check_out(options, out, shape, dtype, a, b)
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
-    folded = b.dim() == 2 and a.dim() != 2 and (_foldable(a) or not options.arriving)
+    folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not options.arriving)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
     if folded:
         a = a.reshape(canonical[0], a.shape[-1])
@@ -206,9 +213,10 @@ def _view(out: torch.Tensor, canonical: tuple[int, ...]) -> torch.Tensor:
         ) from None
 
 
-def _foldable(a: torch.Tensor) -> bool:
-    """Whether ``a``'s leading dimensions can be seen as rows without a copy (which would read what has not arrived)."""
-    return all(a.stride(i) == a.stride(i + 1) * a.shape[i + 1] for i in range(a.dim() - 2))
+def _as_one(x: torch.Tensor, dims: int) -> bool:
+    """Whether ``x``'s first ``dims`` dimensions can be seen as one without a copy, which would read too early."""
+    steps = [(x.shape[i], x.stride(i)) for i in range(dims) if x.shape[i] != 1]
+    return not x.numel() or all(outer == extent * inner for (_, outer), (extent, inner) in pairwise(steps))
 
 
 def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Arrival | None) -> torch.Tensor:
@@ -216,7 +224,7 @@ def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Ar
     count = math.prod(batch)
     if x.dim() == 2 or math.prod(x.shape[:-2]) == 1:
         return x.reshape(1, *x.shape[-2:]).expand(count, -1, -1)
-    if arrival is not None and (x.shape[:-2] != batch or not _foldable(x.select(-2, 0).unsqueeze(-1))):
+    if arrival is not None and (x.shape[:-2] != batch or not _as_one(x, x.dim() - 2)):
         raise ValueError(
             f"{op}: {name} {list(x.shape)} arrives and would have to be copied for the batches {list(batch)}; "
             "arriving operands have all of them, in one piece"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tilestream.schedule import raster as rasters
-from tilestream.schedule.grid import Grid
+from tilestream.schedule.grid import INT31, Grid
 
 Order = Literal["row_major", "grouped", "chunk_major", "longest_first", "table"]
 
@@ -58,6 +58,12 @@ class Raster:
         rows = grid.num_n if self.transposed else grid.num_m
         if self.order == "chunk_major" and grid.plane and self.first >= rows:
             raise ValueError(f"Raster: first={self.first}; the pivot's row tile is one of the {rows} there are")
+        widest = max(self.group, self.band) * (rows if self.order == "longest_first" else grid.plane // max(rows, 1))
+        if self.order in ("grouped", "chunk_major", "longest_first") and widest >= INT31:
+            raise ValueError(
+                f"Raster: group={self.group}, band={self.band} for {grid.num_m} x {grid.num_n} tiles; a group's and a "
+                "band's tiles are counted in 31 bits: take no more rows than there are"
+            )
         if self.table is not None and sorted(self.table) != list(range(grid.plane)):
             raise ValueError(_not_a_permutation(self.table, grid))
 

@@ -8,7 +8,8 @@ Counters are never cleared (invariant 4): a launch is given a *base* by the host
 atomic max before its first add, and counts from there. The host adds the most a launch can take to get the next base,
 so a launch that was drained or failed half way cannot spoil the one after it.
 
-Leaves in the sense of `tilestream.schedule.integers`.
+Leaves in the sense of `tilestream.schedule.integers`, but for `next_base`, which only the host computes: bases grow for
+ever, so counters are 64-bit words, and what a worker counts in 31 bits is the difference to its launch's base.
 """
 
 from __future__ import annotations

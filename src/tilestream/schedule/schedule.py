@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from tilestream.schedule import queues as queue_rules
 from tilestream.schedule import stream_k
-from tilestream.schedule.grid import Grid, WorkItem
+from tilestream.schedule.grid import INT31, Grid, WorkItem
 from tilestream.schedule.integers import part_begin, part_of, part_size
 from tilestream.schedule.order import ROW_MAJOR, Raster
 
@@ -99,6 +99,17 @@ class Schedule:
                 raise ValueError(f"Schedule: {name}={getattr(self, name)}; it is at least {least}")
         if self.kind != "dynamic" and self.queues != 1:
             raise ValueError(f"Schedule: queues={self.queues} with kind={self.kind!r}; only dynamic has more than one")
+        if self.kind != "dynamic" and self.split != "items":
+            raise ValueError(
+                f"Schedule: split={self.split!r} with kind={self.kind!r}; only dynamic has queues to split"
+            )
+        if self.kind != "stream_k" and self.shares:
+            raise ValueError(f"Schedule: shares={self.shares} with kind={self.kind!r}; only stream_k cuts a remainder")
+        if self.units >= INT31:
+            raise ValueError(
+                f"Schedule: a remainder of {self.remainder} tiles of {self.grid.k_steps} K steps; units are counted in "
+                "31 bits: take larger K steps"
+            )
         if self.split != "items" and self.raster.order == "table":
             raise ValueError(f"Schedule: split={self.split!r} with a table; a table's positions are split as 'items'")
         if self.split == "rows" and self.raster.order == "chunk_major" and not self.raster.transposed:

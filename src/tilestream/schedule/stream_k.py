@@ -31,7 +31,7 @@ def share_part(unit: int, unit_end: int, k_steps: int) -> tuple[int, int, int]:
     """
     tile = unit // k_steps
     begin = unit % k_steps
-    return tile, begin, min(k_steps, begin + unit_end - unit)
+    return tile, begin, begin + min(k_steps - begin, unit_end - unit)
 
 
 def slot(share: int, tile: int) -> int:
