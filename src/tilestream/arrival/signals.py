@@ -113,9 +113,8 @@ class Signals:
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
         with self._bell:
-            now = self._epoch if epoch is None else epoch
-            if now == self._epoch:
-                self._error = (now, error)
+            if epoch in (None, self._epoch) and self._error is None:  # what comes later is a consequence of the first
+                self._error = (self._epoch, error)
             self._bell.notify_all()
 
     def error(self, epoch: int) -> BaseException | None:

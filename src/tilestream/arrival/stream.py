@@ -68,8 +68,8 @@ class _Round:
                 job()
                 self._deliver(step)
         except BaseException as error:  # whatever it is, the caller that waits for the rest shall see it
+            self._arrival.fail(error, epoch=self._epoch)  # before another reader can say that it was stopped
             self.stop.set()
-            self._arrival.fail(error, epoch=self._epoch)
         finally:
             with self._lock:
                 self.cpu_seconds += time.thread_time() - cpu

@@ -22,9 +22,9 @@ def trace(
     from rich import box
     from rich.table import Table
 
-    from tilestream.trace import perfetto
+    from tilestream.trace import load
 
-    launches = perfetto.load(file)
+    launches = load(file)
     if launch is not None and launch >= len(launches):
         raise ValueError(f"--launch {launch}: the trace has {len(launches)}, counted from 0")
     if not launches:

@@ -47,6 +47,8 @@ def guarded(command: Command) -> Command:
     def run(*args: Any, **options: Any) -> Any:
         try:
             return command(*args, **options)
+        except BrokenPipeError:
+            raise  # `tilestream ... | head`: nobody is left to be told
         except (TilestreamError, ValueError, TypeError, OSError, EOFError, ImportError, NotImplementedError) as error:
             if state.debug:
                 raise
@@ -65,6 +67,8 @@ def one_line(error: BaseException) -> str:
     """The error's message as one line, with the file's name first where it is about a file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is missing: pip install 'tilestream[cli]'"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -1,5 +1,137 @@
-"""``tilestream verify``: placeholder."""
+"""``tilestream verify``: every interleaving of the protocols, or every bug that was put in on purpose."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tilestream.cli import ui
+
+#: Told how far it is: what has just been done, how many are, and how many there are.
+Tell = Callable[[str, int, int], None]
+PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-def verify() -> None:
-    """Check."""
+def verify(
+    quick: Annotated[bool, typer.Option("--quick", help="A subset that takes under a minute.")] = False,
+    seeded: Annotated[
+        bool, typer.Option("--seeded", help="Instead: whether each bug that was put in on purpose is found.")
+    ] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Only this model: workers, ring or product; may be repeated.")
+    ] = None,
+) -> None:
+    """Check the protocols through every interleaving.
+
+    Schedule, gate and rings, in growing sizes: takes minutes, with --quick less. A violation is printed with the
+    shortest way to it, and the status is 1.
+    """
+    console = ui.console()
+    passed = _seeded(console, model) if seeded else _sweep(console, quick, jobs or _cores(), model)
+    if not passed:
+        ui.fail("a seeded bug was not found" if seeded else "a property does not hold", ui.FAILED)
+
+
+def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -> bool:
+    from tilestream import verify as checker
+
+    level: checker.Level = "quick" if quick else "full"
+    with _bar(console) as tell:
+        report = checker.run(
+            level,
+            lambda result, done, total: tell(f"{result.model}: {result.states:,} states", done, total),
+            models=models or checker.MODELS,
+            jobs=jobs,
+        )
+    table = _table("model", "configurations", "states", "CPU s", "every property holds", "largest")
+    for name in dict.fromkeys(result.model for result in report.results):
+        own = [result for result in report.results if result.model == name]
+        largest = max(own, key=lambda result: result.states)
+        table.add_row(
+            name,
+            str(len(own)),
+            f"{sum(result.states for result in own):,}",
+            f"{sum(result.seconds for result in own):.1f}",
+            _yes(all(result.violation is None for result in own)),
+            f"{largest.states:,} states: {largest.configuration}",
+        )
+    console.print(table)
+    for violation in report.violations:
+        console.print(str(violation), markup=False, soft_wrap=True)
+        console.print()
+    verdict = "[green]every property holds[/green]" if report.ok else f"[red]{len(report.violations)} violated[/red]"
+    console.print(f"{level}: {report.states:,} states in {report.seconds:.1f} s: {verdict}")
+    return report.ok
+
+
+def _seeded(console: Console, models: list[str] | None) -> bool:
+    from tilestream import verify as checker
+
+    for name in models or ():
+        if name not in checker.MODELS:
+            raise ValueError(f"--model {name}; it is one of {', '.join(checker.MODELS)}")
+    bugs = [bug for bug in checker.seeded_bugs() if not models or bug.model in models]
+    table = _table("bug", "model", "found", "as", "steps", "states", "what is wrong")
+    missed = 0
+    began = time.perf_counter()
+    with _bar(console) as tell:
+        for done, bug in enumerate(bugs, 1):
+            result = bug.find()
+            found = result.violation
+            right = found is not None and found.kind == bug.kind
+            missed += not right
+            kind = found.kind if found is not None else f"nothing, not {bug.kind}"
+            steps = str(len(found.trace)) if found is not None else ""
+            table.add_row(bug.name, bug.model, _yes(right), kind, steps, f"{result.states:,}", bug.says)
+            tell(bug.name, done, len(bugs))
+    console.print(table)
+    verdict = f"[red]{missed} not found[/red]" if missed else "[green]all found[/green]"
+    console.print(f"{len(bugs)} seeded bugs in {time.perf_counter() - began:.1f} s: {verdict}")
+    return not missed
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Tell]:
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def _lines(console: Console) -> Tell:
+    shown = [time.perf_counter()]
+
+    def tell(what: str, done: int, total: int) -> None:
+        if time.perf_counter() - shown[0] >= PLAIN_SECONDS:
+            shown[0] = time.perf_counter()
+            console.print(f"- {done} of {total}: {what}", markup=False)
+
+    return tell
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        number = name in ("configurations", "states", "CPU s", "steps")
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _yes(holds: bool) -> str:
+    return "[green]yes[/green]" if holds else "[bold red]NO[/bold red]"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

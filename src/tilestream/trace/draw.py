@@ -74,7 +74,7 @@ def draw(
     >>> with ts.trace.record() as recorder:  # doctest: +SKIP
     ...     ts.matmul(x.tensor, w, arrival=x.arrival)
     >>> recorder.launches[0].started[0] = x.started  # doctest: +SKIP
-    >>> draw(recorder.launches[0], "timeline.png")  # doctest: +SKIP
+    >>> ts.trace.draw(recorder.launches[0], "timeline.png")  # doctest: +SKIP
     """
     path = Path(path)
     figure(launch, title=title, size=size).savefig(path, dpi=DPI)

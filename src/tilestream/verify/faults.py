@@ -24,7 +24,7 @@ KINDS: dict[str, str] = {
 }
 
 
-class Fault(Exception):  # noqa: N818 - it is what a model finds, not an error of the checker
+class Fault(Exception):
     """Raised by a model where an operation breaks a property. ``kind`` is a key of `KINDS`."""
 
     def __init__(self, kind: str, message: str) -> None:

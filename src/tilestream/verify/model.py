@@ -70,7 +70,7 @@ class Model:
         return state
 
     def at_rest(self, m: Memory) -> None:
-        """Raise `Fault` unless a state in which no process can do anything is a good end, or the world outside can help."""
+        """Raise `Fault` where no process can do anything, unless that is a good end or the world outside can help."""
         raise NotImplementedError
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
@@ -94,7 +94,7 @@ class Model:
         return (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """Whether whatever this process does next, now and until it leaves, concerns nobody else: then it goes alone."""
+        """Whether the next step of this process concerns nobody else, now or later: then it goes first, alone."""
         return False
 
     # What all have in common ----------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Model:
             m = list(state)
             for pid in pids:
                 if self.urgent(pid, m):
-                    self._advance(pid, state, out, log)
+                    self._advance(pid, state, out, log, alone=True)
                     return out
         for pid in pids:
             self._advance(pid, state, out, log)
@@ -145,14 +145,24 @@ class Model:
         kind = type(op)
         chain = STOP
         if self.reduce:
-            chain = EAGER if kind in self.eager else DELAYED if kind in self.delayed else LAZY if kind in self.lazy else STOP
+            chain = (
+                EAGER
+                if kind in self.eager
+                else DELAYED
+                if kind in self.delayed
+                else LAZY
+                if kind in self.lazy
+                else STOP
+            )
         self._chain.append(chain)
         self._answers.append(self.answers_of(op))
         self._perform.append(self.performer_of(op))
         self._progresses.append(kind in self.progress)
 
-    def _advance(self, pid: int, state: State, out: list[tuple[State, bool]], log: list[list[str]] | None) -> None:
-        """All chains of process ``pid`` from ``state``."""
+    def _advance(
+        self, pid: int, state: State, out: list[tuple[State, bool]], log: list[list[str]] | None, alone: bool = False
+    ) -> None:
+        """All chains of process ``pid`` from ``state``; ``alone``: only up to an operation that others can tell."""
         nexts, ops, chains, all_answers, performs = (
             self.locals.next, self.locals.op, self._chain, self._answers, self._perform,
         )  # fmt: skip
@@ -161,7 +171,7 @@ class Model:
             m, begun, committed, progressed, lines = stack.pop()
             local = m[pid]
             chain = chains[local]
-            if begun and (local == LEFT or (committed and chain != EAGER)):
+            if begun and (local == LEFT or (committed and chain != EAGER) or (alone and chain == STOP)):
                 out.append((tuple(m), progressed))
                 if log is not None:
                     log.append(lines)

@@ -1,10 +1,13 @@
-"""Operations that only other programs than `tilestream.kernels.loop.work` use: the seeded bugs, and counters that clear themselves."""
+"""Operations that `tilestream.kernels.loop.work` has no use for, and others have: `clearing`, and the seeded bugs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
-from tilestream.schedule import WorkItem
+from tilestream.arrival.gate import Gate
+from tilestream.kernels.loop import WorkerState, work
+from tilestream.schedule import Schedule, WorkItem
 
 
 class Store(NamedTuple):
@@ -25,10 +28,10 @@ class Add(NamedTuple):
 
 
 class AwaitCount(NamedTuple):
-    """Spin until the count of the item's tile is ``count``, watching nothing else. Answered when it is."""
+    """Spin until the count of the item's tile is ``wanted``, watching nothing else; then set it back to 0."""
 
     item: WorkItem
-    count: int
+    wanted: int
 
 
 class AwaitTile(NamedTuple):
@@ -42,3 +45,14 @@ class WaitForever(NamedTuple):
 
     operand: int
     chunk: int
+
+
+def clearing(
+    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState
+) -> Generator[Any, int, WorkerState | None]:
+    """`work` for a launch that is captured in a graph: the last worker out, drained ones too, clears the counters."""
+    after = yield from work(schedule, gate, worker, state)
+    if after is None and (yield Leave()) == schedule.workers - 1:
+        for queue in range(schedule.queues):
+            yield Store(queue, 0)
+    return after

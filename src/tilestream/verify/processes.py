@@ -23,7 +23,7 @@ Turn = Callable[[Any], Generator[Any, Any, Any]]
 LEFT = 0
 
 #: How many of the histories merged into one local state are replayed beside the first.
-ALIASES = 3
+ALIASES = 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Process:
     turn: Turn
     start: Hashable
     group: Hashable
+
+
+class NotAlikeError(ValueError):
+    """Processes of one group would do different things."""
 
 
 class History(NamedTuple):
@@ -73,8 +77,10 @@ class Locals:
 
     Raises
     ------
+    NotAlikeError
+        If two processes of one group would do different things.
     ValueError
-        If two processes of one group would do different things, or two merged histories would.
+        If two merged histories would.
     """
 
     def __init__(
@@ -130,7 +136,7 @@ class Locals:
                 return
         seeds: dict[Hashable, int] = {}
         part = [seeds.setdefault((op, past), len(seeds)) for op, past in zip(self.op, self.past, strict=True)]
-        moves = [[(answer, target) for answer, target in sorted(edges.items())] for edges in self._next]
+        moves = [list(edges.items()) for edges in self._next]  # one operation, one domain: one order
         count = len(seeds)
         while True:
             seeds = {}
@@ -184,7 +190,7 @@ class Locals:
         runs = [_run(self._processes[pid].turn, history, self._remember) for pid in pids]
         if any(run[:2] != runs[0][:2] for run in runs):
             names = ", ".join(self._processes[pid].name for pid in pids)
-            raise ValueError(f"{names} are of one group, but do different things after {history.answers}")
+            raise NotAlikeError(f"{names} are of one group, but do different things after {history.answers}")
         return runs[0]
 
 
@@ -210,7 +216,7 @@ def _run(
 
 
 def _place(generator: Any) -> Hashable:
-    """Where a suspended generator stands: position and variables, of it and of what it delegates to; None: no telling."""
+    """Where a suspended generator stands: position and variables, its own and its delegates'; None: no telling."""
     places: list[Hashable] = []
     while generator is not None:
         frame = generator.gi_frame

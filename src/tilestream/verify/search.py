@@ -55,8 +55,8 @@ def search(model: Model, limit: int | None = None) -> Outcome:
             return Outcome(len(order), len(targets), None, (), False)
     circle = _on_a_circle(targets, begins)
     if circle is not None:
-        fault = Fault("livelock", "from the last state shown the steps can come back to it without new work")
-        return Outcome(len(order), len(targets), fault, _trace(model, order, parent, circle, fault), False)
+        round_ = Fault("livelock", "from the last state shown the steps can come back to it without new work")
+        return Outcome(len(order), len(targets), round_, _trace(model, order, parent, circle, round_), False)
     return Outcome(len(order), len(targets), None, (), True)
 
 

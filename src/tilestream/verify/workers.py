@@ -1,7 +1,7 @@
 """Model 1: workers x queues x gates x expiry and drain.
 
-Every worker runs the protocol text that the backends run, `tilestream.kernels.loop.work`, or another program given in its
-place. This module says what its operations mean on shared memory, and what must hold:
+Every worker runs the protocol text that the backends run, `tilestream.kernels.loop.work`, or another program given in
+its place. This module says what its operations mean on shared memory, and what must hold:
 
 =================  ==============================================================================================
 ``Take``, ``Peek``  atomic on a counter that starts at the launch's base, here 0
@@ -13,8 +13,8 @@ place. This module says what its operations mean on shared memory, and what must
 =================  ==============================================================================================
 
 Chunks arrive in any order, or never. The deadline may expire whenever a worker is blocked at a chunk that is not there:
-that sets the abort word, and that worker's wait is answered 0. What a tile reads is worked out here row by row, from the bounds alone; `Chunks.of_rows` and
-`Gate.needs` are what is being checked.
+that sets the abort word, and that worker's wait is answered 0. What a tile reads is worked out here row by row, from
+the bounds alone; `Chunks.of_rows` and `Gate.needs` are what is being checked.
 
 Reductions, and why they hide nothing:
 
@@ -28,9 +28,9 @@ Reductions, and why they hide nothing:
   them and depends on the expiry is a worker that was told "over", and leaves.
 - *Arrivals* are lazy: a chunk arrives only when a worker waits for it. Arriving enables that Wait and nothing else, and
   a chunk that arrives as late as it can shows every read before arrival and every expiry.
-- *After an expiry* a worker that is at a Poll or a Wait goes alone, before all others: what it is answered depends on
-  nobody, and what it does from there to the Poll that makes it leave nobody can tell, but by the checks of double
-  work, which do not ask for an order. A chunk that arrives after the expiry does so in the Wait that sees it.
+- *After an expiry* a worker that is at a Poll or a Wait goes first, alone: what it is answered depends on nobody, and
+  what it then does up to its next Count or Poll nobody can tell, but by the check of double work, which asks for no
+  order. A chunk that arrives after the expiry does so in the Wait that sees it.
 - *Local states* that no answers can tell apart are one (`Locals.minimise`).
 - *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks that they are.
 """
@@ -49,6 +49,7 @@ from tilestream.schedule.queues import home_queue, next_base
 from tilestream.verify import operations as ops
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, Model, State
+from tilestream.verify.oracle import Oracle, expected_tiles
 from tilestream.verify.processes import LEFT, Process
 
 #: ``(schedule, gate, worker, state)`` -> one turn.
@@ -146,22 +147,16 @@ class WorkersModel(Model):
         self.parts: list[WorkItem] = []  # what lies in slots, by number
         self.position = {schedule.remainder_tile(t).tile: t for t in range(schedule.remainder)}
         self.all_steps = (1 << grid.k_steps) - 1
-        self.rows, self.columns = _arrivals(gate)
-        self.chunks = [0 if c is None else c.count for c in (gate.rows, gate.columns)] if gate else [0, 0]
-        self.expected = _expected_tiles(self.case)
-        self.tiles = {
-            (b * grid.num_m + pm) * grid.num_n + pn: (b, pm, pn)
-            for b in range(grid.batch)
-            for pm in range(grid.num_m)
-            for pn in range(grid.num_n)
-        }
-        self._reads: dict[tuple[int, int, int], int] = {}
+        self.oracle = Oracle(schedule, gate)
+        self.expected = expected_tiles(schedule, self.case.running)
 
     def memory(self) -> Memory:
+        """As `Model.memory`."""
         schedule = self.case.schedule
         return [0] * (6 + schedule.queues + schedule.remainder + schedule.slots)
 
     def canonical(self, state: State) -> State:
+        """As `Model.canonical`."""
         if not self._groups:
             return state
         m = list(state)
@@ -172,9 +167,10 @@ class WorkersModel(Model):
     # What operations mean -------------------------------------------------------------------------------------------
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`."""
         kind = type(op)
         if kind is Wait or kind is ops.WaitForever:
-            bit = self._chunk_bit(op.operand, op.chunk)
+            bit = self.oracle.bit(op.operand, op.chunk)
             if not bit:
                 return None  # performing it is the fault
             if kind is ops.WaitForever:
@@ -192,7 +188,7 @@ class WorkersModel(Model):
             return lambda pid, op, m: (m[count],)
         if kind is ops.AwaitCount:
             count = self.count + self.position[op.item.tile]
-            return lambda pid, op, m: (1,) if m[count] == op.count else ()
+            return lambda pid, op, m: (1,) if m[count] == op.wanted else ()
         if kind is ops.AwaitTile:
             return lambda pid, op, m: (1,) if m[self.stored] >> op.tile & 1 else ()
         if kind is ops.Leave:
@@ -200,6 +196,7 @@ class WorkersModel(Model):
         return None
 
     def domain(self, op: Any) -> Sequence[Any]:
+        """As `Model.domain`."""
         schedule = self.case.schedule
         kind = type(op)
         if kind is Take or kind is Peek:
@@ -213,12 +210,15 @@ class WorkersModel(Model):
         return (0, 1) if kind is Wait or (kind is Poll and self.case.gate is not None) else (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
+        """As `Model.urgent`."""
         return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in self.delayed
 
     def remember(self, op: Any, answer: Any) -> bool:
+        """As `Model.remember`."""
         return _over(op, answer)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
         return {
             Wait: self._wait,
             ops.WaitForever: self._wait,
@@ -229,17 +229,13 @@ class WorkersModel(Model):
             Reduce: self._reduce,
             ops.Store: self._store,
             ops.Leave: self._leave,
+            ops.AwaitCount: self._await_count,
         }.get(type(op))
 
-    def _chunk_bit(self, operand: int, chunk: int) -> int:
-        if not 0 <= chunk < self.chunks[operand]:
-            return 0
-        return 1 << (operand * self.chunks[0] + chunk)
-
     def _wait(self, pid: int, op: Any, answer: int, m: Memory) -> None:
-        bit = self._chunk_bit(op.operand, op.chunk)
+        bit = self.oracle.bit(op.operand, op.chunk)
         if not bit:
-            raise Fault("signal out of range", f"a wait for chunk {op.chunk} of {self.chunks[op.operand]}")
+            raise Fault("signal out of range", f"a wait for chunk {op.chunk} of {self.oracle.counts[op.operand]}")
         if answer:
             m[self.arrived] |= bit
 
@@ -262,13 +258,21 @@ class WorkersModel(Model):
         if m[self.aborted]:
             if self.locals.past[m[pid]]:
                 told_by = self._say(self.locals.past[m[pid]][0][0])
-                raise Fault("gate ignored", f"{name} does tile {item.tile} after {told_by} has said that the launch is over")
+                raise Fault(
+                    "gate ignored", f"{name} does tile {item.tile} after {told_by} has said that the launch is over"
+                )
             m[self.late] += 1
             if m[self.late] >= len(self.processes):
-                raise Fault("not drained", f"{m[self.late]} items done after the expiry by {len(self.processes)} workers, one of them blocked")
-        missing = self._needs(item) & ~m[self.arrived]
+                raise Fault(
+                    "not drained",
+                    f"{m[self.late]} items done after the expiry by {len(self.processes)} workers, one of them blocked",
+                )
+        missing = self.oracle.needs(item) & ~m[self.arrived]
         if missing:
-            raise Fault("read before arrival", f"{name} does tile {item.tile} (row tile {item.pm}, column tile {item.pn}) before {self._chunk_names(missing)}")
+            raise Fault(
+                "read before arrival",
+                f"{name} does tile {item.tile} (rows {item.pm}, columns {item.pn}) before {self.oracle.names(missing)}",
+            )
         steps = ((1 << item.k_end) - (1 << item.k_begin)) << item.tile * self.case.schedule.grid.k_steps
         if m[self.done] & steps:
             raise Fault("double work", f"{name} does tile {item.tile}, K steps {item.k_begin} to {item.k_end}, again")
@@ -287,26 +291,10 @@ class WorkersModel(Model):
 
     def _check_item(self, item: WorkItem) -> None:
         grid = self.case.schedule.grid
-        if self.tiles.get(item.tile) != (item.batch, item.pm, item.pn):
+        if self.oracle.tiles.get(item.tile) != (item.batch, item.pm, item.pn):
             raise Fault("wrong data", f"tile {item.tile} is handed over as {(item.batch, item.pm, item.pn)}")
         if not 0 <= item.k_begin < item.k_end <= grid.k_steps:
             raise Fault("wrong data", f"tile {item.tile} with K steps {item.k_begin} to {item.k_end} of {grid.k_steps}")
-
-    def _needs(self, item: WorkItem) -> int:
-        """The chunks a tile reads, as bits: row by row and column by column."""
-        key = (item.batch, item.pm, item.pn)
-        if key not in self._reads:
-            gate, bits = self.case.gate, 0
-            if gate is not None:
-                base = gate.row_of_batch[item.batch] if gate.row_of_batch else 0
-                for row in range(gate.m):
-                    if row // gate.block_m == item.pm and self.rows:
-                        bits |= self._chunk_bit(0, self.rows[base + row])
-                for column in range(gate.n):
-                    if column // gate.block_n == item.pn and self.columns:
-                        bits |= self._chunk_bit(1, self.columns[column])
-            self._reads[key] = bits
-        return self._reads[key]
 
     def _finish(self, pid: int, item: WorkItem, m: Memory) -> None:
         if m[self.stored] >> item.tile & 1:
@@ -330,16 +318,25 @@ class WorkersModel(Model):
         k = 0
         for share in schedule.contributors(self.position[tile]):
             slot = self.slot + stream_k_rules.slot(share, self.position[tile])
-            if not m[slot] & 1:
-                raise Fault("partial not visible", f"{name} adds slot {slot - self.slot} of tile {tile} before its partial is visible")
+            if not m[slot] & 1 and not (m[slot] and self.parts[m[slot] // 2 - 1] == op.item):  # its own it can see
+                raise Fault(
+                    "partial not visible",
+                    f"{name} adds slot {slot - self.slot} of tile {tile} before its partial is visible",
+                )
             part = self.parts[m[slot] // 2 - 1]
             if part.tile != tile or part.k_begin != k:
-                raise Fault("wrong data", f"{name} adds K steps {part.k_begin} to {part.k_end} of tile {part.tile} to tile {tile}, which has {k}")
+                raise Fault(
+                    "wrong data",
+                    f"{name} adds K steps {part.k_begin} to {part.k_end} of tile {part.tile} to {k} of tile {tile}",
+                )
             k = part.k_end
             m[slot] = 0
         if k != schedule.grid.k_steps:
             raise Fault("missing work", f"{name} stores tile {tile} with {k} of {schedule.grid.k_steps} K steps")
         self._finish(pid, op.item, m)
+
+    def _await_count(self, pid: int, op: ops.AwaitCount, answer: int, m: Memory) -> None:
+        m[self.count + self.position[op.item.tile]] = 0
 
     def _store(self, pid: int, op: ops.Store, answer: int, m: Memory) -> None:
         m[self.counter + op.queue] = op.value
@@ -350,14 +347,15 @@ class WorkersModel(Model):
     # The world outside ----------------------------------------------------------------------------------------------
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        if not self.rows and not self.columns:
+        """As `Model.environment`."""
+        if not self.oracle.chunks:
             return []
         out = []
         blocked = 0
         for pid, process in enumerate(self.processes):
             op = self.locals.op[m[pid]]
             if type(op) is Wait or type(op) is ops.WaitForever:
-                bit = self._chunk_bit(op.operand, op.chunk) & ~m[self.arrived]
+                bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.arrived]
                 if bit and type(op) is Wait and not m[self.aborted]:
                     n = m.copy()
                     n[self.aborted] = 1
@@ -367,29 +365,25 @@ class WorkersModel(Model):
         if self.reduce and m[self.aborted]:
             blocked = 0
         elif not self.reduce:
-            blocked = (1 << sum(self.chunks)) - 1 & ~m[self.arrived]
-        for c in range(sum(self.chunks)):
+            blocked = (1 << self.oracle.chunks) - 1 & ~m[self.arrived]
+        for c in range(self.oracle.chunks):
             if blocked >> c & 1:
                 n = m.copy()
                 n[self.arrived] |= 1 << c
-                out.append((f"{self._chunk_names(1 << c)} arrives", n))
+                out.append((f"{self.oracle.names(1 << c)} arrives", n))
         return out
-
-    def _chunk_names(self, bits: int) -> str:
-        names = [f"chunk {c}" for c in range(self.chunks[0]) if bits >> c & 1]
-        names += [f"column chunk {c}" for c in range(self.chunks[1]) if bits >> self.chunks[0] + c & 1]
-        return ", ".join(names)
 
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
         here = [(p.name, self.locals.op[m[pid]]) for pid, p in enumerate(self.processes) if m[pid] != LEFT]
         if here:
             who = "; ".join(f"{name} at {self._say(op)}" for name, op in here)
             if m[self.aborted]:
                 raise Fault("not drained", f"the launch is over, and {who}")
             for _, op in here:
-                if isinstance(op, Wait | ops.WaitForever) and self._chunk_bit(op.operand, op.chunk) & ~m[self.arrived]:
+                if isinstance(op, Wait | ops.WaitForever) and self.oracle.bit(op.operand, op.chunk) & ~m[self.arrived]:
                     return  # the chunk may come, or the deadline
             raise Fault("deadlock", who)
         self.at_end(m)
@@ -398,11 +392,16 @@ class WorkersModel(Model):
         """All have left."""
         schedule = self.case.schedule
         if self.case.clears and any(m[self.counter : self.count]):
-            raise Fault("count not restored", f"counters {m[self.counter : self.count]} are not zero after the last worker")
+            raise Fault(
+                "count not restored", f"counters {m[self.counter : self.count]} are not zero after the last worker"
+            )
         if m[self.aborted]:
             return
         for tile in self.expected:
-            if not m[self.stored] >> tile & 1 or (m[self.done] >> tile * schedule.grid.k_steps & self.all_steps) != self.all_steps:
+            if (
+                not m[self.stored] >> tile & 1
+                or (m[self.done] >> tile * schedule.grid.k_steps & self.all_steps) != self.all_steps
+            ):
                 raise Fault("missing work", f"tile {tile} is not finished")
         if any(m[self.count : self.slot]):
             raise Fault("count not restored", f"the counts of stream-K's tiles are {m[self.count : self.slot]}")
@@ -410,7 +409,10 @@ class WorkersModel(Model):
             raise Fault("missing work", "a partial result was never added")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        told = {"Wait": ("the launch is over", "arrived"), "Poll": ("go on", "the launch is over")}.get(type(op).__name__)
+        """As `Model.tell`."""
+        told = {"Wait": ("the launch is over", "arrived"), "Poll": ("go on", "the launch is over")}.get(
+            type(op).__name__
+        )
         after = f" -> {told[answer] if told else answer}"
         if isinstance(op, Compute | Reduce | ops.Store):
             after = ""
@@ -420,10 +422,13 @@ class WorkersModel(Model):
         if isinstance(op, Take | Peek):
             return f"{type(op).__name__.lower()}(queue {op.queue})"
         if isinstance(op, Wait):
-            return f"wait({self._chunk_names(self._chunk_bit(op.operand, op.chunk)) or f'chunk {op.chunk}'}, for tile {op.item.tile})"
+            chunk = self.oracle.names(self.oracle.bit(op.operand, op.chunk)) or f"chunk {op.chunk}"
+            return f"wait({chunk}, for tile {op.item.tile})"
         if hasattr(op, "item"):
             item = op.item
-            part = f", K steps {item.k_begin} to {item.k_end}, part {item.part} of {item.parts}" if item.parts > 1 else ""
+            part = (
+                f", K steps {item.k_begin} to {item.k_end}, part {item.part} of {item.parts}" if item.parts > 1 else ""
+            )
             return f"{type(op).__name__.lower()}(tile {item.tile}{part})"
         return f"{type(op).__name__.lower()}({', '.join(f'{k} {v}' for k, v in op._asdict().items())})"
 
@@ -443,30 +448,3 @@ def _runs(groups: Sequence[object]) -> list[tuple[int, int]]:
                 out.append((begin, i))
             begin = i
     return out
-
-
-def _arrivals(gate: Gate | None) -> tuple[list[int], list[int]]:
-    """Row -> chunk and column -> chunk, laid out one by one."""
-    out = []
-    for chunks in (None, None) if gate is None else (gate.rows, gate.columns):
-        where: list[int] = []
-        for c in range(0 if chunks is None else len(chunks.bounds) - 1):
-            assert chunks is not None
-            where += [c] * (chunks.bounds[c + 1] - chunks.bounds[c])
-        out.append(where)
-    return out[0], out[1]
-
-
-def _expected_tiles(case: WorkersCase) -> list[int]:
-    """The tiles that must be finished when nothing expires."""
-    schedule = case.schedule
-    grid = schedule.grid
-    if schedule.kind != "static" or not case.running:
-        return list(range(grid.tiles))
-    own = []
-    for position in range(grid.tiles):
-        batch, t = divmod(position, grid.plane)
-        pm, pn = schedule.raster.tile(t, grid.num_m, grid.num_n)
-        if position % schedule.workers in case.running:
-            own.append((batch * grid.num_m + pm) * grid.num_n + pn)
-    return own

@@ -74,14 +74,14 @@ def demo(
 
 
 def _write_trace(launch: Any, folder: Path) -> dict[str, Path | str]:
-    from tilestream.trace import draw, perfetto
+    from tilestream.trace import draw, export
 
     files: dict[str, Path | str] = {}
     try:
-        files["timeline"] = draw.draw(launch, folder / "timeline.png")
+        files["timeline"] = draw(launch, folder / "timeline.png")
     except ImportError as error:
         files["timeline"] = f"none: {ui.one_line(error)}"
-    path = perfetto.export(launch, folder / "trace.json")
+    path = export(launch, folder / "trace.json")
     files["trace"] = f"{path}, the median streamed run: open it at https://ui.perfetto.dev"
     return files
 

@@ -14,16 +14,16 @@ bell, so that all leave; the caller raises, and no thread is left behind.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from tilestream.arrival.gate import Gate, Wait
 from tilestream.arrival.signals import Outcome, Signals
+from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
 from tilestream.runtime.errors import ArrivalTimeout
 from tilestream.runtime.workspace import Workspace
@@ -87,6 +87,9 @@ class Launch:
         self._workspace, self._incoming = workspace, incoming
         self._seconds, self._deadline = deadline, 0.0
         self._threads = threads
+        self._pinning = Pinning(schedule.workers)
+        self._running = 0
+        self._all_left = threading.Condition()
         self._abort = threading.Event()
         self._error: BaseException | None = None
         self._timeout: tuple[int, Wait, float] | None = None
@@ -122,33 +125,57 @@ class Launch:
         if self._timeout is not None:
             worker, wait, waited = self._timeout
             raise ArrivalTimeout(self._op, worker, wait.chunk, self._first_not_taken(), waited, self._seconds)
+        if not all(self._done):  # invariant 1, Coverage: cannot be, and must never pass for a result
+            self._poison()
+            raise AssertionError(f"{self._op}: all workers have left, and {self._first_not_taken()} was not computed")
 
     def _start_and_join(self) -> None:
-        workers = self._schedule.workers
         threads = [
-            threading.Thread(target=self._pinned_worker, args=(w,), name=f"tilestream-worker-{w}", daemon=True)
-            for w in range(workers)
+            threading.Thread(target=self._thread, args=(w,), name=f"tilestream-worker-{w}", daemon=True)
+            for w in range(self._schedule.workers)
         ]
-        started: list[threading.Thread] = []
         try:
-            with _intra_op_threads(workers) as self._pinned:
+            with self._pinning.starting():
                 for thread in threads:
-                    thread.start()
-                    started.append(thread)
-            for thread in started:
-                thread.join()
+                    with self._all_left:
+                        self._running += 1
+                    try:
+                        thread.start()
+                    except BaseException:  # no thread to be had
+                        if thread.ident is None:
+                            self._leave()
+                        raise
+            self._wait_until_all_left()
         except BaseException:  # an interrupt, or no thread to be had: nobody may be left behind
             self._stop()
-            for thread in started:
-                thread.join()
+            while self._running:
+                with contextlib.suppress(KeyboardInterrupt):  # it is being obeyed: workers leave after their tile
+                    self._wait_until_all_left()
             raise
-
-    def _pinned_worker(self, me: int) -> None:
-        try:
-            torch.set_num_threads(self._threads)
         finally:
-            self._pinned.release()
-        self._worker(me)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+
+    def _wait_until_all_left(self) -> None:
+        # Not by join(): interrupted, it takes a thread that still runs for one that has ended (CPython before 3.13).
+        with self._all_left:
+            self._all_left.wait_for(lambda: not self._running)
+
+    def _leave(self) -> None:
+        with self._all_left:
+            self._running -= 1
+            self._all_left.notify_all()
+
+    def _thread(self, me: int) -> None:
+        try:
+            self._pinning.pin(self._threads)
+        except BaseException as error:
+            self._stop(error)
+        else:
+            self._worker(me)
+        finally:
+            self._leave()
 
     def _worker(self, me: int) -> None:
         # A thread starts with autograd on. Inference mode also lets a result that is an inference tensor be written.
@@ -276,34 +303,3 @@ class Launch:
                 for operand, incoming in enumerate(self._incoming)
                 if incoming is not None
             }
-
-
-_pinning = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _pinning
-    _pinning = threading.Lock()  # another of the parent's threads may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-@contextlib.contextmanager
-def _intra_op_threads(workers: int) -> Iterator[threading.Semaphore]:
-    """Let ``workers`` new threads set their own number of intra-op threads without changing anybody else's.
-
-    ``torch.set_num_threads`` sets the calling thread's number and the default of threads that come later. The default
-    is put back as soon as every worker has set its own (and released the semaphore); one launch at a time, or the
-    second would take the first one's setting for the default.
-    """
-    with _pinning:
-        before = torch.get_num_threads()  # also makes this thread read the default before it changes
-        pinned = threading.Semaphore(0)
-        try:
-            yield pinned
-            for _ in range(workers):
-                pinned.acquire()
-        finally:
-            torch.set_num_threads(before)

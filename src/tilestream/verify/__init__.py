@@ -1,0 +1,58 @@
+"""The exhaustive checker of the protocols: schedule, gate, item ring and ring. Pure Python, no GPU.
+
+Two models, each explored through every interleaving:
+
+1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop.work`
+   itself, the text that the backends run.
+2. `ring`: the load loop and the math loops of one worker on barriers, stages and slots (`protocol`).
+
+**Why the two together are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
+the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads it; the math loop
+does Compute's epilogue and what comes after (Count, Reduce). A property can be broken in two places: the memory the
+workers share (counters, signals, abort word, counts, slots of partials, the output), and one worker's rings.
+
+*Interface.* What a worker's loops tell each other is the sequence of items handed on, then STOP. Rings are
+private to the worker; the load loop touches shared memory only in Poll, Take, Peek and Wait, the math loop only in
+the epilogue, Count and Reduce.
+
+*Rings.* Model 2 assumes nothing of the sequence but that it is one of items with positive K counts, each handed on
+after its gate, ended by STOP: it lets any item or STOP come at any moment. So whatever the schedule, the other workers,
+the chunks and the deadline do, each worker's rings see a sequence model 2 has explored: none of its waits hangs (none
+depends on anything outside), each item handed on is multiplied once, from the right stages, and finished in a bounded
+number of the worker's own steps; STOP makes all its loops leave. That is also why a gate comes before handing on: after
+it, nothing the math loop waits for can fail to come.
+
+*Workers.* Model 1 assumes of Compute that it is done once, in bounded own steps, after its gate and before the Count of
+the same item: what model 2 gives. It takes Compute, and Count, as done before the worker's next Poll. In the whole, the
+load loop may be ahead of its math loop by the item ring. Then load operations of later items come earlier, relative to
+the epilogue, Count and Reduce of earlier ones, than in model 1. They commute: Poll, Take, Peek and Wait read nothing
+those write, and the other way round. Moving each back behind the earlier items' Count gives a run in model 1's order,
+with the same items taken, chunks seen and partials added. One thing does not move: an expiry may find a worker with
+items handed on and not finished. They are finished all the same, their chunks being there: model 1's order has them
+finished just before the expiry.
+
+`product` runs both models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
+protocols with one thing wrong each, all of which must be found.
+
+Sizes: small, and all of them. What larger sizes add is arithmetic, which the property tests of `schedule` and `arrival`
+cover.
+"""
+
+from tilestream.verify.faults import KINDS, Violation
+from tilestream.verify.report import Report, Result, explore, run
+from tilestream.verify.seeded import SeededBug, seeded_bugs
+from tilestream.verify.sweep import MODELS, Level, configurations
+
+__all__ = [
+    "KINDS",
+    "MODELS",
+    "Level",
+    "Report",
+    "Result",
+    "SeededBug",
+    "Violation",
+    "configurations",
+    "explore",
+    "run",
+    "seeded_bugs",
+]

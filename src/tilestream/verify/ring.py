@@ -1,0 +1,274 @@
+"""Model 2: the load loop and the math loops of one worker, over item ring and stage ring.
+
+Items come without end: any sequence of K counts, and STOP after any of them, because the schedule is at its end or a
+gate has seen the launch end. So there is no bound on how long the loops run; item numbers count modulo `NUMBERS`,
+more than can be under way at once.
+
+What must hold: nobody is ever stuck; each consumer multiplies each K step of each of its items once, in order, from a
+stage that holds just that; no load goes to a stage that is read or being loaded; the epilogue has the whole of its
+item; after STOP all leave, and both rings are as they were. Every circle of states takes a new item, so an item is
+finished in a bounded number of steps.
+
+Reductions, and why they hide nothing:
+
+- *Next* and *Pass* touch nothing, and are delayed until the load loop can hand the item on.
+- *Retire* is delayed to the operation after it: a stage that is read for longer is a stage that can be
+  overwritten for longer.
+- *Expect*, *Load*, *Mma* and *Epilogue* are eager. Expect on its own completes no phase. A load that starts, or an mma
+  that starts, has its stage in use from then on: done at once, it shows every overlap. Where the order of a load and an
+  mma on one stage could matter, both orders are faults.
+- *Landing* is lazy: a load lands only when somebody may wait for it. What else could come before it, a second load into
+  the stage or an mma on it, is a fault.
+- *Symmetry*: the two consumers of a cooperative ring are interchangeable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tilestream.schedule import WorkItem
+from tilestream.verify.barriers import STEPS, RingMemory
+from tilestream.verify.faults import Fault
+from tilestream.verify.model import Memory, Model, State
+from tilestream.verify.processes import LEFT, Process
+from tilestream.verify.protocol import (
+    Epilogue,
+    Expect,
+    Get,
+    Load,
+    LoadState,
+    MathState,
+    Mma,
+    Next,
+    Pass,
+    Put,
+    Retire,
+    Ring,
+    Source,
+    WaitBarrier,
+    epilogue,
+    gated,
+    load_turn,
+    math_turn,
+)  # fmt: skip
+
+#: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
+NUMBERS = 4
+
+LoadTurn = Callable[[Ring, Source, LoadState], Generator[Any, Any, "LoadState | None"]]
+MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
+
+
+@dataclass(frozen=True)
+class RingCase:
+    """One configuration of model 2: the rings, the K counts an item may have, and the programs of the loops.
+
+    ``ends_clean``: at the end both rings must be as they were. (A kernel that exits could do without; one that goes on
+    with another problem over the same rings cannot.)
+    """
+
+    ring: Ring
+    k_counts: tuple[int, ...] = (1, 2)
+    load: LoadTurn = load_turn
+    math: MathTurn = math_turn
+    source: Source = gated
+    ends_clean: bool = True
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> RingModel:
+        """The model of this configuration."""
+        return RingModel(self, reduce, symmetry)
+
+    def __str__(self) -> str:
+        ring = self.ring
+        words = [
+            f"{ring.consumers}, {ring.depth} stages, {ring.items} item slots",
+            f"{' or '.join(map(str, self.k_counts))} K steps an item",
+        ]
+        words += [
+            f.__name__
+            for f, ours in ((self.load, load_turn), (self.math, math_turn), (self.source, gated))
+            if f is not ours
+        ]
+        return ", ".join(words)
+
+
+class RingModel(Model):
+    """See the module. Memory: `RingMemory`, the next item's number; by number: its K steps, and consumers to come."""
+
+    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue})
+    delayed: ClassVar[frozenset[type]] = frozenset({Retire})
+    lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass})
+    progress: ClassVar[frozenset[type]] = frozenset({Next})
+
+    def __init__(self, case: RingCase, reduce: bool = True, symmetry: bool = True) -> None:
+        self.case = case
+        ring = case.ring
+        alike = ring.consumers == "cooperative" and symmetry
+
+        def math_of(consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
+            return lambda state: case.math(ring, epilogue, consumer, state)
+
+        processes = [Process("load", lambda state: case.load(ring, case.source, state), LoadState(), "load")]
+        for c in range(ring.num_consumers):
+            name = "math" if ring.num_consumers == 1 else f"math {c}"
+            processes.append(Process(name, math_of(c), MathState(), "math" if alike else f"math {c}"))
+        self.alike = alike
+        self.all_items = [WorkItem(n, 0, 0, 0, 0, k) for n in range(NUMBERS) for k in case.k_counts]
+        self.rings = RingMemory(ring, len(processes), "", list(self.all_items))
+        self.number = self.rings.end
+        self.left = self.number + 1
+        super().__init__(processes, reduce, symmetry)
+
+    def memory(self) -> Memory:
+        """As `Model.memory`."""
+        return [*self.rings.memory(), 0, *[0] * NUMBERS]
+
+    def canonical(self, state: State) -> State:
+        """As `Model.canonical`."""
+        if not self.alike:
+            return state
+        c = self.rings.consumer
+        if (state[1], state[c], state[c + 1]) <= (state[2], state[c + 2], state[c + 3]):
+            return state
+        return (
+            state[0],
+            state[2],
+            state[1],
+            *state[3:c],
+            state[c + 2],
+            state[c + 3],
+            state[c],
+            state[c + 1],
+            *state[c + 4 :],
+        )
+
+    def domain(self, op: Any) -> Sequence[Any]:
+        """As `Model.domain`."""
+        if type(op) is Next or type(op) is Get:
+            return (None, *self.all_items)
+        return (0, 1) if type(op) is Pass else (0,)
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`."""
+        if type(op) is Next:
+            return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
+        if type(op) is Pass:
+            return lambda pid, op, m: (1, 0)
+        return self.rings.answers_of(op)
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
+        kind = type(op)
+        if kind is Next:
+            return self._next
+        if kind is Pass:
+            return self._pass
+        if kind is Epilogue:
+            return self._epilogue
+        if kind is Mma or kind is Retire:
+            consumers = range(self.case.ring.num_consumers)
+            each = [perform for c in consumers if (perform := self.rings.performer_of(op, c)) is not None]
+            return lambda pid, op, answer, m: each[pid - 1](pid, op, answer, m)
+        return self.rings.performer_of(op, 0)
+
+    def _next(self, pid: int, op: Next, answer: WorkItem | None, m: Memory) -> None:
+        if answer is not None:
+            if m[self.left + answer.tile]:
+                raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
+            readers = 2 if self.case.ring.consumers == "cooperative" else 1
+            m[self.left + answer.tile] = answer.k_end * 4 + readers
+            m[self.number] = (answer.tile + 1) % NUMBERS
+
+    def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
+        if not answer:  # the item is not to be done
+            m[self.number] = op.item.tile
+            m[self.left + op.item.tile] = 0
+
+    def _epilogue(self, pid: int, op: Epilogue, answer: int, m: Memory) -> None:
+        private = self.rings.consumer + 2 * (pid - 1)
+        number, k = divmod(m[private] - 1, STEPS)
+        steps, readers = divmod(m[self.left + number], 4)
+        if op.item.tile != number:
+            raise Fault("wrong data", f"{self.processes[pid].name} has item {op.item.tile}, its next is {number}")
+        if not readers:
+            raise Fault("double work", f"{self.processes[pid].name} does item {number}, which is finished")
+        if k != steps:
+            raise Fault("wrong data", f"{self.processes[pid].name} ends item {number} after {k} of {steps} K steps")
+        if m[private + 1]:
+            raise Fault("wrong data", f"{self.processes[pid].name} takes the accumulator while an mma writes it")
+        m[self.left + number] = 0 if readers == 1 else m[self.left + number] - 1
+        stride = 2 if self.case.ring.consumers == "ping_pong" else 1
+        m[private] = 1 + (number + stride) % NUMBERS * STEPS
+
+    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
+        """As `Model.environment`."""
+        return landings(self, self.rings, m, range(1, len(self.processes)), "")
+
+    def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
+        here = [f"{p.name} at {say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        if not here:
+            self.at_end(m)
+        elif not self.environment(m):
+            raise Fault("deadlock", "; ".join(here))
+
+    def at_end(self, m: Memory) -> None:
+        """All loops have left."""
+        for number in range(NUMBERS):
+            if m[self.left + number]:
+                raise Fault("missing work", f"item {number} was handed out and not finished")
+        if self.case.ends_clean:
+            self.rings.at_end(m)
+
+    def tell(self, pid: int, op: Any, answer: Any) -> str:
+        """As `Model.tell`."""
+        after = ""
+        if isinstance(op, Next | Get):
+            after = f" -> {say_item(answer)}"
+        elif isinstance(op, Pass):
+            after = " -> arrived" if answer else " -> the launch is over"
+        return f"{self.processes[pid].name}: {say(op)}{after}"
+
+
+def landings(model: Model, rings: RingMemory, m: Memory, math: Sequence[int], who: str) -> list[tuple[str, Memory]]:
+    """The loads that may land now: with reductions, those that a math loop may be waiting for."""
+    out: list[tuple[str, Memory]] = []
+    if not m[rings.loading]:
+        return out
+    ops = [model.locals.op[m[pid]] for pid in math]
+    waited = {op.barrier.at for op in ops if type(op) is WaitBarrier and op.barrier.name == "full"}
+    for stage in range(rings.ring.depth):
+        if m[rings.loading] >> stage & 1 and (not model.reduce or stage in waited):
+            n = m.copy()
+            line = f"{who}the load into stage {stage} lands"
+            try:
+                rings.land(stage, n)
+            except Fault as fault:
+                fault.step = [line]
+                raise
+            out.append((line, n))
+    return out
+
+
+def say_item(item: WorkItem | None) -> str:
+    """An item in a trace."""
+    return "STOP" if item is None else f"item {item.tile} of {item.k_end - item.k_begin} K steps"
+
+
+def say(op: Any) -> str:
+    """An operation of `protocol` in a trace."""
+    if isinstance(op, WaitBarrier):
+        return f"wait({op.barrier}, phase {op.parity})"
+    if isinstance(op, Put):
+        return f"put(slot {op.slot}, {say_item(op.item)})"
+    if isinstance(op, Load):
+        return f"load(stage {op.stage}, K step {op.k} of item {op.item.tile})"
+    if isinstance(op, Retire):
+        return f"retire(all but {op.in_flight})"
+    words = [
+        f"item {v.tile}" if isinstance(v, WorkItem) else f"{k} {v}" if isinstance(v, int) else str(v)
+        for k, v in op._asdict().items()
+    ]
+    return f"{type(op).__name__.lower()}({', '.join(words)})"

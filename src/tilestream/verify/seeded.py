@@ -1,0 +1,214 @@
+"""The seeded bugs: protocols that are wrong in one place, each of which the checker must find.
+
+A bug is a gate, a program or a ring put in the place of the real one. Nothing in the models knows of them. Each is
+looked for in growing sizes; the violation found is at the smallest size that shows it, by the shortest way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from tilestream.verify import seeded_ring as r
+from tilestream.verify import seeded_workers as w
+from tilestream.verify.faults import KINDS
+from tilestream.verify.product import ProductCase
+from tilestream.verify.protocol import Consumers, Ring
+from tilestream.verify.report import Result, explore
+from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
+from tilestream.verify.sweep import LAYOUTS, Case, matmul
+from tilestream.verify.workers import Program, WorkersCase
+
+
+@dataclass(frozen=True)
+class SeededBug:
+    """A bug put in on purpose.
+
+    Attributes
+    ----------
+    name
+        What to call it.
+    kind
+        The kind of violation it must be found as: a key of `tilestream.verify.faults.KINDS`.
+    model
+        The model that finds it.
+    says
+        What is wrong.
+    cases
+        Configurations with the bug, in growing order.
+    """
+
+    name: str
+    kind: str
+    model: str
+    says: str
+    cases: tuple[Case, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"SeededBug: kind={self.kind!r}; it is one of {', '.join(KINDS)}")
+
+    def find(self) -> Result:
+        """Explore growing sizes until the bug shows; the last result, with no violation, if it never does."""
+        states, seconds = 0, 0.0
+        for case in self.cases:
+            result = explore(self.model, case)
+            states, seconds = states + result.states, seconds + result.seconds
+            if result.violation is not None:
+                break
+        return replace(result, states=states, seconds=seconds)
+
+
+def seeded_bugs() -> tuple[SeededBug, ...]:
+    """All of them."""
+    return (*_gates(), *_programs(), *_rings(), *_products())
+
+
+def _says(of: object) -> str:
+    return (of.__doc__ or "").strip().split("\n")[0]
+
+
+def _gated(change: Callable[[WorkersCase], WorkersCase]) -> tuple[WorkersCase, ...]:
+    """Rows that arrive, 1 to 3 tiles, every layout and pivot."""
+    return tuple(
+        change(matmul("dynamic", workers, num_m, bounds=bounds, pivot=pivot))
+        for workers, num_m in ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3))
+        for bounds in LAYOUTS[num_m]
+        for pivot in range(len(bounds) - 1)
+    )
+
+
+def _with_gate(kind: type) -> Callable[[WorkersCase], WorkersCase]:
+    def change(case: WorkersCase) -> WorkersCase:
+        gate = case.gate
+        assert gate is not None
+        more = (
+            {"first": case.schedule.raster.first, "num_m": case.schedule.grid.num_m} if kind is w.PositionGate else {}
+        )
+        return replace(case, gate=kind(gate.m, gate.n, gate.block_m, gate.block_n, gate.rows, **more))
+
+    return change
+
+
+def _gates() -> tuple[SeededBug, ...]:
+    rows = (
+        ("pivot not in the signal", "read before arrival", w.PositionGate),
+        ("first chunk only", "read before arrival", w.FirstChunkGate),
+        ("padded rows signalled", "signal out of range", w.PaddedGate),
+    )
+    return tuple(SeededBug(name, kind, "workers", _says(gate), _gated(_with_gate(gate))) for name, kind, gate in rows)
+
+
+def _programs() -> tuple[SeededBug, ...]:
+    def ungated(program: Program, **more: Any) -> tuple[WorkersCase, ...]:
+        return tuple(
+            matmul("dynamic", workers, tiles, queues=queues, program=program, **more)
+            for workers, tiles, queues in (
+                (1, 1, 1),
+                (1, 2, 1),
+                (2, 1, 1),
+                (2, 2, 1),
+                (1, 2, 2),
+                (2, 2, 2),
+                (2, 3, 2),
+                (3, 3, 2),
+            )
+        )
+
+    def partials(program: Program) -> tuple[WorkersCase, ...]:
+        return tuple(
+            matmul("stream_k", workers, 1, k=k, running=running, program=program)
+            for workers, k, running in ((2, 1, ()), (2, 2, (0,)), (2, 2, ()), (3, 3, (0, 1)), (3, 3, ()))
+        )
+
+    def expiring(program: Program) -> tuple[WorkersCase, ...]:
+        return _gated(lambda case: replace(case, program=program))
+
+    static = tuple(
+        matmul("static", n, tiles, program=w.waits_for_neighbour) for n, tiles in ((1, 1), (1, 2), (2, 2), (3, 3))
+    )
+    rows: tuple[tuple[str, str, Program, tuple[WorkersCase, ...]], ...] = (
+        ("pool nobody visits", "missing work", w.own_queue_only, ungated(w.own_queue_only)),
+        ("ticket read then written", "double work", w.read_then_write, ungated(w.read_then_write)),
+        ("void tickets without end", "counter out of bounds", w.asks_own_queue_again, ungated(w.asks_own_queue_again)),
+        ("first out clears counters", "double work", w.first_out_clears, ungated(w.first_out_clears, clears=True)),
+        ("stream-K owner waits", "deadlock", w.owner_waits, partials(w.owner_waits)),
+        ("workers wait in a circle", "deadlock", w.waits_for_neighbour, static),
+        ("count not restored", "count not restored", w.count_not_restored, partials(w.count_not_restored)),
+        ("counted before written", "partial not visible", w.counts_before_writing, partials(w.counts_before_writing)),
+        ("one slot a tile", "overwritten while read", w.one_slot_a_tile, partials(w.one_slot_a_tile)),
+        ("wait without abort", "not drained", w.waits_without_abort, expiring(w.waits_without_abort)),
+        ("abort not polled", "not drained", w.never_polls, expiring(w.never_polls)),
+        ("abort polled in vain", "not drained", w.polls_in_vain, expiring(w.polls_in_vain)),
+        ("done though its gate failed", "gate ignored", w.computes_all_the_same, expiring(w.computes_all_the_same)),
+    )  # fmt: skip
+    return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+
+
+def _rings() -> tuple[SeededBug, ...]:
+    every: tuple[Consumers, ...] = ("single", "cooperative", "ping_pong")
+    together: tuple[Consumers, ...] = ("single", "cooperative")
+    turns: tuple[Consumers, ...] = ("ping_pong",)
+
+    def cases(
+        *,
+        consumers: tuple[Consumers, ...] = every,
+        depths: tuple[int, ...] = (1, 2, 3),
+        ring: type[Ring] = Ring,
+        **programs: Any,
+    ) -> tuple[RingCase, ...]:
+        sizes = product(depths, (1, 2), consumers, ((1,), (1, 2), (2, 3)))
+        return tuple(RingCase(ring(depth, items, who), ks, **programs) for depth, items, who, ks in sizes)
+
+    def load(name: str, kind: str, program: LoadTurn, **more: Any) -> SeededBug:
+        return SeededBug(name, kind, "ring", _says(program), cases(load=program, **more))
+
+    def math(name: str, kind: str, program: MathTurn, **more: Any) -> SeededBug:
+        return SeededBug(name, kind, "ring", _says(program), cases(math=program, **more))
+
+    overwritten = "overwritten while read"
+    one_reader = cases(consumers=("cooperative",), ring=r.OneReaderRing)
+    return (
+        load("wrong phase at empty", "deadlock", r.load_phase_wrong),
+        math("wrong phase at full", "wrong data", r.math_phase_wrong),
+        math("phase never flips", "wrong data", r.phase_never_flips),
+        load("phase starts anew", "barrier broken", r.phase_restarts),
+        math("arrive forgotten", "deadlock", r.arrive_forgotten, ends_clean=False),
+        math("slot not returned", "deadlock", r.slot_not_returned, ends_clean=False),
+        load("bytes not expected", "barrier broken", r.bytes_not_expected),
+        load("empty not awaited", "barrier broken", r.empty_not_awaited),
+        load("slot not awaited", "deadlock", r.slot_not_awaited),
+        SeededBug("one reader counted", overwritten, "ring", _says(r.OneReaderRing), one_reader),
+        math("stage given back too early", overwritten, r.released_too_early, depths=(2,), consumers=together),
+        math("depth 1 in the deep form", "deadlock", r.previous_at_depth_1, depths=(1,), consumers=together),
+        math("epilogue too early", "wrong data", r.epilogue_too_early),
+        load("load skips an item", "deadlock", r.load_skips_items),
+        math("item not awaited", "wrong data", r.item_not_awaited),
+        math("both take the even items", "wrong data", r.both_take_even, consumers=turns),
+        math("other items not stepped over", "wrong data", r.other_items_not_stepped_over, consumers=turns),
+        math("nobody may begin", "deadlock", r.order_phase_wrong, consumers=turns),
+        math("K count taken from the problem", "deadlock", r.fixed_k_count, consumers=together),
+        load("K count rounded down", "deadlock", r.load_rounds_down),
+        load("handed on before its gate", "deadlock", r.handed_on_before_gate),
+        load("STOP not handed on", "deadlock", r.stop_not_handed_on),
+    )  # fmt: skip
+
+
+def _products() -> tuple[SeededBug, ...]:
+    sizes = [
+        matmul("dynamic", workers, num_m, bounds=bounds, pivot=pivot, k=2)
+        for workers, num_m in ((1, 1), (1, 2), (2, 2))
+        for bounds in LAYOUTS[num_m]
+        for pivot in range(len(bounds) - 1)
+    ]
+    ring = Ring(2, 2)
+    pivoted = tuple(ProductCase(_with_gate(w.PositionGate)(case), ring) for case in sizes)
+    ungated = tuple(ProductCase(case, ring, r.handed_on_ungated) for case in sizes)
+    return (
+        SeededBug("product: pivot not in the signal", "read before arrival", "product", _says(w.PositionGate), pivoted),
+        SeededBug(
+            "product: loaded without a gate", "read before arrival", "product", _says(r.handed_on_ungated), ungated
+        ),
+    )

@@ -1,0 +1,196 @@
+"""The configurations that are explored: quick (seconds each) and full, in growing order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Literal, get_args
+
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.gate import Gate
+from tilestream.kernels.loop import work
+from tilestream.schedule import Grid, Raster, Schedule
+from tilestream.schedule.order import Order
+from tilestream.schedule.schedule import Kind, Split
+from tilestream.verify.operations import clearing
+from tilestream.verify.product import ProductCase
+from tilestream.verify.protocol import Consumers, Ring
+from tilestream.verify.ring import RingCase
+from tilestream.verify.workers import Program, WorkersCase
+
+Level = Literal["quick", "full"]
+Case = WorkersCase | RingCase | ProductCase
+MODELS = ("workers", "ring", "product")
+
+#: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
+LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((0, 2), (0, 1, 2)),
+    2: ((0, 2, 4), (0, 3, 4), (0, 1, 3, 4)),
+    3: ((0, 2, 4, 6), (0, 3, 5), (0, 1, 5, 6)),
+    4: ((0, 4, 6, 8), (0, 3, 6, 8), (0, 1, 2, 7), (0, 5, 5, 8)),
+    7: ((0, 4, 9, 14),),
+    8: ((0, 5, 10, 15),),
+}
+
+
+def matmul(
+    kind: Kind,
+    workers: int,
+    num_m: int,
+    num_n: int = 1,
+    *,
+    bounds: tuple[int, ...] = (),
+    pivot: int = 0,
+    k: int = 1,
+    queues: int = 1,
+    split: Split = "items",
+    shares: int = 0,
+    order: Order = "row_major",
+    weight: bool = False,
+    batch: int = 1,
+    running: tuple[int, ...] = (),
+    program: Program = work,
+    clears: bool = False,
+) -> WorkersCase:
+    """A configuration of model 1: ``num_m`` x ``num_n`` tiles; rows (``weight``: columns) arrive by ``bounds``.
+
+    Tiles are 2 rows high and 2 columns wide, less what the bounds leave out at the tail. With bounds the raster is
+    chunk-major from the pivot's row tile.
+    """
+    gate, raster = None, Raster(order, group=2 if order in ("grouped", "longest_first") else 1)
+    if bounds:
+        chunks = Chunks(bounds)
+        tiles = num_n if weight else num_m
+        first = chunks.pivot_tile(pivot, 2, tiles)
+        raster = Raster("chunk_major", first=first, band=max(1, tiles // chunks.count), transposed=weight)
+        if weight:
+            gate = Gate(2 * num_m, bounds[-1], 2, 2, columns=chunks)
+        else:
+            rows = bounds[-1] // batch
+            gate = Gate(
+                rows,
+                2 * num_n,
+                2,
+                2,
+                rows=chunks,
+                row_of_batch=tuple(b * rows for b in range(batch)) if batch > 1 else (),
+            )
+    schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares)
+    return WorkersCase(schedule, gate, running, program, clears)
+
+
+def configurations(model: str, level: Level) -> list[Case]:
+    """The configurations of ``model`` (one of `MODELS`), smallest first."""
+    if level not in get_args(Level):
+        raise ValueError(f"level={level!r}; it is one of {', '.join(get_args(Level))}")
+    if model == "workers":
+        return list(workers(level))
+    if model == "ring":
+        return list(rings(level))
+    if model == "product":
+        return list(products(level))
+    raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
+
+
+def workers(level: Level) -> Iterator[WorkersCase]:
+    """Model 1. Full: up to 4 workers, 8 items, 3 chunks, every pivot, schedule, number of queues and split."""
+    full = level == "full"
+    # Everything is there: coverage by every raster, split and number of workers.
+    orders: tuple[Order, ...] = ("row_major", "grouped", "longest_first")
+    for w, (num_m, num_n), order in product((1, 2, 3), ((1, 1), (2, 2), (3, 2)), orders):
+        yield matmul("static", w, num_m, num_n, order=order)
+        yield matmul("stream_k", w, num_m, num_n, order=order, k=2)
+        for queues, split in product((1, 2, 3), get_args(Split)):
+            yield matmul("dynamic", w, num_m, num_n, order=order, queues=queues, split=split)
+    # Rows or columns arrive; 1 to 3 workers.
+    for w, num_m in product((1, 2, 3), (1, 2, 3, 4) if full else (1, 2, 3)):
+        for bounds in LAYOUTS[num_m]:
+            for pivot in range(len(bounds) - 1):
+                yield matmul("static", w, num_m, bounds=bounds, pivot=pivot)
+                yield matmul("dynamic", w, num_m, bounds=bounds, pivot=pivot)
+                yield matmul("stream_k", w, num_m, bounds=bounds, pivot=pivot, k=3)
+                if w > 1:
+                    yield matmul("dynamic", w, num_m, 2, bounds=bounds, pivot=pivot, queues=2, split="columns")
+                    yield matmul(
+                        "dynamic", w, 2, num_m, bounds=bounds, pivot=pivot, queues=2, split="rows", weight=True
+                    )
+    yield from _fewer_running(full)
+    for w, queues in ((1, 1), (2, 1), (2, 2), (3, 2)):
+        yield matmul("dynamic", w, 3, bounds=(0, 3, 5), pivot=1, queues=queues, program=clearing, clears=True)
+    yield matmul("dynamic", 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=1)
+    yield matmul("static", 3, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2)
+    # 4 workers, 8 items, 3 chunks.
+    for bounds in LAYOUTS[4] if full else LAYOUTS[4][1:2]:
+        for pivot in range(3):
+            yield matmul("static", 4, 4, 2, bounds=bounds, pivot=pivot)
+            yield matmul("dynamic", 4, 4, 2, bounds=bounds, pivot=pivot)
+            if full:
+                yield matmul("dynamic", 4, 4, 2, bounds=bounds, pivot=pivot, queues=2)
+                yield matmul("dynamic", 4, 4, 2, bounds=bounds, pivot=pivot, queues=2, split="columns")
+            if full and pivot == 1:
+                yield matmul("dynamic", 4, 2, 4, bounds=bounds, pivot=pivot, queues=2, split="rows", weight=True)
+    for bounds in LAYOUTS[7] + LAYOUTS[8]:
+        for pivot in range(3):
+            yield matmul("stream_k", 4, (bounds[-1] + 1) // 2, bounds=bounds, pivot=pivot, k=2, shares=4)
+    if full:
+        for pivot in range(3):
+            yield matmul("stream_k", 4, 6, bounds=(0, 4, 7, 12), pivot=pivot, k=3)
+            yield matmul("stream_k", 4, 5, bounds=(0, 3, 7, 9), pivot=pivot, k=3)
+            yield matmul("stream_k", 4, 3, bounds=(0, 1, 3, 6), pivot=pivot, k=4, shares=5)
+        for pivot in range(3):
+            yield matmul("dynamic", 4, 4, 2, bounds=(0, 3, 6, 8), pivot=pivot, queues=3)
+            yield matmul("dynamic", 4, 4, 2, bounds=(0, 3, 6, 8), pivot=pivot, queues=3, split="columns")
+        # The mirror image of the columns' split: the same states, so one pivot will do.
+        yield matmul("dynamic", 4, 2, 4, bounds=(0, 3, 6, 8), pivot=1, queues=3, split="rows", weight=True)
+
+
+def _fewer_running(full: bool) -> Iterator[WorkersCase]:
+    """Only some of the workers ever run: nobody may depend on the others."""
+    some: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
+    for running in some:
+        for bounds in ((), (0, 3, 5)):
+            yield matmul("static", 3, 3, bounds=bounds, running=running)
+            yield matmul("stream_k", 3, 4, bounds=bounds and (0, 3, 7), running=running, k=3)
+            yield matmul("stream_k", 4, 3, bounds=bounds, running=running, k=2)
+            for queues in (1, 2, 3):
+                yield matmul("dynamic", 3, 3, bounds=bounds, running=running, queues=queues)
+    if full:
+        some = ((0,), (3,), (0, 1), (1, 3), (0, 1, 3), (1, 2, 3))
+        for running in some:
+            for pivot in range(3):
+                yield matmul("static", 4, 4, 2, bounds=(0, 3, 6, 8), pivot=pivot, running=running)
+                yield matmul("dynamic", 4, 4, 2, bounds=(0, 3, 6, 8), pivot=pivot, running=running, queues=2)
+                yield matmul("stream_k", 4, 7, bounds=(0, 4, 9, 14), pivot=pivot, running=running, k=2)
+
+
+def rings(level: Level) -> Iterator[RingCase]:
+    """Model 2. Full: 1 to 4 stages, 1 or 2 slots, 1 to 5 K steps in any order, every way of consuming."""
+    for depth, items, consumers in product((1, 2, 3), (1, 2), get_args(Consumers)):
+        if level == "full" or depth < 3 or items == 2:
+            yield RingCase(Ring(depth, items, consumers), (1, 2))
+    for consumers in get_args(Consumers):
+        yield RingCase(Ring(1, 2, consumers), (1, 2, 3, 4, 5))
+        yield RingCase(Ring(2, 2, consumers), (1, 3, 4))
+        yield RingCase(Ring(4, 2, consumers), (1, 5))
+        yield RingCase(Ring(4, 2, consumers), (3, 4))
+    if level == "full":
+        for depth, items, consumers in product((1, 2, 3, 4), (1, 2), get_args(Consumers)):
+            yield RingCase(Ring(depth, items, consumers), (1, 2, 3, 4, 5))
+
+
+def products(level: Level) -> Iterator[ProductCase]:
+    """Both models together: 2 workers, 2 K steps."""
+    yield ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2), Ring(2, 1))
+    for kind in get_args(Kind):
+        for num_m, bounds in ((1, (0, 1, 2)), (2, (0, 3, 4)), (3, (0, 3, 6))):
+            if level == "full" or kind != "stream_k" or num_m != 3:
+                for depth, items in ((1, 2), (2, 1), (2, 2)):
+                    if level == "full" or items == 2:
+                        yield ProductCase(matmul(kind, 2, num_m, bounds=bounds, pivot=1, k=2), Ring(depth, items))
+    if level == "full":
+        yield ProductCase(
+            matmul("dynamic", 2, 2, 2, bounds=(0, 3, 4), pivot=1, k=2, queues=2, split="columns"), Ring(2, 2)
+        )
+        yield ProductCase(matmul("dynamic", 2, 4, bounds=(0, 3, 6, 8), pivot=1, k=2), Ring(2, 2))
+        yield ProductCase(matmul("dynamic", 2, 3, bounds=(0, 3, 6), pivot=1, k=2), Ring(3, 2))
+        yield ProductCase(matmul("stream_k", 2, 3, bounds=(0, 1, 3, 6), pivot=2, k=2), Ring(2, 2))

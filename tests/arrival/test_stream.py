@@ -1,0 +1,633 @@
+"""`stream_in`: each source fills its tensor chunk by chunk and signals in order; errors come out; no thread stays."""
+
+# ruff: noqa: E501  (tables of messages: each in one piece, so that it can be searched for)
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilestream as ts
+from strategies import chunkings
+from tilestream.arrival import Outcome, Signals
+from tilestream.arrival.sources import Source
+from tilestream.arrival.stream import CHUNK_BYTES, Stream, default_rows_per_chunk, stream_in
+
+LONG = 30.0
+
+
+def producers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tilestream-producer")]
+
+
+@pytest.fixture(autouse=True)
+def no_producer_left():
+    yield
+    for thread in producers():
+        thread.join(LONG)
+    assert producers() == []
+
+
+def refused(error, message):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+def matrix(rows=50, cols=6, dtype=torch.float32, seed=0) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def blocks_of(x: torch.Tensor, *sizes: int) -> Iterator[torch.Tensor]:
+    yield from x.split(list(sizes))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One matrix, bytes enough for several pages, in every kind of file."""
+    np, safetensors = pytest.importorskip("numpy"), pytest.importorskip("safetensors.torch")
+    folder, x = tmp_path_factory.mktemp("saved"), matrix(500, 19)
+    safetensors.save_file({"other": matrix(3, 3), "x": x}, folder / "x.safetensors")
+    np.save(folder / "x.npy", x.numpy())
+    return {"safetensors": (folder / "x.safetensors", "x"), "npy": (folder / "x.npy", None)}, x
+
+
+def open_descriptors(path) -> list[int]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # listing the folder opens it
+            if link.readlink() == path.resolve():
+                found.append(int(link.name))
+    return found
+
+
+class Steps(Source):
+    """A source whose every job waits to be let go; for what happens between chunks."""
+
+    takes = ()
+
+    def __init__(self, rows=6, readers=1, fail: dict[int, BaseException] | None = None) -> None:
+        self.tensor = torch.zeros(rows, 2)
+        self.readers = readers
+        self.fail = fail or {}
+        self.go = [threading.Event() for _ in range(rows)]
+        self.at = [threading.Event() for _ in range(rows)]
+        self.ended = self.closed = 0
+
+    @property
+    def how(self) -> str:
+        return "steps"
+
+    def claim(self, begin: int, end: int):
+        def job():
+            self.at[begin].set()
+            assert self.go[begin].wait(LONG)
+            if begin in self.fail:
+                raise self.fail[begin]
+            self.tensor[begin:end] = begin + 1
+
+        return job
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def steps(**arguments) -> tuple[Stream, Steps]:
+    source = Steps(**arguments)
+    return Stream(ts.Arrival.uniform(1, source.tensor.shape[0]), source), source
+
+
+def wait_for(stream: Stream, chunk: int) -> Outcome:
+    """Sleep until the chunk is signalled, or its producer fails."""
+    arrival = stream.arrival
+    return Signals.by_key(arrival.key).wait(chunk, arrival.epoch, time.perf_counter() + LONG, lambda: False)
+
+
+class TestSources:
+    @pytest.mark.parametrize("kind", ["safetensors", "npy"])
+    @pytest.mark.parametrize("direct", [None, False])
+    @pytest.mark.parametrize("rows_per_chunk", [None, 1, 7, 54, 500, 501])
+    def test_files(self, saved, kind, direct, rows_per_chunk):
+        (path, name), x = saved[0][kind], saved[1]
+        with ts.stream_in(path, tensor=name, direct=direct, rows_per_chunk=rows_per_chunk) as stream:
+            assert torch.equal(stream.wait(LONG), x)
+            assert stream.tensor.dtype == x.dtype
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_other_dtypes_from_a_file(self, tmp_path, dtype):
+        safetensors = pytest.importorskip("safetensors.torch")
+        x = matrix(333, 7, dtype)
+        safetensors.save_file({"pad": torch.zeros(3, dtype=torch.uint8), "x": x}, tmp_path / "x.safetensors")
+        with ts.stream_in(tmp_path / "x.safetensors", rows_per_chunk=10, pivot=11) as stream:
+            assert torch.equal(stream.wait(LONG), x)
+
+    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 0, 2)])
+    def test_empty_matrices(self, shape, tmp_path):
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file({"x": torch.zeros(shape)}, tmp_path / "x.safetensors")
+        for stream in (ts.stream_in(tmp_path / "x.safetensors"), ts.stream_in(torch.zeros(shape))):
+            with stream:
+                assert stream.wait(LONG).shape == shape
+
+    @pytest.mark.parametrize(
+        "x",
+        [
+            matrix(),
+            matrix().t(),
+            matrix(24).view(2, 3, 4, 6),
+            matrix(12).view(3, 4, 6).transpose(0, 1),
+            matrix(20)[::2],
+        ],
+        ids=["plain", "transposed", "4-D", "3-D, odd strides", "every other row"],
+    )
+    def test_tensors(self, x):
+        with ts.stream_in(x, rows_per_chunk=5, pivot=1) as stream:
+            assert torch.equal(stream.wait(LONG), x)
+            assert stream.tensor.data_ptr() != x.data_ptr()
+
+    def test_a_tensor_that_requires_grad(self):
+        with ts.stream_in(matrix().requires_grad_()) as stream:
+            assert not stream.wait(LONG).requires_grad
+
+    def test_a_pinned_or_other_tensor_is_copied_not_aliased(self):
+        x = matrix()
+        with ts.stream_in(x) as stream:
+            got = stream.wait(LONG).clone()
+            x.zero_()
+            assert torch.equal(stream.tensor, got)
+
+    @given(st.data(), st.integers(1, 60))
+    def test_iterators_of_odd_blocks(self, data, rows):
+        x = matrix(rows)
+        cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=6)))
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+        chunks = data.draw(chunkings(rows))
+        with ts.stream_in(blocks_of(x, *sizes), shape=(rows, 6), dtype=x.dtype, bounds=chunks.bounds) as stream:
+            assert torch.equal(stream.wait(LONG), x)
+
+    def test_an_iterator_brings_the_pivot_s_rows_first(self):
+        x = matrix(10)
+        turned = torch.cat([x[6:], x[:6]])
+        with ts.stream_in(blocks_of(turned, 3, 7), shape=x.shape, dtype=x.dtype, bounds=[0, 3, 6, 10], pivot=2) as s:
+            assert torch.equal(s.wait(LONG), x)
+
+    def test_an_iterator_of_single_rows_and_of_more_dimensions(self):
+        x = matrix(12)
+        blocks = [x[0], x[1:7].view(2, 3, 6), x[7:12]]
+        with ts.stream_in(blocks, shape=(3, 4, 6), dtype=x.dtype) as stream:
+            assert torch.equal(stream.wait(LONG), x.view(3, 4, 6))
+
+    def test_an_iterator_is_asked_for_no_more_than_it_takes(self):
+        yielded = []
+
+        def endless():
+            while True:
+                yielded.append(1)
+                yield torch.ones(2, 3)
+
+        with ts.stream_in(endless(), shape=(6, 3), dtype=torch.float32, rows_per_chunk=2) as stream:
+            stream.wait(LONG)
+        assert len(yielded) == 3
+
+    def test_what_a_stream_says_of_itself(self, saved):
+        (path, name), x = saved[0]["safetensors"], saved[1]
+        with ts.stream_in(path, tensor=name, rows_per_chunk=100, direct=False) as stream:
+            stream.wait(LONG)
+            assert stream.explain() == "x.safetensors: x [500, 19] float32, through the page cache (asked to); 500 rows in 5 chunks"  # fmt: skip
+            assert repr(stream).startswith("Stream([500, 19], torch.float32, Arrival(rows_per_chunk=100, num_chunks=5")
+            assert stream.done
+            assert 0 <= stream.cpu_seconds < LONG
+        with ts.stream_in(x) as stream:
+            assert stream.explain() == "a CPU tensor [500, 19] float32, copied; 500 rows in 4 chunks"
+        with ts.stream_in([x], shape=x.shape, dtype=x.dtype) as stream:
+            assert stream.explain() == "an iterator of blocks for [500, 19] float32; 500 rows in 4 chunks"
+
+
+class TestSignals:
+    def test_chunks_are_signalled_after_they_were_written_and_not_before(self):
+        stream, source = steps()
+        for chunk in range(6):
+            assert source.at[chunk].wait(LONG)
+            assert not stream.arrival.arrived(chunk)
+            source.go[chunk].set()
+            assert wait_for(stream, chunk) is Outcome.ARRIVED
+            assert stream.tensor[chunk].tolist() == [chunk + 1] * 2
+        stream.wait(LONG)
+        assert source.ended == 1
+        stream.close()
+
+    def test_two_readers_signal_in_order(self):
+        stream, source = steps(readers=2)
+        assert source.at[0].wait(LONG)
+        assert source.at[1].wait(LONG)
+        source.go[1].set()
+        assert source.at[2].wait(LONG), "the second reader goes on"
+        assert not stream.arrival.arrived(1), "a page that both share is read with chunk 0"
+        source.go[0].set()
+        assert wait_for(stream, 1) is Outcome.ARRIVED
+        for go in source.go:
+            go.set()
+        stream.wait(LONG)
+        assert source.ended == 1, "the end is looked at once"
+        assert stream.arrival.times == tuple(sorted(stream.arrival.times))
+        stream.close()
+
+    @pytest.mark.parametrize("pivot", range(5))
+    def test_from_the_pivot_on_and_around(self, saved, pivot):
+        (path, name), x = saved[0]["safetensors"], saved[1]
+        with ts.stream_in(path, tensor=name, rows_per_chunk=100, pivot=pivot) as stream:
+            assert torch.equal(stream.wait(LONG), x)
+            times = stream.arrival.times
+        assert [times[(pivot + i) % 5] for i in range(5)] == sorted(times)
+
+    @pytest.mark.parametrize("direct", [None, False])
+    def test_a_signalled_chunk_is_there_and_stays(self, saved, direct):
+        # Tiny chunks inside shared pages, from the middle on: each is checked, then scribbled on, at its signal.
+        (path, name), x = saved[0]["safetensors"], saved[1]
+        with ts.stream_in(path, tensor=name, rows_per_chunk=3, pivot=83, direct=direct) as stream:
+            count = stream.arrival.num_chunks
+            for step in range(count):
+                chunk = (83 + step) % count
+                assert wait_for(stream, chunk) is Outcome.ARRIVED
+                rows = slice(*stream.arrival.chunks(500).range_of(chunk))
+                assert torch.equal(stream.tensor[rows], x[rows])
+                stream.tensor[rows] = -1.0
+            stream.wait(LONG)
+            assert (stream.tensor == -1.0).all()
+
+
+class TestRestart:
+    @pytest.mark.parametrize("closed", [False, True])
+    @pytest.mark.parametrize("kind", ["safetensors", "npy", "tensor"])
+    def test_fills_the_same_tensor_once_more(self, saved, kind, closed):
+        x = saved[1]
+        path, name = saved[0].get(kind, (x, None))
+        with ts.stream_in(path, tensor=name, rows_per_chunk=64, pivot=3) as stream:
+            stream.wait(LONG)
+            tensor, how = stream.tensor, stream.explain()
+            for round_ in (2, 3):
+                if closed:
+                    stream.close()
+                tensor.fill_(float("nan"))
+                stream.restart()
+                assert stream.arrival.epoch == round_
+                assert torch.equal(stream.wait(LONG), x)
+                assert stream.tensor is tensor
+                assert stream.explain() == how
+
+    def test_nothing_has_arrived_in_the_new_round(self):
+        stream, source = steps()
+        for go in source.go:
+            go.set()
+        stream.wait(LONG)
+        for go in source.go:
+            go.clear()
+        stream.restart()
+        assert not any(stream.arrival.arrived(chunk) for chunk in range(6))
+        for go in source.go:
+            go.set()
+        stream.wait(LONG)
+        stream.close()
+
+    def test_not_while_the_producer_is_at_work(self):
+        stream, source = steps()
+        with refused(
+            RuntimeError, "stream_in: restart() while the producer is at work; wait() for it or close() it first"
+        ):
+            stream.restart()
+        for go in source.go:
+            go.set()
+        stream.wait(LONG)
+        stream.close()
+
+    def test_an_iterator_is_read_once(self):
+        with ts.stream_in([matrix()], shape=(50, 6), dtype=torch.float32) as stream:
+            stream.wait(LONG)
+            with refused(ValueError, "stream_in: an iterator is read once; make a new stream"):
+                stream.restart()
+            assert stream.arrival.arrived(0), "and the round before still stands"
+
+    def test_after_a_failure(self):
+        stream, source = steps(fail={2: OSError("disk")})
+        for go in source.go:
+            go.set()
+        with pytest.raises(OSError, match="disk"):
+            stream.wait(LONG)
+        source.fail.clear()
+        stream.restart()
+        assert stream.wait(LONG)[5, 0] == 6
+        stream.close()
+
+
+class TestEnds:
+    def test_wait_gives_up_after_its_timeout(self):
+        stream, source = steps()
+        source.go[0].set()
+        assert source.at[1].wait(LONG)
+        with refused(TimeoutError, "stream_in: 5 chunks not delivered after 0.01 s, the first of them 1"):
+            stream.wait(0.01)
+        for go in source.go:
+            go.set()
+        assert stream.wait(LONG) is stream.tensor
+        stream.close()
+
+    @pytest.mark.xfail(raises=IndexError, reason="bug: wait(timeout) between the last signal and the thread's end")
+    def test_wait_gives_up_also_when_all_is_signalled_and_the_producer_not_yet_gone(self):
+        stream, source = steps()
+        ending = threading.Event()
+        source.end = lambda: ending.wait(LONG)
+        for go in source.go:
+            go.set()
+        try:
+            assert wait_for(stream, 5) is Outcome.ARRIVED
+            with pytest.raises(TimeoutError):
+                stream.wait(0.01)
+        finally:
+            ending.set()
+            stream.close()
+
+    def test_close_stops_after_the_chunk_it_is_at(self):
+        stream, source = steps()
+        assert source.at[0].wait(LONG)
+        assert not stream.close(timeout=0.01), "still at its chunk"
+        assert source.closed == 0, "nothing is let go of while it is in use"
+        source.go[0].set()
+        assert stream.close()
+        assert source.closed == 1
+        assert stream.arrival.arrived(0)
+        assert not stream.arrival.arrived(1)
+        with refused(ts.ProducerStopped, "stream_in: closed before chunk 1 was delivered"):
+            stream.wait(LONG)
+        assert wait_for(stream, 1) is Outcome.FAILED
+        assert isinstance(stream.arrival.error, ts.TilestreamError)
+
+    def test_close_after_the_end_changes_nothing(self):
+        with ts.stream_in(matrix()) as stream:
+            stream.wait(LONG)
+            assert stream.close()
+            assert stream.close()
+            assert torch.equal(stream.wait(LONG), matrix())
+
+    def test_leaving_the_block_closes_the_file(self, saved):
+        path, name = saved[0]["safetensors"]
+        with ts.stream_in(path, tensor=name) as stream:
+            stream.wait(LONG)
+            assert open_descriptors(path)
+        assert open_descriptors(path) == []
+
+    def test_leaving_the_block_closes(self):
+        source = Steps()
+        with Stream(ts.Arrival.uniform(1, 6), source):
+            source.go[0].set()
+            assert source.at[1].wait(LONG)
+            source.go[1].set()
+            source.go[2].set()
+        assert producers() == []
+        assert source.closed == 1
+
+    def test_a_producer_blocked_in_foreign_code_is_left_to_end_by_itself(self):
+        let_go = threading.Event()
+
+        def never():
+            let_go.wait(LONG)
+            yield torch.ones(2, 3)
+
+        stream = ts.stream_in(never(), shape=(2, 3), dtype=torch.float32, rows_per_chunk=1)
+        assert not stream.close(timeout=0.01)
+        assert not stream.done
+        let_go.set()
+        assert stream.close()
+
+    def test_an_iterator_that_closes_its_own_stream(self):
+        box, ready = [], threading.Event()
+
+        def blocks():
+            ready.wait(LONG)
+            yield torch.ones(1, 3)
+            box[0].close()
+            yield torch.ones(1, 3)
+            yield torch.ones(1, 3)
+
+        stream = ts.stream_in(blocks(), shape=(3, 3), dtype=torch.float32, rows_per_chunk=1)
+        box.append(stream)
+        ready.set()
+        with pytest.raises(ts.ProducerStopped, match="closed before chunk 2"):
+            stream.wait(LONG)
+        stream.close()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("blocks", "error", "message"),
+        [
+            ([torch.ones(5, 3)], ValueError, "stream_in: the iterator ended early; it was to yield 6 rows"),
+            ([], ValueError, "stream_in: the iterator ended early; it was to yield 6 rows"),
+            ([torch.ones(4, 3), torch.ones(4, 3)], ValueError, "stream_in: the iterator's last block has 2 rows more than shape= says"),
+            ([torch.ones(6, 4)], ValueError, "stream_in: the iterator yielded a block [6, 4] torch.float32; rows are 3 long, torch.float32"),
+            ([torch.ones(6, 3).double()], ValueError, "stream_in: the iterator yielded a block [6, 3] torch.float64; rows are 3 long, torch.float32"),
+            ([torch.ones(2)], ValueError, "stream_in: the iterator yielded a block [2] torch.float32; rows are 3 long, torch.float32"),
+            ([[1.0, 2.0, 3.0]], TypeError, "stream_in: the iterator yielded a list; it yields tensors, blocks of rows"),
+            ([torch.ones(3, 3), None], TypeError, "stream_in: the iterator yielded a NoneType; it yields tensors, blocks of rows"),
+        ],
+    )  # fmt: skip
+    def test_wrong_blocks(self, blocks, error, message):
+        with ts.stream_in(iter(blocks), shape=(6, 3), dtype=torch.float32, rows_per_chunk=2) as stream:  # noqa: SIM117
+            with refused(error, message):
+                stream.wait(LONG)
+
+    @pytest.mark.xfail(
+        raises=IndexError, reason="bug: a block of no dimension raises IndexError, not what is wrong with it"
+    )
+    def test_a_block_without_dimensions(self):
+        with ts.stream_in([torch.tensor(1.0)], shape=(1, 1), dtype=torch.float32) as stream:  # noqa: SIM117
+            with pytest.raises(ValueError, match="the iterator yielded a block"):
+                stream.wait(LONG)
+
+    def test_an_exception_of_the_iterator_is_raised_where_the_chunk_is_waited_for(self):
+        class MineError(Exception):
+            pass
+
+        def blocks():
+            yield torch.ones(2, 3)
+            raise MineError("mine")
+
+        with ts.stream_in(blocks(), shape=(6, 3), dtype=torch.float32, rows_per_chunk=2) as stream:
+            assert wait_for(stream, 0) is Outcome.ARRIVED
+            assert wait_for(stream, 1) is Outcome.FAILED
+            with pytest.raises(MineError, match="mine"):
+                stream.wait(LONG)
+            assert isinstance(stream.arrival.error, MineError)
+            assert not stream.arrival.arrived(1)
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+    def test_whatever_ends_the_producer_reaches_the_caller(self, error):
+        stream, source = steps(fail={1: error})
+        for go in source.go:
+            go.set()
+        with pytest.raises(type(error)):
+            stream.wait(LONG)
+        stream.close()
+
+    def test_the_first_error_of_two_readers_is_the_one_that_counts(self):
+        stream, source = steps(readers=2, fail={0: OSError("disk")})
+        assert source.at[1].wait(LONG)
+        source.go[0].set()
+        assert wait_for(stream, 0) is Outcome.FAILED
+        source.go[1].set()  # this reader finds only now that the round is over
+        with pytest.raises(OSError, match="disk"):
+            stream.wait(LONG)
+        stream.close()
+
+    def test_a_chunk_behind_a_failed_one_is_not_signalled(self):
+        stream, source = steps(readers=2, fail={0: OSError("disk")})
+        assert source.at[1].wait(LONG)
+        source.go[0].set()
+        assert wait_for(stream, 0) is Outcome.FAILED
+        source.go[1].set()
+        with pytest.raises(OSError, match="disk"):
+            stream.wait(LONG)
+        assert not any(stream.arrival.arrived(chunk) for chunk in range(6))
+        stream.close()
+
+    def test_a_file_that_is_cut_off_while_it_is_read(self, tmp_path):
+        np = pytest.importorskip("numpy")
+        path = tmp_path / "x.npy"
+        np.save(path, np.zeros((4000, 64), "f4"))
+        from tilestream.arrival.files import RangeReader, find_matrix
+        from tilestream.arrival.sources import FileSource
+
+        source = FileSource(RangeReader(find_matrix(path), False))
+        source.readers = 1
+        os.truncate(path, 500_000)
+        with Stream(ts.Arrival.uniform(100, 40), source) as stream:
+            with pytest.raises(EOFError, match=r"x\.npy: ends at byte 500000, \d+ bytes early"):
+                stream.wait(LONG)
+            assert stream.arrival.arrived(18)
+            assert not stream.arrival.arrived(19)
+
+    def test_a_matmul_raises_what_the_iterator_raised(self):
+        def blocks():
+            yield torch.ones(8, 16)
+            raise OSError("the network went away")
+
+        with ts.stream_in(blocks(), shape=(64, 16), dtype=torch.float32, rows_per_chunk=8) as stream:  # noqa: SIM117
+            with pytest.raises(OSError, match="the network went away"):
+                ts.matmul(stream.tensor, torch.ones(16, 8), arrival=stream.arrival, deadline=LONG)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"rows_per_chunk": 0}, ValueError, "stream_in: rows_per_chunk=0; a chunk has at least one row"),
+            ({"rows_per_chunk": -1}, ValueError, "stream_in: rows_per_chunk=-1; a chunk has at least one row"),
+            ({"rows_per_chunk": 5, "bounds": [0, 50]}, ValueError, "stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both"),
+            ({"rows_per_chunk": 10, "pivot": 5}, ValueError, "pivot=5: the raster starts from one of the 5 chunks, 0 to 4"),
+            ({"pivot": -1}, ValueError, "pivot=-1: the raster starts from one of the 4 chunks, 0 to 3"),
+            ({"bounds": [0, 49]}, ValueError, "arrival: its bounds end at row 49, the input has 50 rows; the last bound is the number of rows"),
+            ({"bounds": [0]}, ValueError, "bounds=[0]: no chunk; give the first row of each chunk and then the number of rows"),
+            ({"tensor": "x"}, ValueError, "stream_in: tensor='x' means nothing for a CPU tensor [50, 6] float32, copied"),
+            ({"direct": False}, ValueError, "stream_in: direct=False means nothing for a CPU tensor [50, 6] float32, copied"),
+            ({"shape": (50, 6)}, ValueError, "stream_in: shape=(50, 6) means nothing for a CPU tensor [50, 6] float32, copied"),
+            ({"dtype": torch.float32}, ValueError, "stream_in: dtype=torch.float32 means nothing for a CPU tensor [50, 6] float32, copied"),
+        ],
+    )  # fmt: skip
+    def test_arguments(self, arguments, error, message):
+        with refused(error, message):
+            ts.stream_in(matrix(), **arguments)
+
+    @pytest.mark.parametrize(
+        ("source", "arguments", "error", "message"),
+        [
+            (torch.ones(3), {}, ValueError, "stream_in: the source has shape [3]; a matrix has at least 2 dimensions"),
+            (torch.tensor(1.0), {}, ValueError, "stream_in: the source has shape []; a matrix has at least 2 dimensions"),
+            (torch.ones(2, 2, device="meta"), {}, ValueError, "stream_in: the source is on meta; what streams in is on the CPU: source.cpu()"),
+            (3, {}, TypeError, "stream_in: source is a int; it is a file's path, a CPU tensor or an iterable of tensors"),
+            (None, {}, TypeError, "stream_in: source is a NoneType; it is a file's path, a CPU tensor or an iterable of tensors"),
+            ([], {}, ValueError, "stream_in: an iterable source does not say how large it is: give shape= and dtype="),
+            ([], {"shape": (2, 2)}, ValueError, "stream_in: an iterable source does not say how large it is: give shape= and dtype="),
+            ([], {"shape": (4,), "dtype": torch.float32}, ValueError, "stream_in: shape=[4]; a matrix has at least 2 dimensions, none negative"),
+            ([], {"shape": (4, -1), "dtype": torch.float32}, ValueError, "stream_in: shape=[4, -1]; a matrix has at least 2 dimensions, none negative"),
+            ([], {"shape": (4, 1), "dtype": torch.float32, "tensor": "x"}, ValueError, "stream_in: tensor='x' means nothing for an iterator of blocks for [4, 1] float32"),
+        ],
+    )  # fmt: skip
+    def test_sources(self, source, arguments, error, message):
+        with refused(error, message):
+            ts.stream_in(source, **arguments)
+
+    def test_a_file_takes_no_shape(self, saved):
+        path, name = saved[0]["safetensors"]
+        with pytest.raises(
+            ValueError, match=r"^stream_in: shape=\(500, 19\) means nothing for x\.safetensors: x \[500, 19\] float32, "
+        ):
+            ts.stream_in(path, tensor=name, shape=(500, 19))
+
+    def test_a_misaligned_tensor_in_a_file(self, tmp_path):
+        import json
+        import struct
+
+        header = json.dumps({"x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [1, 17]}}).encode()
+        header += b" " * (-len(header) % 8)
+        path = tmp_path / "x.safetensors"
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(17))
+        with pytest.raises(
+            ValueError, match=r"no multiple of its 4-byte elements; write it anew with the safetensors library"
+        ):
+            ts.stream_in(path)
+
+    def test_nothing_is_started(self):
+        before = producers()
+        with pytest.raises(ValueError):
+            ts.stream_in(matrix(), pivot=99)
+        assert producers() == before == []
+
+    @pytest.mark.xfail(raises=AssertionError, reason="bug: what is refused after the file was opened leaves it open")
+    @pytest.mark.parametrize(
+        "arguments", [{"pivot": 99}, {"bounds": [0, 1]}, {"rows_per_chunk": 0}, {"shape": (500, 19)}]
+    )
+    def test_no_file_stays_open(self, saved, arguments):
+        path, name = saved[0]["safetensors"]
+        with pytest.raises(ValueError):
+            ts.stream_in(path, tensor=name, **arguments)
+        left = open_descriptors(path)
+        for descriptor in left:
+            os.close(descriptor)
+        assert left == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "expected"),
+    [
+        (0, 4, 1),
+        (1, 4, 1),
+        (100, 4, 25),  # four chunks at least
+        (4096, 16384, 512),  # 64 MiB in 8
+        (10**6, 2**20, 977),  # 1024 chunks at most
+        (5, 2 * CHUNK_BYTES, 1),
+    ],
+)
+def test_default_chunks_are_about_eight_mebibytes(rows, row_bytes, expected):
+    assert default_rows_per_chunk(rows, row_bytes) == expected
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**6))
+def test_default_chunks_are_four_to_1024(rows, row_bytes):
+    size = default_rows_per_chunk(rows, row_bytes)
+    assert 1 <= size <= rows
+    assert -(-rows // size) <= 1024
+    assert -(-rows // size) >= min(rows, 3), "four, or three where the rounding up leaves the last without rows"
+
+
+def test_the_public_name_is_this_one():
+    assert ts.stream_in is stream_in

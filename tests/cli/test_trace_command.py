@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+import tilestream as ts
+
+
+@pytest.fixture
+def saved(tmp_path):
+    a, b = torch.randn(64, 32), torch.randn(32, 48)
+    with ts.trace.record() as recorder:
+        for _ in range(2):
+            with ts.stream_in(a, rows_per_chunk=16) as x:
+                ts.matmul(x.tensor, b, arrival=x.arrival, workers=2)
+    return ts.trace.export(recorder.launches, tmp_path / "trace.json.gz")
+
+
+def test_says_what_each_worker_did(cli, saved):
+    result = cli("trace", saved)
+    assert result.exit_code == 0
+    assert "launch 0: matmul" in result.stdout
+    assert "launch 1: matmul" in result.stdout
+    assert "busy ms" in result.stdout
+
+
+def test_draws_a_launch(cli, saved, tmp_path):
+    result = cli("trace", saved, "--png", tmp_path / "t.png", "--launch", 0, "--width", 800)
+    assert result.exit_code == 0
+    assert int.from_bytes((tmp_path / "t.png").read_bytes()[16:20], "big") == 800
+
+
+def test_bad_input(cli, saved, tmp_path):
+    assert cli("trace", tmp_path / "none.json").exit_code == 2
+    (tmp_path / "other.json").write_text("{}")
+    result = cli("trace", tmp_path / "other.json")
+    assert (result.exit_code, "no trace written by tilestream" in result.stderr) == (2, True)
+    assert "the trace has 2" in cli("trace", saved, "--launch", 2).stderr
+    ts.trace.export([], tmp_path / "empty.json")
+    assert "holds no launch" in cli("trace", tmp_path / "empty.json").stderr

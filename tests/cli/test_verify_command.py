@@ -1,0 +1,111 @@
+import pytest
+
+from tilestream import verify as checker
+from tilestream.verify import report as reports
+
+VIOLATION = checker.Violation(
+    "deadlock", "worker 0 waits for worker 1", "static, 2 workers", ("worker 0: Poll", "worker 1: Poll")
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The sweep's first three configurations of each model."""
+    every = reports.configurations
+    monkeypatch.setattr(reports, "configurations", lambda model, level: every(model, level)[:3])
+
+
+def fake_run(monkeypatch, *results):
+    asked = {}
+
+    def run(level, progress, *, models, jobs):
+        asked.update(level=level, models=tuple(models), jobs=jobs)
+        for done, result in enumerate(results, 1):
+            progress(result, done, len(results))
+        return checker.Report(level, results, 1.0)
+
+    monkeypatch.setattr(checker, "run", run)
+    return asked
+
+
+def test_a_sweep_that_holds(cli, small):
+    result = cli("verify", "--quick", "--jobs", 1)
+    assert result.exit_code == 0, result.output
+    for word in (*checker.MODELS, "every property holds", "quick: "):
+        assert word in result.stdout
+
+
+def test_several_processes(cli, small):
+    result = cli("verify", "--quick", "--jobs", 2, "--model", "workers")
+    assert result.exit_code == 0, result.output
+    assert "ring" not in result.stdout
+
+
+def test_options_are_handed_on(cli, monkeypatch):
+    asked = fake_run(monkeypatch, checker.Result("ring", "a ring", 5, 0.1))
+    assert cli("verify", "--jobs", 3, "--model", "ring").exit_code == 0
+    assert asked == {"level": "full", "models": ("ring",), "jobs": 3}
+    assert cli("verify", "--quick").exit_code == 0
+    assert asked["level"] == "quick"
+    assert asked["models"] == checker.MODELS
+    assert asked["jobs"] >= 1
+
+
+def test_a_violation_is_printed_with_its_counterexample_and_status_1(cli, monkeypatch):
+    fake_run(
+        monkeypatch,
+        checker.Result("ring", "a ring", 5, 0.1),
+        checker.Result("workers", "static, 2 workers", 9, 0.1, VIOLATION),
+    )
+    result = cli("verify")
+    assert result.exit_code == 1
+    assert str(VIOLATION) in result.stdout
+    assert "NO" in result.stdout
+    assert result.stderr == "tilestream: a property does not hold\n"
+
+
+def bug(name, kind, found):
+    result = checker.Result("ring", "a ring", 7, 0.1, found)
+
+    class Bug:
+        model, says = "ring", "something is wrong"
+
+        def find(self):
+            return result
+
+    Bug.name, Bug.kind = name, kind
+    return Bug()
+
+
+def test_seeded_bugs_found(cli, monkeypatch):
+    monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("one", "deadlock", VIOLATION),))
+    result = cli("verify", "--seeded")
+    assert result.exit_code == 0
+    assert "1 seeded bugs" in result.stdout
+    assert "all found" in result.stdout
+
+
+@pytest.mark.parametrize(("kind", "found"), [("deadlock", None), ("double work", VIOLATION)])
+def test_a_seeded_bug_not_found_or_found_as_another_is_status_1(cli, monkeypatch, kind, found):
+    monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("two", kind, found), bug("one", "deadlock", VIOLATION)))
+    result = cli("verify", "--seeded")
+    assert result.exit_code == 1
+    assert "1 not found" in result.stdout
+    assert result.stderr == "tilestream: a seeded bug was not found\n"
+
+
+def test_real_seeded_bugs_of_a_model(cli):
+    result = cli("verify", "--seeded", "--model", "product")
+    assert result.exit_code == 0, result.output
+    assert "pivot not in the signal" in result.stdout
+
+
+@pytest.mark.parametrize("extra", [[], ["--seeded"]])
+def test_an_unknown_model_is_status_2(cli, extra):
+    result = cli("verify", "--quick", "--model", "cake", *extra)
+    assert result.exit_code == 2
+    assert "cake" in result.stderr
+
+
+def test_no_process_is_status_2(cli):
+    assert cli("verify", "--jobs", 0).exit_code == 2

@@ -1,0 +1,121 @@
+"""`Int31`: an integer that refuses whatever a device's 32-bit arithmetic and Python's would not agree on.
+
+Leaf functions (`tilestream.schedule.integers` says what they are) are run on it: an operand, an intermediate or a
+result outside [0, 2**31) raises, and so does everything but ``+ - * // %`` and comparisons.
+"""
+
+from __future__ import annotations
+
+import operator
+
+LIMIT = 2**31
+
+
+class LeftInt31(AssertionError):
+    """A value left [0, 2**31), or something was done that a device's integers do otherwise or not at all."""
+
+
+def checked(value: object) -> int:
+    """The plain value of an operand: `Int31`, or an integer in range."""
+    if isinstance(value, Int31):
+        return value.value
+    if type(value) is not int:
+        raise LeftInt31(f"{value!r} is a {type(value).__name__}, not an integer")
+    if not 0 <= value < LIMIT:
+        raise LeftInt31(f"{value} is outside [0, 2**31)")
+    return value
+
+
+def _arithmetic(name: str, sign: str):
+    plain = getattr(operator, name)
+
+    def forward(self, other):
+        a, b = self.value, checked(other)
+        result = plain(a, b)
+        if not 0 <= result < LIMIT:
+            raise LeftInt31(f"{a} {sign} {b} = {result} is outside [0, 2**31)")
+        return Int31(result)
+
+    def backward(self, other):
+        return forward(Int31(other), self)
+
+    return forward, backward
+
+
+def _comparison(name: str):
+    plain = getattr(operator, name)
+    return lambda self, other: plain(self.value, checked(other))
+
+
+def _refused(name: str):
+    def refuse(self, *_):
+        raise LeftInt31(f"{name} on {self.value}: not among + - * // % and comparisons")
+
+    return refuse
+
+
+class Int31:
+    """See the module."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = checked(value)
+
+    __add__, __radd__ = _arithmetic("add", "+")
+    __sub__, __rsub__ = _arithmetic("sub", "-")
+    __mul__, __rmul__ = _arithmetic("mul", "*")
+    __floordiv__, __rfloordiv__ = _arithmetic("floordiv", "//")
+    __mod__, __rmod__ = _arithmetic("mod", "%")
+
+    __eq__ = _comparison("eq")
+    __ne__ = _comparison("ne")
+    __lt__ = _comparison("lt")
+    __le__ = _comparison("le")
+    __gt__ = _comparison("gt")
+    __ge__ = _comparison("ge")
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"Int31({self.value})"
+
+
+for _name in [
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "rxor",
+    "lshift",
+    "rlshift",
+    "rshift",
+    "rrshift",
+    "truediv",
+    "rtruediv",
+    "pow",
+    "rpow",
+    "divmod",
+    "rdivmod",
+    "matmul",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "int",
+    "float",
+    "index",
+    "bool",
+    "complex",
+    "round",
+    "trunc",
+    "floor",
+    "ceil",
+]:
+    setattr(Int31, f"__{_name}__", _refused(_name))
+
+
+def on_int31(leaf, *args: int):
+    """``leaf(*args)`` computed on `Int31`, as plain integers."""
+    result = leaf(*(Int31(arg) for arg in args))
+    return tuple(map(checked, result)) if isinstance(result, tuple) else checked(result)

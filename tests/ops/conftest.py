@@ -1,0 +1,12 @@
+"""Fixtures of the ops' tests."""
+
+from __future__ import annotations
+
+import pytest
+from small_tiles import use_small_tiles
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Ops whose small operands still make many tiles: 16 x 16, K steps of 8."""
+    yield from use_small_tiles(monkeypatch)

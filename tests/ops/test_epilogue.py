@@ -1,0 +1,177 @@
+"""Bias, residual, alpha and beta, activations, out_dtype, addmm, autocast, and the modes of torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from error_rule import ACTIVATIONS, DTYPES, Maths, check, nans, rand
+
+import tilestream as ts
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations(activation, dtype):
+    a, b = rand(35, 40, dtype=dtype), rand(40, 37, dtype=dtype)
+    for bias, residual in itertools.product((None, rand(37, dtype=dtype)), (None, rand(35, 37, dtype=dtype))):
+        maths = Maths(a, b, bias, residual, activation=activation)
+        for how in ({}, {"workers": 2}, {"schedule": "stream_k", "workers": 2}):
+            check(ts.matmul(a, b, bias=bias, residual=residual, activation=activation, **how), maths)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_out_dtype(dtype, out_dtype):
+    a, b = rand(35, 40, dtype=dtype), rand(40, 37, dtype=dtype)
+    for how in ({}, {"workers": 2}, {"schedule": "stream_k", "workers": 3}):
+        answer = ts.matmul(a, b, out_dtype=out_dtype, **how)
+        assert answer.dtype == out_dtype
+        check(answer, Maths(a, b, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_out_dtype_of_float64_operands(out_dtype):
+    a, b = rand(35, 40, dtype=torch.float64), rand(40, 37, dtype=torch.float64)
+    check(ts.matmul(a, b, out_dtype=out_dtype, workers=2), Maths(a, b, out_dtype=out_dtype))
+
+
+def test_16_bit_operands_keep_their_sums_in_float32():
+    a, b = rand(20, 400, dtype=torch.bfloat16), rand(400, 20, dtype=torch.bfloat16)
+    exact = a.double() @ b.double()
+    answer = ts.matmul(a, b, out_dtype=torch.float32, schedule="stream_k", workers=3)
+    assert (answer - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(35, 37), (1, 37), (35, 1), (37,), (1,), (), (1, 1)], ids=str)
+def test_residual_broadcasts(shape):
+    a, b, residual = rand(35, 40), rand(40, 37), rand(*shape)
+    check(ts.matmul(a, b, residual=residual, beta=-0.5, workers=2), Maths(a, b, None, residual, beta=-0.5))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 17, 18), (3, 17, 18), (17, 1), (2, 1, 1, 18), (1, 3, 1, 1)], ids=str)
+def test_residual_broadcasts_over_batches(shape):
+    a, b, residual = rand(2, 3, 17, 9), rand(2, 3, 9, 18), rand(*shape)
+    check(ts.matmul(a, b, residual=residual, workers=2), Maths(a, b, None, residual))
+    check(ts.matmul(a, b[0, 0], residual=residual, workers=2), Maths(a, b[0, 0], None, residual))
+
+
+@pytest.mark.parametrize("residual_dtype", DTYPES, ids=str)
+def test_epilogue_tensors_of_another_dtype(residual_dtype):
+    a, b = rand(35, 40, dtype=torch.bfloat16), rand(40, 37, dtype=torch.bfloat16)
+    bias, residual = rand(37, dtype=residual_dtype), rand(35, 37, dtype=residual_dtype)
+    answer = ts.matmul(a, b, bias=bias, residual=residual, workers=2)
+    assert answer.dtype == torch.bfloat16
+    check(answer, Maths(a, b, bias.bfloat16(), residual.bfloat16()))
+
+
+@pytest.mark.parametrize("op", ["matmul", "addmm"])
+def test_what_beta_0_leaves_unread_may_be_nan(op):
+    a, b = rand(35, 40), rand(40, 37)
+    for how in ({}, {"workers": 2}, {"schedule": "stream_k", "workers": 3}):
+        if op == "matmul":
+            answer = ts.matmul(a, b, residual=nans(35, 37), beta=0.0, **how)
+        else:
+            answer = ts.addmm(nans(35, 37), a, b, beta=0, **how)
+        check(answer, Maths(a, b))
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0, 1), (1, 0), (0.5, -2.0), (0, 0), (-1, 0.25)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_addmm_is_torchs(beta, alpha, dtype):
+    a, b = rand(35, 40, dtype=dtype), rand(40, 37, dtype=dtype)
+    for shape in ((35, 37), (37,), (35, 1), ()):
+        addend = rand(*shape, dtype=dtype)
+        maths = Maths(a, b, None, addend, alpha=alpha, beta=beta)
+        answer = ts.addmm(addend, a, b, beta=beta, alpha=alpha, workers=2)
+        check(answer, maths)
+        assert answer.shape == torch.addmm(addend, a, b, beta=beta, alpha=alpha).shape
+
+
+def test_addmm_with_alpha_0_and_nothing_to_add_up():
+    addend = rand(4, 5)
+    assert torch.equal(ts.addmm(addend, torch.empty(4, 0), torch.empty(0, 5), beta=2), 2 * addend)
+
+
+def test_alpha_comes_before_bias_and_activation():
+    a, b, bias, addend = rand(20, 8), rand(8, 20), rand(20), rand(20, 20)
+    answer = ts.addmm(addend, a, b, alpha=0.5, beta=2, activation="relu", bias=bias, workers=2)
+    check(answer, Maths(a, b, bias, addend, alpha=0.5, beta=2, activation="relu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_in_its_dtype(dtype):
+    a, b = rand(35, 40), rand(40, 37)
+    with torch.autocast("cpu", dtype=dtype):
+        answer, torchs = ts.matmul(a, b, workers=2), torch.matmul(a, b)
+        mixed = ts.matmul(a, b.to(dtype))
+        double = ts.matmul(a.double(), b.double())
+    assert answer.dtype == torchs.dtype == mixed.dtype == dtype
+    assert double.dtype == torch.float64
+    check(answer, Maths(a.to(dtype), b.to(dtype)))
+
+
+def test_autocast_gradients_come_back_in_the_operands_dtype():
+    a, b = rand(35, 40).requires_grad_(), rand(40, 37).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer = ts.linear(a, b.t(), rand(37), activation="gelu")
+    answer.sum().backward()
+    assert a.grad is not None
+    assert a.grad.dtype == torch.float32
+    assert b.grad is not None
+    assert b.grad.dtype == torch.float32
+
+
+def test_autocast_does_not_convert_what_has_not_arrived():
+    arrival = ts.Arrival.uniform(20, 2)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"autocast would convert .* stream it in as torch.bfloat16, or leave autocast"),
+    ):
+        ts.matmul(nans(40, 8), rand(8, 8), arrival=arrival)
+
+
+def test_inference_mode_and_no_grad():
+    a, b = rand(35, 40).requires_grad_(), rand(40, 37)
+    for mode in (torch.inference_mode, torch.no_grad):
+        for how in ({}, {"workers": 2}, {"schedule": "stream_k", "workers": 2}):
+            with mode():
+                answer = ts.matmul(a, b, activation="relu", **how)
+                out = ts.matmul(a, b, out=nans(35, 37), **how)
+            assert not answer.requires_grad
+            assert answer.is_inference() == (mode is torch.inference_mode)
+            check(answer, Maths(a, b, activation="relu"))
+            check(out, Maths(a, b))
+
+
+def test_an_output_made_in_inference_mode_is_written_outside_it():
+    a, b = rand(35, 40), rand(40, 37)
+    with torch.inference_mode():
+        out = nans(35, 37)
+    check(ts.matmul(a, b, out=out, workers=2), Maths(a, b))
+
+
+def test_the_default_device_and_dtype_do_not_matter():
+    a, b, bias = rand(35, 40), rand(40, 37), rand(37)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            for how in ({}, {"workers": 2}, {"schedule": "stream_k", "workers": 2}):
+                answer = ts.matmul(a, b, bias=bias, out_dtype=torch.float16, **how)
+                assert answer.device.type == "cpu"
+                check(answer, Maths(a, b, bias, out_dtype=torch.float16))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_it_is_called_from_a_threadpool_with_one_intra_op_thread():
+    from concurrent.futures import ThreadPoolExecutor
+
+    a, b = rand(35, 40), rand(40, 37)
+    with ThreadPoolExecutor(4) as pool:
+        for answer in pool.map(lambda i: ts.matmul(a, b, workers=1 + i % 3), range(12)):
+            check(answer, Maths(a, b))

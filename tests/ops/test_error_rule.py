@@ -1,0 +1,122 @@
+"""The error rule itself: what it must refuse, it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from error_rule import DTYPES, Maths, check, errors, nans, one_ulp, passes, rand
+
+import tilestream as ts
+
+M, N, K = 96, 80, 200
+
+
+def maths(dtype):
+    return Maths(rand(M, K, dtype=dtype, seed=1), rand(K, N, dtype=dtype, seed=2))
+
+
+def zeros(x):
+    return torch.zeros_like(x)
+
+
+def wrong_tile(x):
+    x[32:48, 16:32] = x[48:64, 16:32].clone()
+    return x
+
+
+def tile_left_out(x):
+    x[32:48, 16:32] = float("nan")
+    return x
+
+
+def shifted_row(x):
+    x[40, 1:] = x[40, :-1].clone()
+    return x
+
+
+def swapped_rows(x):
+    x[[3, 4]] = x[[4, 3]]
+    return x
+
+
+def one_element(x):
+    x[M - 1, N - 1] += 1.0
+    return x
+
+
+def off_by_half_a_percent(x):
+    # More than bf16's ulp at the result's scale (1/128 of it at most) in all elements at once.
+    return x * (1.005 if x.dtype in (torch.float32, torch.float64) else 1.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "spoil", [zeros, wrong_tile, tile_left_out, shifted_row, swapped_rows, one_element, off_by_half_a_percent]
+)
+def test_refuses_what_is_wrong(spoil, dtype):
+    problem = maths(dtype)
+    right = problem.by_torch()
+    check(right.clone(), problem)
+    with pytest.raises(AssertionError):
+        check(spoil(right.clone()), problem)
+
+
+def test_refuses_an_epilogue_left_out():
+    a, b = rand(M, K, seed=1), rand(K, N, seed=2)
+    bias, residual = rand(N), rand(M, N)
+    whole = Maths(a, b, bias, residual, beta=0.5, activation="silu")
+    check(whole.by_torch(), whole)
+    for part in (
+        Maths(a, b, bias, residual, beta=0.5),
+        Maths(a, b, bias, activation="silu"),
+        Maths(a, b, None, residual, beta=0.5, activation="silu"),
+        Maths(a, b, bias, residual, beta=1.0, activation="silu"),
+        Maths(a, b, bias, residual, beta=0.5, activation="gelu"),
+    ):
+        with pytest.raises(AssertionError):
+            check(part.by_torch(), whole)
+
+
+def test_refuses_sums_in_bfloat16():
+    problem = maths(torch.bfloat16)
+    total = torch.zeros(M, N, dtype=torch.bfloat16)
+    for k in range(K):
+        total += problem.a[:, k : k + 1] * problem.b[k : k + 1]
+    assert not passes(total, problem.finer(), problem.by_torch())
+
+
+def test_refuses_another_shape_or_dtype():
+    problem = maths(torch.float32)
+    right = problem.by_torch()
+    for wrong in (right[:-1], right.unsqueeze(0), right.double()):
+        with pytest.raises(AssertionError):
+            check(wrong, problem)
+
+
+def test_is_not_tied_to_torchs_own_bits():
+    problem = maths(torch.float32)
+    check(problem.a.double().matmul(problem.b.double()).float(), problem)
+    check(torch.mm(problem.b.t().contiguous(), problem.a.t().contiguous()).t(), problem)
+
+
+def test_one_ulp_and_nan():
+    assert one_ulp(torch.tensor([0.5, 3.0]), torch.float32) == 2 * torch.finfo(torch.float32).eps
+    assert one_ulp(torch.zeros(3), torch.float16) == torch.finfo(torch.float16).tiny
+    assert all(error != error for error in errors(nans(2, 2), torch.zeros(2, 2)))
+
+
+def test_float64_has_a_reference_finer_than_itself():
+    # The product of float64 operands is accumulated in long double: errors of torch's own are not all zero.
+    problem = maths(torch.float64)
+    assert errors(problem.by_torch(), problem.finer())[0] > 0
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_notices_a_tile_that_a_kernel_leaves_out(monkeypatch):
+    from tilestream.kernels.cpu.gemm import GemmBody
+
+    problem = maths(torch.float32)
+    real = GemmBody.compute
+    monkeypatch.setattr(GemmBody, "compute", lambda self, item: item.tile != 7 and real(self, item))
+    with pytest.raises(AssertionError):
+        check(ts.matmul(problem.a, problem.b, out=nans(M, N), workers=2, schedule="dynamic"), problem)

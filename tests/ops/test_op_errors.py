@@ -1,0 +1,175 @@
+"""Bad arguments raise before anything is computed, and say which argument, what it is, and what it should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from error_rule import nans, rand
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilestream as ts
+
+A, B = rand(6, 5), rand(5, 4)
+#: (name, call, exception, what the message says)
+BAD = [
+    ("K differs", lambda: ts.matmul(A, A), ValueError, r"matmul: a \[6, 5\] and b \[6, 5\] differ in K: 5 columns of a, 6 rows of b"),
+    ("K of vectors", lambda: ts.matmul(A[0], B[:3, 0]), ValueError, r"differ in K: 5 columns of a, 3 rows of b"),
+    ("batches", lambda: ts.matmul(rand(2, 6, 5), rand(3, 5, 4)), ValueError, r"matmul: batch dimensions \[2\] of a and \[3\] of b do not broadcast"),
+    ("scalar", lambda: ts.matmul(torch.tensor(1.0), B), ValueError, r"matmul: a has 0 and b 2 dimensions; both have at least 1"),
+    ("dtypes", lambda: ts.matmul(A, B.double()), TypeError, r"matmul: a is torch.float32, b is torch.float64; they have one dtype"),
+    ("integers", lambda: ts.matmul(A.int(), B.int()), TypeError, r"matmul: a: dtype: torch.int32; tilestream multiplies float16, bfloat16, float32, float64"),
+    ("complex", lambda: ts.matmul(A, B.to(torch.complex64)), TypeError, r"matmul: b: dtype: torch.complex64"),
+    ("no tensor", lambda: ts.matmul([[1.0]], B), TypeError, r"matmul: a is a list; it is a torch.Tensor"),
+    ("sparse", lambda: ts.matmul(A, B.to_sparse()), TypeError, r"matmul: b has layout torch.sparse_coo; dense tensors are multiplied: b.to_dense\(\)"),
+    ("two devices", lambda: ts.matmul(A, B.to("meta")), ValueError, r"matmul: b is on meta, the others on cpu; all are on one device"),
+    ("bias shape", lambda: ts.matmul(A, B, bias=rand(6)), ValueError, r"matmul: bias has shape \[6\]; it has one element a column: \[4\]"),
+    ("bias as a row", lambda: ts.matmul(A, B, bias=rand(1, 4)), ValueError, r"matmul: bias has shape \[1, 4\]"),
+    ("bias number", lambda: ts.matmul(A, B, bias=1.0), TypeError, r"matmul: bias is a float; it is a torch.Tensor"),
+    ("bias dtype", lambda: ts.matmul(A, B, bias=torch.ones(4, dtype=torch.int64)), TypeError, r"matmul: bias: dtype: torch.int64"),
+    ("residual shape", lambda: ts.matmul(A, B, residual=rand(6, 5)), ValueError, r"matmul: residual has shape \[6, 5\]; it broadcasts to the result's \[6, 4\]"),
+    ("residual too large", lambda: ts.matmul(A, B, residual=rand(2, 6, 4)), ValueError, r"matmul: residual has shape \[2, 6, 4\]"),
+    ("residual number", lambda: ts.addmm(1.0, A, B), TypeError, r"addmm: residual is a float"),
+    ("activation", lambda: ts.matmul(A, B, activation="tanh"), ValueError, r"matmul: activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu"),
+    ("schedule", lambda: ts.matmul(A, B, schedule="greedy"), ValueError, r"matmul: schedule='greedy'; it is one of auto, static, dynamic, stream_k"),
+    ("no workers", lambda: ts.matmul(A, B, workers=0), ValueError, r"matmul: workers=0; it is a positive"),
+    ("fewer workers", lambda: ts.matmul(A, B, workers=-3), ValueError, r"matmul: workers=-3"),
+    ("out_dtype integer", lambda: ts.matmul(A, B, out_dtype=torch.int32), TypeError, r"torch.int32; tilestream multiplies"),
+    ("out_dtype too fine", lambda: ts.matmul(A, B, out_dtype=torch.float64), TypeError, r"out_dtype=torch.float64: torch.float32 operands are added up in float32"),
+    ("deadline alone", lambda: ts.matmul(A, B, deadline=3), ValueError, r"matmul: deadline=3 without arrival=; nothing is waited for"),
+    ("deadline 0", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline=0), ValueError, r"deadline=0; it is a positive, finite number of seconds \(default 30\)"),
+    ("deadline infinite", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline=float("inf")), ValueError, r"deadline=inf"),
+    ("deadline NaN", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline=float("nan")), ValueError, r"deadline=nan"),
+    ("no arrival", lambda: ts.matmul(A, B, arrival=3), TypeError, r"matmul: arrival is a int; it is a tilestream.Arrival"),
+    ("weights' no arrival", lambda: ts.linear(A, B.t(), weight_arrival="x"), TypeError, r"linear: weight_arrival is a str; it is a tilestream.Arrival"),
+    ("arrival's rows", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(2, 4)), ValueError, r"arrival: 4 chunks of 2 rows bring 7 to 8 rows, the input has 6; it takes num_chunks=3"),
+    ("bounds", lambda: ts.matmul(A, B, arrival=ts.Arrival.ragged([0, 2, 5])), ValueError, r"arrival: its bounds end at row 5, the input has 6 rows"),
+    ("weights' rows", lambda: ts.linear(A, B.t(), weight_arrival=ts.Arrival.uniform(2, 3)), ValueError, r"arrival: 3 chunks of 2 rows bring 5 to 6 rows, the input has 4"),
+    ("signals elsewhere", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2, signals=torch.zeros(2, dtype=torch.int32, device="meta"))), ValueError, r"matmul: signals are on meta, the operands on cpu"),
+    ("arriving copy", lambda: ts.matmul(rand(2, 1, 6, 5), rand(1, 3, 5, 4), arrival=ts.Arrival.uniform(6, 2)), ValueError, r"matmul: a \[2, 1, 6, 5\] arrives and would have to be copied for the batches \[2, 3\]"),
+    ("mm of batches", lambda: ts.mm(rand(2, 6, 5), B), ValueError, r"mm: a has shape \[2, 6, 5\]; it has 2 dimensions: use matmul for others"),
+    ("mm of a vector", lambda: ts.mm(A, B[:, 0]), ValueError, r"mm: b has shape \[5\]"),
+    ("bmm of matrices", lambda: ts.bmm(A, B), ValueError, r"bmm: a has shape \[6, 5\]; it has 3 dimensions"),
+    ("bmm batches", lambda: ts.bmm(rand(2, 6, 5), rand(1, 5, 4)), ValueError, r"bmm: a has 2 batches, b has 1; bmm does not broadcast, matmul does"),
+    ("addmm of batches", lambda: ts.addmm(A, rand(2, 6, 5), B), ValueError, r"addmm: a has shape \[2, 6, 5\]; it has 2 dimensions: \[M, K\] and \[K, N\]"),
+    ("weight", lambda: ts.linear(A, rand(2, 4, 5)), ValueError, r"linear: weight has shape \[2, 4, 5\]; it is \[N, K\]"),
+    ("unknown option", lambda: ts.matmul(A, B, block=3), TypeError, r"block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
+def test_bad_argument(call, error, message, monkeypatch):
+    def nothing(*args, **kwargs):
+        raise AssertionError("computed before the arguments were checked")
+
+    monkeypatch.setattr("tilestream.ops.execute.GemmBody", nothing)
+    with pytest.raises(error, match=message):
+        call()
+
+
+#: Wrong in type: the message should still name the argument and the rule. Now it is whatever the line that met it says.
+UNNAMED = [
+    ("workers is a string", lambda: ts.matmul(A, B, workers="2"), "workers"),
+    ("workers is no whole number", lambda: ts.matmul(A, B, workers=2.5), r"workers=2\.5"),
+    ("beta is a string", lambda: ts.matmul(A, B, residual=rand(6, 4), beta="x"), "beta"),
+    ("alpha is None", lambda: ts.addmm(rand(6, 4), A, B, alpha=None), "alpha"),
+    ("out_dtype is a string", lambda: ts.matmul(A, B, out_dtype="float32"), r"out_dtype='float32'"),
+    ("deadline is a string", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline="1"), "deadline"),
+    ("bmm of a list", lambda: ts.bmm([1], rand(1, 5, 4)), "bmm: a is a list"),
+    ("unknown option of mm", lambda: ts.mm(A, B, block=3), r"^mm\(\).*block"),
+    ("stride of an expanded out", lambda: ts.mm(A, B, out=nans(1, 4).expand(6, 4)), r"stride \(0, 1\)"),
+]
+
+
+@pytest.mark.xfail(reason="the message does not name op, argument and rule", strict=True)
+@pytest.mark.parametrize(("call", "message"), [bad[1:] for bad in UNNAMED], ids=[bad[0] for bad in UNNAMED])
+def test_message_names_the_argument(call, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call()
+    assert "it is" in str(caught.value) or "unexpected keyword" in str(caught.value) or "out:" in str(caught.value)
+
+
+OPS = {
+    "matmul": lambda a, b: ts.matmul(a, b),
+    "mm": lambda a, b: ts.mm(a, b),
+    "bmm": lambda a, b: ts.bmm(a.unsqueeze(0), b.unsqueeze(0)),
+    "addmm": lambda a, b: ts.addmm(torch.zeros(6, 4), a, b),
+    "linear": lambda a, b: ts.linear(a, b.t()),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cuda_tensors_raise_with_the_way_out(op):
+    with FakeTensorMode():
+        a, b = torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda")
+        with pytest.raises(
+            NotImplementedError,
+            match=rf"{op}: a is on cuda:0; this version computes on the CPU only: use torch\.\S*{op} there, or a\.cpu\(\)",
+        ):
+            OPS[op](a, b)
+
+
+@pytest.mark.parametrize("which", ["b", "bias", "residual", "out"])
+def test_any_operand_on_cuda_raises(which):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shapes = {"a": (6, 5), "b": (5, 4), "bias": (4,), "residual": (6, 4), "out": (6, 4)}
+        tensors = {name: torch.empty(shape, device="cuda" if name == which else "cpu") for name, shape in shapes.items()}
+        with pytest.raises(NotImplementedError, match=rf"matmul: {which} is on cuda:0; .* {which}\.cpu\(\)"):
+            ts.matmul(**tensors)
+
+
+@pytest.mark.xfail(reason="torch.linear does not exist: the message for linear should name torch.nn.functional.linear", strict=True)
+def test_the_way_out_of_linear_exists():
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match=r"torch\.nn\.functional\.linear"):
+        OPS["linear"](torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda"))
+
+
+def test_a_bad_call_leaves_out_and_signals_alone():
+    words = torch.ones(2, dtype=torch.int32)
+    arrival = ts.Arrival.uniform(3, 2, signals=words)
+    out = nans(6, 4)
+    for bad in (
+        {"activation": "tanh"},
+        {"workers": 0},
+        {"bias": rand(5)},
+        {"deadline": -1.0},
+        {"residual": rand(7, 4)},
+        {"out_dtype": torch.float16},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            ts.matmul(A, B, out=out, arrival=arrival, **bad)
+        assert out.isnan().all()
+        assert words.tolist() == [1, 1]
+
+
+def test_a_dead_arrival_is_named():
+    # Only the registered op can meet one: an Arrival that is passed is alive.
+    arrival = ts.Arrival.uniform(3, 2)
+    ints = [arrival.key, 1, 0, 2, 3]
+    del arrival
+    with pytest.raises(ValueError, match=r"arrival: no arrival with key \d+ is alive; keep the Arrival"):
+        torch.ops.tilestream.gemm_arriving(
+            A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, None, ints, None, [], 1.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"a": rand(5)}, ValueError, r"gemm: a has 1 and b 2 dimensions; both have 2, or both 3"),
+        ({"a": rand(1, 6, 5)}, ValueError, r"gemm: a has 3 and b 2 dimensions"),
+        ({"a": rand(6, 7)}, RuntimeError, r"gemm: a \[6, 7\] and b \[5, 4\] differ in K"),
+        ({"b": B.double()}, TypeError, r"gemm: a is torch.float32, b is torch.float64"),
+        ({"bias": rand(3)}, ValueError, r"bias: shape \[3\]; it has one element a column: \[4\]"),
+        ({"residual": rand(4)}, ValueError, r"residual: shape \[4\]; it has the output's: \[6, 4\]"),
+        ({"activation": "tanh"}, ValueError, r"activation='tanh'; it is one of relu, gelu, gelu_tanh, silu"),
+        ({"schedule": "greedy"}, ValueError, r"schedule='greedy'"),
+    ],
+)
+def test_the_registered_op_checks_for_itself(change, error, message):
+    operands = {"a": A, "b": B, "bias": None, "residual": None} | {
+        k: v for k, v in change.items() if k in ("a", "b", "bias", "residual")
+    }
+    with pytest.raises(error, match=message):
+        torch.ops.tilestream.gemm(
+            *operands.values(), 1.0, 1.0, change.get("activation", "none"), None, change.get("schedule", "auto"), 0
+        )

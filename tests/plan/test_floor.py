@@ -1,0 +1,118 @@
+"""The floor, the problem and the device: computed by hand."""
+
+# ruff: noqa: E501  (tables of messages: each in one piece, so that it can be searched for)
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tilestream.arrival import Chunks
+from tilestream.plan import DeviceProperties, Floor, Incoming, Problem, cpu_properties, dtype_name, plan
+
+device_of = DeviceProperties("x", "cpu", 4, 100e9, 10e9, "")
+
+
+@pytest.mark.parametrize(
+    ("problem", "workers", "operations", "nbytes", "seconds", "binds"),
+    [
+        # 2 * 1000^3 operations on 4 x 100 GFLOP/s; 3 matrices of 4 MB at 10 GB/s.
+        (Problem(1000, 1000, 1000), 4, 2_000_000_000, 12_000_000, 5e-3, "operations"),
+        (Problem(1000, 1000, 1000), 1, 2_000_000_000, 12_000_000, 20e-3, "operations"),
+        # float64 at half the rate, twice the bytes.
+        (Problem(1000, 1000, 1000, dtype="float64", out_dtype="float64"), 4, 2_000_000_000, 24_000_000, 10e-3, "operations"),
+        # 16-bit in, fp32 out: 2 + 2 + 4 MB.
+        (Problem(1000, 1000, 1000, dtype="bfloat16"), 4, 2_000_000_000, 8_000_000, 5e-3, "operations"),
+        # A vector times a matrix: the matrix's 4 MB.
+        (Problem(1, 1000, 1000), 4, 2_000_000, 4_008_000, 0.4008e-3, "bytes"),
+        # Three batches, each with its own A; and with one that they share.
+        (Problem(10, 100, 1000, 3), 4, 6_000_000, 4 * (30_000 + 300_000 + 3_000), 133.2e-6, "bytes"),
+        (Problem(10, 100, 1000, 3, shared_rows=True), 4, 6_000_000, 4 * (10_000 + 300_000 + 3_000), 125.2e-6, "bytes"),
+        (Problem(100, 100, 0), 4, 0, 40_000, 4e-6, "bytes"),
+        (Problem(0, 0, 0), 4, 0, 0, 0.0, "operations"),
+    ],
+)  # fmt: skip
+def test_by_hand(problem, workers, operations, nbytes, seconds, binds):
+    floor = Floor.of(problem, device_of, workers)
+    assert (floor.operations, floor.bytes, floor.binds) == (operations, nbytes, binds)
+    assert floor.seconds == pytest.approx(seconds)
+    assert floor.intensity == pytest.approx(operations / nbytes if nbytes else 0.0)
+
+
+def test_a_plan_s_floor_counts_the_workers_it_uses_and_inline_all(device):
+    assert plan(1000, 1000, 1000, workers=2).floor == Floor.of(Problem(1000, 1000, 1000), device, 2)
+    inline = plan(16, 16, 16)
+    assert inline.variant == "inline"
+    assert inline.floor == Floor.of(Problem(16, 16, 16), device, 4)
+
+
+@pytest.mark.parametrize("name", ["m", "n", "k", "batch"])
+def test_problem_refuses_negative_extents(name):
+    with pytest.raises(ValueError, match=f"^{name}=-1; an extent is not negative$"):
+        Problem(**{"m": 1, "n": 1, "k": 1, "batch": 1, name: -1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows": Incoming(Chunks((0, 10)))}, "arrival: its chunks bring 10 rows, the operand has 24"),
+        ({"rows": Incoming(Chunks((0, 24))), "shared_rows": True}, "arrival: its chunks bring 24 rows, the operand has 12"),
+        ({"columns": Incoming(Chunks((0, 24)))}, "weight_arrival: its chunks bring 24 rows, the operand has 7"),
+    ],
+)  # fmt: skip
+def test_problem_refuses_chunks_of_something_else(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Problem(12, 7, 5, 2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"m": 12, "batch": 1}, ()),
+        ({"m": 12, "batch": 3}, (0, 12, 24)),
+        ({"m": 12, "batch": 3, "shared_rows": True}, ()),
+        ({"m": 0, "batch": 3}, ()),
+        ({"m": 12, "batch": 0}, ()),
+    ],
+)
+def test_row_of_batch(arguments, expected):
+    assert Problem(n=7, k=5, **arguments).row_of_batch == expected
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtype_name(dtype):
+    assert dtype_name(dtype) == dtype_name(getattr(torch, dtype)) == dtype_name(f"torch.{dtype}") == dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", torch.int64, torch.bool, torch.complex64, "float8_e4m3fn", None, "f4"])
+def test_dtype_name_refuses(dtype):
+    message = (
+        f"dtype: {dtype}; tilestream multiplies float16, bfloat16, float32, float64: convert first, or use torch.matmul"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        dtype_name(dtype)
+
+
+def test_this_machine_s_cpu():
+    cpu = cpu_properties()
+    assert cpu is cpu_properties(), "asked for once"
+    assert cpu.backend == "cpu"
+    assert cpu.workers >= 1
+    assert 1e9 < cpu.flops < 1e13
+    assert 1e9 < cpu.bandwidth <= 400e9
+    assert cpu.source.startswith("nominal: ")
+    assert cpu.peak("float64", 3) == pytest.approx(1.5 * cpu.flops)
+    assert cpu.peak("bfloat16", 3) == pytest.approx(3 * cpu.flops)
+
+
+def test_a_machine_that_says_nothing_of_itself(monkeypatch):
+    from tilestream.plan import device
+
+    monkeypatch.setattr(device, "_cpuinfo", dict)
+    monkeypatch.setattr(device.Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+    silent = cpu_properties.__wrapped__()
+    assert silent.workers >= 1
+    assert silent.flops == 8 * 4.0e9
+    assert "scalar, 8 fp32 operations a cycle at 4.0 GHz" in silent.source

@@ -1,0 +1,338 @@
+"""Workspaces: made on first use, reused, never cleared, nobody else's; and they survive a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from error_rule import Maths, check, nans, rand
+from streaming import run_together
+
+import tilestream as ts
+from tilestream.kernels.cpu.gemm import GemmBody
+from tilestream.runtime import workspace as module
+from tilestream.runtime.workspace import Counter, Workspace, workspace
+from tilestream.schedule import Grid, Schedule
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A pool of this test's own."""
+    fresh = module._Pool()
+    monkeypatch.setattr(module, "_pool", fresh)
+    return fresh
+
+
+def schedule(kind="dynamic", workers=3, **options) -> Schedule:
+    return Schedule(kind, Grid(1, 3, 5, 4), workers=workers, **options)
+
+
+# Counters -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_counter_counts_from_the_base():
+    counter = Counter()
+    assert [counter.add(0) for _ in range(3)] == [0, 1, 2]
+    assert counter.peek(0) == 3
+    assert counter.peek(10) == 0, "nobody has added since the base"
+    assert [counter.add(10) for _ in range(2)] == [0, 1]
+    assert counter.peek(10) == 2
+
+
+def test_a_counter_gives_each_ticket_once():
+    counter, taken = Counter(), [[] for _ in range(6)]
+    run_together(6, lambda i: taken[i].extend(counter.add(100) for _ in range(500)))
+    assert sorted(sum(taken, [])) == list(range(3000))
+
+
+def test_invariant_4_opening_clears_no_counter():
+    space, plan = Workspace(), schedule(queues=2)
+    values = []
+    for _ in range(5):
+        space.open(plan)
+        for queue, base in enumerate(space.bases):
+            assert space.counters[queue].peek(base) == 0, "a new launch finds its queues full"
+            for ticket in range(plan.queue_size(queue) + plan.workers):  # the most a launch can take
+                assert space.counters[queue].add(base) == ticket
+        values.append([counter._value for counter in space.counters])
+    assert all(one[q] < two[q] for one, two in zip(values, values[1:], strict=False) for q in range(2))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 7, 18])
+def test_invariant_4_a_launch_that_was_drained_half_way_spoils_nothing(taken):
+    space, plan = Workspace(), schedule()
+    space.open(plan)
+    for _ in range(taken):
+        space.counters[0].add(space.bases[0])
+    space.open(plan)
+    assert [space.counters[0].add(space.bases[0]) for _ in range(15)] == list(range(15))
+
+
+def test_a_late_worker_of_the_launch_before_takes_nothing():
+    # The bound that makes bases safe: whatever a launch takes lies below the next launch's base.
+    space, plan = Workspace(), schedule(workers=2)
+    space.open(plan)
+    old = space.bases[0]
+    for _ in range(plan.queue_size(0) + plan.workers):
+        space.counters[0].add(old)
+    space.open(plan)
+    assert space.counters[0]._value <= space.bases[0]
+
+
+def test_queues_are_added_as_schedules_need_them():
+    space = Workspace()
+    space.open(schedule(queues=2))
+    first = list(space.counters)
+    space.open(schedule(queues=5))
+    assert space.counters[:2] == first
+    assert len(space.counters) == 5
+    space.open(schedule(queues=1))
+    assert space.counters[:2] == first
+    assert len(space.bases) == 1 or space.bases[0] > 0
+
+
+def test_counts_are_restored_by_the_last():
+    space = Workspace()
+    assert [space.count(7, 3) for _ in range(3)] == [0, 1, 2]
+    assert [space.count(7, 3) for _ in range(3)] == [0, 1, 2]
+    space.count(7, 3)
+    space.open(schedule())
+    assert space.count(7, 3) == 0, "a drained launch's count is forgotten"
+
+
+def test_scratch_grows_and_is_reused():
+    space = Workspace()
+    large = space.slots(3, 16, 32, torch.float32)
+    assert large.shape == (3, 16, 32)
+    small = space.slots(2, 8, 8, torch.float32)
+    assert small.data_ptr() == large.data_ptr()
+    assert small.is_contiguous()
+    assert space.slots(3, 16, 32, torch.float32).data_ptr() == large.data_ptr()
+    assert space.slots(1, 8, 8, torch.float64).dtype == torch.float64
+
+
+# The pool -------------------------------------------------------------------------------------------------------------
+
+
+def test_invariant_8_a_workspace_is_made_once_and_reused(pool):
+    with workspace() as first:
+        assert not pool.free
+    with workspace() as second:
+        assert second is first
+
+
+def test_invariant_8_nobody_elses_for_the_length_of_the_block(pool):
+    with workspace() as one, workspace() as two:
+        assert one is not two
+    taken, together = [], threading.Barrier(6)
+
+    def task(i):
+        with workspace() as mine:
+            taken.append(mine)
+            together.wait(20)
+
+    run_together(6, task)
+    assert len(set(map(id, taken))) == 6
+    assert len(pool.free) == 6
+
+
+def test_the_pool_keeps_no_more_than_it_should(pool):
+    together = threading.Barrier(module._KEPT + 4)
+
+    def task(i):
+        with workspace():
+            together.wait(20)
+
+    run_together(module._KEPT + 4, task)
+    assert len(pool.free) == module._KEPT
+
+
+def test_an_exception_gives_the_workspace_back(pool):
+    with pytest.raises(ZeroDivisionError), workspace():
+        1 / 0  # noqa: B018
+    assert len(pool.free) == 1
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_invariant_4_a_thousand_calls_on_one_workspace_with_failures_between(pool, monkeypatch):
+    a, b = rand(40, 24), rand(24, 40)
+    correct = ts.matmul(a, b, workers=2, schedule="dynamic")
+    check(correct, Maths(a, b))
+    (space,) = pool.free
+    values, real = [space.counters[0]._value], GemmBody.compute
+    fail = [False]
+
+    def compute(self, item):
+        if fail[0] and item.tile == 4:
+            raise ZeroDivisionError
+        real(self, item)
+
+    monkeypatch.setattr(GemmBody, "compute", compute)
+    for call in range(1000):
+        fail[0] = call % 7 == 3
+        how = ("dynamic", "stream_k")[call % 2]
+        workers = 1 + call % 3
+        if fail[0]:
+            with pytest.raises(ZeroDivisionError):
+                ts.matmul(a, b, workers=workers, schedule=how)
+        else:
+            answer = ts.matmul(a, b, workers=workers, schedule=how)
+            torch.testing.assert_close(answer, correct)
+        assert pool.free == [space], "another workspace was made"
+        values.append(space.counters[0]._value)
+    assert all(one < two for one, two in zip(values, values[1:], strict=False)), "a counter was cleared"
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_invariant_4_a_launch_that_expired_leaves_the_counters_usable(pool):
+    a, b = rand(64, 24), rand(24, 40)
+    arrival = ts.Arrival.uniform(16, 4)
+    for chunk in (0, 1):
+        arrival.signal(chunk)
+    for schedule_ in ("dynamic", "stream_k") * 4:
+        with pytest.raises(ts.ArrivalTimeout):
+            ts.matmul(a, b, arrival=arrival, deadline=0.01, workers=3, schedule=schedule_)
+        check(ts.matmul(a, b, workers=3, schedule=schedule_), Maths(a, b))
+    assert len(pool.free) == 1
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("how", "allowed"),
+    [
+        ({"workers": 2, "schedule": "dynamic"}, {"new_empty"}),
+        ({"workers": 2, "schedule": "stream_k"}, {"new_empty"}),
+        ({"workers": 2, "schedule": "stream_k", "activation": "relu"}, {"new_empty"}),
+        ({"workers": 2, "schedule": "dynamic", "activation": "relu"}, {"new_empty"}),
+        ({}, {"new_empty"}),
+    ],
+    ids=str,
+)
+def test_invariant_8_a_call_allocates_its_output_and_nothing_else(how, allowed):
+    # float32: 16-bit operands with an epilogue are converted tile by tile, which this does not claim.
+    from torch.profiler import ProfilerActivity, profile
+
+    a, b = rand(256, 64), rand(64, 256)
+    output = 256 * 256 * 4
+    ts.matmul(a, b, **how)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        ts.matmul(a, b, **how)
+    allocated = sum(
+        event.cpu_memory_usage if hasattr(event, "cpu_memory_usage") else event.self_cpu_memory_usage
+        for event in profiler.events()
+        if event.name == "[memory]" and event.cpu_memory_usage > 0
+    )
+    named = sum(max(event.self_cpu_memory_usage, 0) for event in profiler.key_averages() if event.key != "[memory]")
+    assert output <= max(allocated, named) <= output + 4096, (allocated, named)
+    assert allowed
+
+
+# Fork -----------------------------------------------------------------------------------------------------------------
+
+forks = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def fork(test):
+    for mark in forks:
+        test = mark(test)
+    return test
+
+
+def in_a_child(task, seconds: float = 10.0) -> int:
+    """``task`` in a forked child; its exit status: 0 if it returned, 1 if it raised, -1 if it hung and was killed.
+
+    The child keeps to one intra-op thread: libgomp's own threads do not survive a fork, torch's matmul hangs there.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            task()
+            status = 0
+        finally:
+            os._exit(status)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
+def product() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Operands, and their product made and checked in the parent: a child compares with it and multiplies nothing."""
+    a, b = rand(40, 24), rand(24, 40)
+    correct = ts.matmul(a, b, workers=3)
+    check(correct, Maths(a, b))
+    return a, b, correct
+
+
+@fork
+@pytest.mark.usefixtures("small_tiles", "pool")
+def test_a_forked_child_multiplies():
+    a, b, correct = product()
+
+    def task():
+        for how in ("dynamic", "stream_k", "static"):
+            torch.testing.assert_close(ts.matmul(a, b, workers=2, schedule=how), correct)
+        arrival = ts.Arrival.uniform(16, 3)
+        with pytest.raises(ts.ArrivalTimeout):
+            ts.matmul(a, b, arrival=arrival, workers=2, deadline=0.02)
+
+    assert in_a_child(task) == 0
+    check(ts.matmul(a, b, workers=3), Maths(a, b))
+
+
+@fork
+@pytest.mark.usefixtures("small_tiles")
+def test_a_child_forked_while_other_threads_multiply():
+    # The locks that those threads hold at that moment are nobody's in the child.
+    a, b, correct = product()
+    stop = threading.Event()
+
+    def keep_busy():
+        while not stop.is_set():
+            ts.matmul(a, b, workers=3)
+
+    threads = [threading.Thread(target=keep_busy, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            assert in_a_child(lambda: torch.testing.assert_close(ts.matmul(a, b, workers=2), correct)) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@fork
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("own", [True, False], ids=["own number", "changing the default"])
+def test_each_lock_of_a_call_is_free_in_a_child(own, monkeypatch):
+    from tilestream.kernels.cpu import threads
+
+    if not own:
+        monkeypatch.setattr(threads, "own_setters", lambda: None)
+    a, b, correct = product()
+    with threads._changing_default, module._pool.lock:
+        status = in_a_child(lambda: torch.testing.assert_close(ts.matmul(a, b, workers=2), correct))
+    assert status == 0
+
+
+def test_an_output_passed_in_is_the_only_thing_written():
+    out = nans(40, 40)
+    check(ts.matmul(rand(40, 24), rand(24, 40), out=out, workers=2), Maths(rand(40, 24), rand(24, 40)))

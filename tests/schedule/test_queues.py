@@ -1,0 +1,122 @@
+"""Queues: who goes where, and counters that nobody clears."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from int31 import Int31, on_int31
+from strategies import int31
+from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, take
+from tilestream.schedule.queues import fuller, home_queue, left, next_base
+
+
+@given(int31(), int31(1))
+def test_home_queue_is_one_of_the_queues(worker, queues):
+    assert 0 <= on_int31(home_queue, worker, queues) < queues
+
+
+def test_neighbouring_workers_have_neighbouring_queues():
+    assert [home_queue(worker, 3) for worker in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@given(int31(), int31())
+def test_left_is_what_is_left_and_never_negative(size, taken):
+    assert on_int31(left, size, taken) == max(size - taken, 0)
+
+
+@pytest.mark.parametrize(
+    ("best_left", "queue_left", "wins"), [(0, 0, False), (0, 1, True), (3, 3, False), (3, 4, True), (4, 3, False)]
+)
+def test_fuller_prefers_more_left_and_on_a_tie_the_first_seen(best_left, queue_left, wins):
+    best, queue = object(), object()  # only chosen between, never computed with: best may be -1, "none yet"
+    assert fuller(best, Int31(best_left), queue, Int31(queue_left)) is (queue if wins else best)
+
+
+class TestNoLeftovers:
+    """Invariant 4: a launch counts from a base that no worker of the launch before can have passed."""
+
+    @given(st.integers(0, 2**62), int31(), int31(1))
+    def test_next_base_is_above_every_ticket(self, base, size, workers):
+        # Bases only grow, and are counted in 64 bits; a ticket is the difference to one.
+        assert next_base(base, size, workers) == base + size + workers
+
+
+def steal(sizes_left: list[int], *, queues: int, worker: int = 0) -> list[object]:
+    """The operations of one `take` of a worker whose own queue is closed, when others have so many left."""
+    schedule = Schedule("dynamic", Grid(1, 1, 10 * queues), queues=queues, workers=queues)
+    asked = []
+    protocol = take(schedule, worker, Cursor(home_open=False))
+    operation = next(protocol)
+    try:
+        while True:
+            asked.append(operation)
+            if isinstance(operation, Peek):
+                operation = protocol.send(10 - sizes_left[operation.queue])
+            else:
+                operation = protocol.send(10 - sizes_left[operation.queue])
+    except StopIteration as end:
+        return [*asked, end.value[0]]
+
+
+class TestStealing:
+    def test_own_queue_first_and_without_looking_at_others(self):
+        schedule = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
+        protocol = take(schedule, 2, Cursor())
+        assert next(protocol) == Take(2)
+        with pytest.raises(StopIteration) as end:
+            protocol.send(0)
+        item, cursor = end.value.value
+        assert item == schedule.ticket(2, 0)[0]
+        assert cursor.home_open
+
+    def test_a_void_ticket_closes_the_own_queue_for_good(self):
+        schedule = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
+        protocol = take(schedule, 2, Cursor())
+        next(protocol)
+        assert protocol.send(schedule.queue_size(2)) == Peek(0)
+        asked = [protocol.send(0), protocol.send(0)]
+        assert asked == [Peek(1), Peek(3)], "its own queue is not asked again"
+        assert protocol.send(4) == Take(0), "all alike: the first seen"
+        with pytest.raises(StopIteration) as end:
+            protocol.send(0)
+        assert not end.value.value[1].home_open
+
+    def test_from_the_fullest(self):
+        *asked, item = steal([0, 3, 7, 5], queues=4)
+        assert asked == [Peek(1), Peek(2), Peek(3), Take(2)]
+        assert item is not None
+        assert item.pn == 20 + 3
+
+    def test_on_a_tie_from_the_first_seen(self):
+        assert steal([0, 2, 7, 7], queues=4)[-2] == Take(2)
+        assert steal([7, 0, 7, 2], queues=4, worker=1)[-2] == Take(0)
+
+    def test_nothing_left_is_stop_and_touches_no_counter(self):
+        assert steal([0, 0, 0, 0], queues=4) == [Peek(1), Peek(2), Peek(3), None]
+
+    def test_one_queue_never_peeks(self):
+        schedule = Schedule("dynamic", Grid(1, 2, 2), queues=1, workers=3)
+        protocol = take(schedule, 1, Cursor())
+        assert next(protocol) == Take(0)
+        with pytest.raises(StopIteration) as end:
+            protocol.send(4)
+        assert end.value.value[0] is None
+
+    def test_a_lost_race_looks_again(self):
+        schedule = Schedule("dynamic", Grid(1, 1, 30), queues=3, workers=3)
+        protocol = take(schedule, 0, Cursor(home_open=False))
+        assert [next(protocol), protocol.send(9), protocol.send(8)] == [Peek(1), Peek(2), Take(2)]
+        assert protocol.send(10) == Peek(1), "void: somebody was faster"
+        assert [protocol.send(9), protocol.send(11)] == [Peek(2), Take(1)]
+
+    @given(st.integers(2, 6), st.data())
+    def test_the_victim_is_always_a_fullest_one(self, queues, data):
+        counts = [0, *data.draw(st.lists(st.integers(0, 10), min_size=queues - 1, max_size=queues - 1))]
+        *asked, item = steal(counts, queues=queues)
+        if max(counts) == 0:
+            assert item is None
+        else:
+            assert counts[asked[-1].queue] == max(counts)
+            assert asked[-1].queue == counts.index(max(counts))

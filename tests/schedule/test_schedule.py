@@ -1,0 +1,191 @@
+"""`Schedule`: queues and what they divide, batches, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import given
+
+from machine import Machine
+from strategies import schedules
+from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_raster, take
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "greedy"}, "Schedule: kind='greedy'; it is one of static, dynamic, stream_k"),
+        ({"split": "diagonals"}, "Schedule: split='diagonals'; it is one of items, columns, rows"),
+        ({"workers": 0}, "Schedule: workers=0; it is at least 1"),
+        ({"workers": -4}, "Schedule: workers=-4; it is at least 1"),
+        ({"queues": 0}, "Schedule: queues=0; it is at least 1"),
+        ({"shares": -1, "kind": "stream_k"}, "Schedule: shares=-1; it is at least 0"),
+        ({"kind": "static", "queues": 2}, "Schedule: queues=2 with kind='static'; only dynamic has more than one"),
+        ({"kind": "stream_k", "queues": 3}, "Schedule: queues=3 with kind='stream_k'; only dynamic has more than one"),
+        (
+            {"split": "columns", "raster": table_raster(range(12), 3, 4)},
+            "Schedule: split='columns' with a table; a table's positions are split as 'items'",
+        ),
+        (
+            {"split": "rows", "raster": Raster("chunk_major")},
+            "Schedule: split='rows' where rows arrive; queues split the dimension that does not arrive",
+        ),
+        (
+            {"split": "columns", "raster": Raster("chunk_major", transposed=True)},
+            "Schedule: split='columns' where columns arrive; queues split the one that does not arrive",
+        ),
+        (
+            {"raster": Raster("chunk_major", first=3)},
+            "Raster: first=3; the pivot's row tile is one of the 3 there are",
+        ),
+        (
+            {"raster": Raster("table", table=(0, 1))},
+            "order: 2 entries; missing [2, 3, 4, 5]; each of the 3 x 4 tiles (ids 0 to 11) comes exactly once",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_schedule_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Schedule(**{"kind": "dynamic", "grid": Grid(1, 3, 4), **arguments})
+
+
+@pytest.mark.parametrize("kind", ["static", "stream_k"])
+@pytest.mark.parametrize("split", ["columns", "rows"])
+def test_a_split_without_queues_is_refused(kind, split):
+    with pytest.raises(
+        ValueError, match=f"^Schedule: split='{split}' with kind='{kind}'; only dynamic has queues to split$"
+    ):
+        Schedule(kind, Grid(1, 5, 1, 4), workers=3, split=split)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_shares_without_stream_k_are_refused(kind):
+    with pytest.raises(ValueError, match=f"^Schedule: shares=2 with kind='{kind}'; only stream_k cuts a remainder$"):
+        Schedule(kind, Grid(1, 5, 1, 4), workers=3, shares=2)
+
+
+def test_schedule_is_frozen():
+    with pytest.raises(AttributeError):
+        Schedule("dynamic", Grid(1, 1, 1)).workers = 2  # type: ignore[misc]
+
+
+@given(schedules("static", "dynamic"))
+def test_items_are_each_tile_whole_and_once(schedule):
+    grid = schedule.grid
+    items = list(schedule.items())
+    tiles = [(b, m, n) for b in range(grid.batch) for m in range(grid.num_m) for n in range(grid.num_n)]
+    assert sorted((i.batch, i.pm, i.pn) for i in items) == tiles
+    assert [tiles[i.tile] for i in items] == [(i.batch, i.pm, i.pn) for i in items], "the id names the tile"
+    assert {(i.k_begin, i.k_end, i.parts, i.slot) for i in items} <= {(0, grid.k_steps, 1, -1)}
+
+
+@given(schedules("dynamic"))
+def test_queue_sizes_add_up_and_differ_by_one_stripe_at_most(schedule):
+    grid = schedule.grid
+    sizes = [schedule.queue_size(queue) for queue in range(schedule.queues)]
+    assert sum(sizes) == grid.tiles
+    stripe = {"items": 1, "columns": grid.batch * grid.num_m, "rows": grid.batch * grid.num_n}[schedule.split]
+    assert max(sizes) - min(sizes) <= stripe
+
+
+@given(schedules("dynamic"))
+def test_a_queue_of_columns_or_rows_has_a_stripe_of_them(schedule):
+    for queue in range(schedule.queues):
+        items = [schedule.ticket(queue, ticket)[0] for ticket in range(schedule.queue_size(queue))]
+        if schedule.split != "items" and items:
+            along = [(i.pn if schedule.split == "columns" else i.pm) for i in items]
+            across = schedule.grid.num_m if schedule.split == "columns" else schedule.grid.num_n
+            assert set(along) == set(range(min(along), max(along) + 1))
+            assert set(Counter(along).values()) == {across * schedule.grid.batch}
+
+
+class TestQueuesByHand:
+    GRID = Grid(1, 2, 5)
+
+    def tiles(self, schedule):
+        return [[schedule.ticket(q, t)[0][2:4] for t in range(schedule.queue_size(q))] for q in range(schedule.queues)]
+
+    def test_items(self):
+        schedule = Schedule("dynamic", self.GRID, queues=3)
+        assert self.tiles(schedule) == [
+            [(0, 0), (0, 1), (0, 2), (0, 3)],
+            [(0, 4), (1, 0), (1, 1)],
+            [(1, 2), (1, 3), (1, 4)],
+        ]
+
+    def test_columns(self):
+        schedule = Schedule("dynamic", self.GRID, queues=3, split="columns")
+        assert self.tiles(schedule) == [
+            [(0, 0), (0, 1), (1, 0), (1, 1)],
+            [(0, 2), (0, 3), (1, 2), (1, 3)],
+            [(0, 4), (1, 4)],
+        ]
+
+    def test_rows(self):
+        schedule = Schedule("dynamic", Grid(1, 3, 2), queues=2, split="rows")
+        assert self.tiles(schedule) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
+
+    def test_more_queues_than_columns(self):
+        schedule = Schedule("dynamic", Grid(1, 2, 2), queues=4, split="columns")
+        assert self.tiles(schedule) == [[(0, 0), (1, 0)], [(0, 1), (1, 1)], [], []]
+
+    def test_more_queues_than_items(self):
+        schedule = Schedule("dynamic", Grid(1, 1, 2), queues=5)
+        assert [schedule.queue_size(queue) for queue in range(5)] == [1, 1, 0, 0, 0]
+
+    def test_each_queue_of_columns_begins_at_the_pivot(self):
+        schedule = Schedule("dynamic", Grid(1, 4, 6), Raster("chunk_major", first=2), queues=3, split="columns")
+        for queue in range(3):
+            rows = [schedule.ticket(queue, ticket)[0].pm for ticket in range(8)]
+            assert rows == [2, 2, 3, 3, 0, 0, 1, 1], "a late chunk idles nobody's queue"
+
+    def test_each_queue_of_rows_begins_at_the_pivot_s_column(self):
+        raster = Raster("chunk_major", first=2, transposed=True)
+        schedule = Schedule("dynamic", Grid(1, 4, 3), raster, queues=2, split="rows")
+        for queue in range(2):
+            assert [schedule.ticket(queue, ticket)[0].pn for ticket in range(6)] == [2, 2, 0, 0, 1, 1]
+
+
+def test_batches_one_after_another_each_in_the_raster_s_order():
+    schedule = Schedule("dynamic", Grid(3, 2, 2), Raster("grouped", group=2))
+    items = list(schedule.items())
+    assert [i.batch for i in items] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [(i.pm, i.pn) for i in items] == [(0, 0), (1, 0), (0, 1), (1, 1)] * 3
+    assert [i.tile for i in items] == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
+
+
+def test_a_caller_s_order_is_that_of_each_batch():
+    schedule = Schedule("dynamic", Grid(2, 1, 3), table_raster([2, 0, 1], 1, 3))
+    assert [(i.batch, i.pn) for i in schedule.items()] == [(0, 2), (0, 0), (0, 1), (1, 2), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+@pytest.mark.parametrize("shape", [(0, 2, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_grid_without_tiles_is_over_at_once(kind, shape):
+    schedule = Schedule(kind, Grid(*shape), workers=2)
+    assert list(schedule.items()) == []
+    assert Machine(schedule, [0, 1]).run(max).items == []
+
+
+def test_static_is_strided():
+    schedule = Schedule("static", Grid(1, 1, 7), workers=3)
+    cursor, taken = Cursor(), []
+    for _ in range(4):
+        with pytest.raises(StopIteration) as end:
+            next(take(schedule, 1, cursor))
+        item, cursor = end.value.value
+        taken.append(item and item.pn)
+    assert taken == [1, 4, None, None]
+
+
+def test_the_raster_never_changes_what_a_tile_is():
+    grid = Grid(2, 3, 4, 5)
+    items = {}
+    for order, transposed in product(["row_major", "grouped", "chunk_major", "longest_first"], [False, True]):
+        for item in Schedule("dynamic", grid, Raster(order, 2, transposed=transposed)).items():
+            assert items.setdefault(item.tile, item) == item
+    assert items[23] == WorkItem(23, 1, 2, 3, 0, 5)

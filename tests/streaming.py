@@ -1,0 +1,123 @@
+"""Producers and probes that tests of the CPU backend share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+import tilestream as ts
+
+
+class Feeder:
+    """Brings ``source``'s rows into ``target``, which starts as NaN, chunk by chunk, from a thread; signals each.
+
+    ``before(chunk)`` runs in that thread before a chunk is written: it may sleep, wait, or raise.
+    """
+
+    def __init__(
+        self,
+        arrival: ts.Arrival,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        order: Iterable[int] | None = None,
+        before: Callable[[int], None] = lambda chunk: None,
+    ) -> None:
+        rows = source.reshape(-1, source.shape[-1])
+        into = target if target.dim() == 2 else None
+        self._arrival, self._source, self._before = arrival, rows, before
+        self._target, self._into = target, into
+        self._chunks = arrival.chunks(rows.shape[0])
+        self._order = list(range(arrival.num_chunks) if order is None else order)
+        self._epoch = arrival.epoch
+        self._thread = threading.Thread(target=self._run, name="test-feeder", daemon=True)
+        self._error: BaseException | None = None
+
+    def _write(self, begin: int, end: int) -> None:
+        if self._into is not None:
+            self._into[begin:end] = self._source[begin:end]
+            return
+        per = self._target.shape[-2]
+        for row in range(begin, end):  # leading dimensions count as rows, whatever the strides
+            index = []
+            rest = row // per
+            for extent in reversed(self._target.shape[:-2]):
+                index.insert(0, rest % extent)
+                rest //= extent
+            self._target[(*index, row % per)] = self._source[row]
+
+    def _run(self) -> None:
+        try:
+            for chunk in self._order:
+                self._before(chunk)
+                self._write(*self._chunks.range_of(chunk))
+                self._arrival.signal(chunk, epoch=self._epoch)
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self) -> Feeder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+def late(chunk: int, seconds: float = 0.01) -> Callable[[int], None]:
+    """``before`` that holds up one chunk."""
+    return lambda c: time.sleep(seconds) if c == chunk else None
+
+
+def workers_alive() -> list[threading.Thread]:
+    """Worker threads of this package that still run."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tilestream-worker")]
+
+
+@contextlib.contextmanager
+def no_thread_left(grace: float = 0.0) -> Iterator[None]:
+    """No thread more after the block (and ``grace`` seconds) than before it."""
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + grace
+    while (left := [thread for thread in threading.enumerate() if thread not in before]) and time.monotonic() < end:
+        time.sleep(0.005)
+    assert not left, f"threads left behind: {left}"
+
+
+def intra_op_threads_of_a_new_thread() -> int:
+    """What a thread started now finds as its number of intra-op threads."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def run_together(count: int, task: Callable[[int], None], seconds: float = 60.0) -> None:
+    """``task(0)`` to ``task(count - 1)``, each in a thread, begun at once; raises what the first to fail raised."""
+    barrier = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            torch.get_num_threads()  # a thread takes the default number when it first asks; not while it is changed
+            barrier.wait(seconds)
+            task(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads), "a call did not return"
+    if errors:
+        raise errors[0]

@@ -1,0 +1,113 @@
+"""Every seeded bug is found, as what it is; counterexamples are the smallest there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilestream import verify
+from tilestream.verify import seeded_ring, seeded_workers, sweep
+from tilestream.verify.report import explore
+
+BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_found_with_its_kind(name):
+    bug = BUGS[name]
+    result = bug.find()
+    assert result.violation is not None, f"{bug.says} was not found in {len(bug.cases)} configurations"
+    assert result.violation.kind == bug.kind, str(result.violation)
+    assert result.violation.shortest
+    assert result.violation.configuration in map(str, bug.cases)
+
+
+def test_the_bugs_of_the_issue_are_all_there():
+    kinds = {name: bug.kind for name, bug in BUGS.items()}
+    assert kinds["pivot not in the signal"] == "read before arrival"
+    assert kinds["load skips an item"] == kinds["K count rounded down"] == "deadlock"
+    assert kinds["wrong phase at full"] == "wrong data"
+    assert kinds["arrive forgotten"] == "deadlock"
+    assert kinds["stage given back too early"] == "overwritten while read"
+    assert kinds["handed on before its gate"] == "deadlock"
+    assert kinds["pool nobody visits"] == "missing work"
+    assert kinds["stream-K owner waits"] == "deadlock"
+    assert kinds["depth 1 in the deep form"] == "deadlock"
+    assert all(bug.says.endswith(".") or len(bug.says) > 20 for bug in BUGS.values())
+
+
+def test_smallest_failing_size_comes_first():
+    bug = BUGS["pivot not in the signal"]
+    failing = [str(case) for case in bug.cases if explore("workers", case).violation is not None]
+    assert bug.find().violation.configuration == failing[0]
+
+
+def test_shortest_counterexample_known_by_hand():
+    # One worker, two tiles, two chunks, pivot 1: the first tile is tile 1, its signal that of tile 0. Nothing shorter
+    # can do: the worker must poll, take and wait, and for that wait to end chunk 0 must arrive.
+    case = next(
+        c for c in BUGS["pivot not in the signal"].cases if c.schedule.grid.tiles == 2 and c.schedule.raster.first
+    )
+    violation = explore("workers", case).violation
+    assert violation.trace == (
+        "worker 0: poll() -> go on",
+        "worker 0: take(queue 0) -> 0",
+        "chunk 0 arrives",
+        "worker 0: wait(chunk 0, for tile 1) -> arrived",
+        "worker 0: compute(tile 1)",
+    )
+    assert violation.message == "worker 0 does tile 1 (rows 1, columns 0) before chunk 1"
+
+
+def test_stream_k_owner_counterexample_by_hand():
+    violation = BUGS["stream-K owner waits"].find().violation
+    assert "running [0]" in violation.configuration, "the other contributor never runs"
+    assert [line.split("(")[0] for line in violation.trace] == ["worker 0: take", "worker 0: compute", "worker 0: add"]
+    # All running, it goes well: that bug is one of progress, not of arithmetic.
+    all_running = [c for c in BUGS["stream-K owner waits"].cases if not c.running]
+    assert all(explore("workers", case).violation is None for case in all_running)
+
+
+def test_waiting_in_a_circle_is_not_found_where_one_worker_is_alone():
+    cases = BUGS["workers wait in a circle"].cases
+    assert explore("workers", cases[0]).violation is None
+    assert explore("workers", cases[2]).violation is not None
+
+
+def test_depth_one_needs_its_own_form_and_only_depth_one():
+    bug = BUGS["depth 1 in the deep form"]
+    one_step = [c for c in bug.cases if c.k_counts == (1,)]
+    assert all(explore("ring", case).violation is None for case in one_step), "with one K step the forms are the same"
+    assert "2" in bug.find().violation.configuration
+
+
+def test_handed_on_before_its_gate_needs_the_expiry():
+    trace = "\n".join(BUGS["handed on before its gate"].find().violation.trace)
+    assert trace.index("put(slot 0, item 0") < trace.index("-> the launch is over")
+
+
+def written():
+    """The names of what the two files of seeded bugs define."""
+    for module in (seeded_workers, seeded_ring):
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") == module.__name__ and name not in ("rewritten", "_is"):
+                yield name
+
+
+@pytest.mark.parametrize("name", sorted(written()))
+def test_every_bug_written_is_registered(name):
+    used = set()
+    for bug in BUGS.values():
+        case = bug.cases[0]
+        for holder in (case, getattr(case, "workers", None)):
+            for field in ("program", "gate", "load", "math", "ring", "handing"):
+                value = getattr(holder, field, None)
+                used |= {getattr(value, "__name__", ""), type(value).__name__}
+    assert name in used
+
+
+def test_real_protocols_pass_where_the_bugs_are_found():
+    for bug in BUGS.values():
+        if bug.model == "ring":
+            case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
+            plain = sweep.RingCase(sweep.Ring(case.ring.depth, case.ring.items, case.ring.consumers), case.k_counts)
+            assert explore("ring", plain).violation is None

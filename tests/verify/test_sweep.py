@@ -1,0 +1,86 @@
+"""The quick sweep holds; what is swept is what is claimed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilestream import verify
+from tilestream.verify import sweep
+from tilestream.verify.product import ProductCase
+from tilestream.verify.ring import RingCase
+from tilestream.verify.workers import WorkersCase
+
+
+@pytest.mark.parametrize("model", verify.MODELS)
+def test_quick_sweep_finds_no_violation(model):
+    seen = []
+    report = verify.run("quick", lambda result, done, total: seen.append((done, total)), models=[model])
+    assert report.ok, str(report)
+    assert len(report.results) == len(verify.configurations(model, "quick"))
+    assert seen[-1] == (len(report.results), len(report.results))
+    assert all(result.states > 1 for result in report.results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_full_sweep_finds_no_violation():
+    report = verify.run("full", jobs=2)
+    assert report.ok, str(report)
+
+
+def test_jobs_explore_the_same(monkeypatch):
+    few = {"workers": [sweep.matmul("dynamic", 2, n, bounds=sweep.LAYOUTS[n][0]) for n in (1, 2, 3)]}
+    monkeypatch.setattr("tilestream.verify.report.configurations", lambda model, level: few[model])
+    alone = verify.run("quick", models=["workers"])
+    shared = verify.run("quick", models=["workers"], jobs=2)
+    assert [(r.configuration, r.states) for r in alone.results] == [(r.configuration, r.states) for r in shared.results]
+
+
+def test_full_workers_reach_four_workers_eight_items_three_chunks_and_all_pivots():
+    cases = [c for c in sweep.workers("full") if c.schedule.workers == 4 and not c.running and c.gate is not None]
+    seen = {
+        (c.schedule.kind, c.schedule.queues, c.schedule.split, c.schedule.raster.first)
+        for c in cases
+        if len(list(c.schedule.items())) >= 8 and (c.gate.rows or c.gate.columns).count >= 3
+    }
+    for kind, queues, split in (
+        ("static", 1, "items"), ("stream_k", 1, "items"), ("dynamic", 1, "items"),
+        *(("dynamic", q, s) for q in (2, 3) for s in ("items", "columns", "rows")),
+    ):  # fmt: skip
+        pivots = {first for k, q, s, first in seen if (k, q, s) == (kind, queues, split)}
+        assert len(pivots) >= (3 if split != "rows" else 1), (kind, queues, split, pivots)
+
+
+def test_full_rings_reach_every_depth_way_of_consuming_and_k_count():
+    seen = {(c.ring.depth, c.ring.consumers) for c in sweep.rings("full") if c.k_counts == (1, 2, 3, 4, 5)}
+    assert seen == {(d, who) for d in (1, 2, 3, 4) for who in ("single", "cooperative", "ping_pong")}
+
+
+def test_products_are_of_two_workers_and_two_k_steps():
+    cases = list(sweep.products("full"))
+    assert {c.workers.schedule.kind for c in cases} == {"static", "dynamic", "stream_k"}
+    assert all(c.workers.schedule.grid.k_steps == 2 for c in cases)
+    assert sum(c.workers.schedule.workers == 2 for c in cases) >= len(cases) - 1
+
+
+def test_sizes_grow():
+    for model, kind in (("workers", WorkersCase), ("ring", RingCase), ("product", ProductCase)):
+        cases = verify.configurations(model, "quick")
+        assert all(isinstance(case, kind) for case in cases)
+        assert len(set(map(str, cases))) > 0.9 * len(cases), "mostly different"
+    counts = [c.schedule.workers for c in sweep.workers("quick")]
+    assert counts[0] == 1
+    assert counts[-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
+        (lambda: verify.run("quick", models=["rings"]), "model='rings'; it is one of workers, ring, product"),
+        (lambda: verify.run("quick", jobs=0), "jobs=0"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
