@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import signal
@@ -12,10 +13,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from error_rule import Maths, check, nans, rand
-from streaming import Feeder, intra_op_threads_of_a_new_thread, late, no_thread_left, run_together, workers_alive
 
 import tilestream as ts
+from error_rule import Maths, check, nans, rand
+from streaming import Feeder, intra_op_threads_of_a_new_thread, late, no_thread_left, run_together
 from tilestream.kernels.cpu import threads as pinning
 from tilestream.kernels.cpu.gemm import GemmBody
 
@@ -105,7 +106,10 @@ def test_an_expiry_can_be_pickled():
     assert "rank 4, worker 2" in str(error)
 
 
-@pytest.mark.parametrize("op", ["matmul", "mm", "addmm", "linear"])
+MATMUL = pytest.mark.xfail(reason="every op reports itself as 'matmul'", strict=True)
+
+
+@pytest.mark.parametrize("op", ["matmul", *(pytest.param(op, marks=MATMUL) for op in ("mm", "addmm", "linear"))])
 def test_the_expiry_of_an_op_names_it(op):
     arrival = four_chunks()
     calls = {
@@ -116,10 +120,10 @@ def test_the_expiry_of_an_op_names_it(op):
     }
     with pytest.raises(ts.ArrivalTimeout) as caught:
         calls[op]()
-    if caught.value.op != op:
-        pytest.xfail(f"every op reports itself as {caught.value.op!r}")
+    assert caught.value.op == op
 
 
+@pytest.mark.xfail(reason="with two operands arriving, the message does not say whose chunk it was", strict=True)
 def test_the_expiry_says_which_operand():
     x, w = rand(M, K), rand(N, K)
     rows, columns = four_chunks(), ts.Arrival.uniform(20, 2)
@@ -127,8 +131,7 @@ def test_the_expiry_says_which_operand():
         rows.signal(chunk)
     with pytest.raises(ts.ArrivalTimeout) as caught:
         ts.linear(x, w, arrival=rows, weight_arrival=columns, deadline=0.02)
-    if "weight" not in str(caught.value):
-        pytest.xfail("with two operands arriving, the message does not say whose chunk it was")
+    assert "weight" in str(caught.value)
 
 
 def test_one_deadline_for_all_waits_together():
@@ -339,7 +342,9 @@ def test_an_exception_in_the_blas(monkeypatch):
     assert out.isnan().any()
 
 
-@pytest.mark.xfail(reason="the inline variant poisons the batch that failed, and leaves those after it as they were", strict=True)
+@pytest.mark.xfail(
+    reason="the inline variant poisons the batch that failed, and leaves those after it as they were", strict=True
+)
 def test_an_exception_in_an_inline_call_leaves_no_old_numbers(monkeypatch):
     a, b, out = rand(4, 10, K), rand(4, K, 9), torch.zeros(4, 10, 9)
     assert ts.plan(10, 9, K, batch=4).variant == "inline"
@@ -406,7 +411,6 @@ def test_an_interrupt_of_a_waiting_caller_leaves_no_thread(workers):
     check(planned(arrival, "dynamic", workers).run(x, b, arrival=arrival), Maths(x, b))
 
 
-@pytest.mark.xfail(reason="the call returns while workers still write: an interrupted join() is not a join", strict=True)
 @pytest.mark.skipif(not in_main_thread(), reason="signals are handled in the main thread")
 @pytest.mark.parametrize("interrupts", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2])
@@ -454,6 +458,46 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
     assert out.isnan().any()
 
 
+@pytest.mark.xfail(
+    reason="a thread whose start() is interrupted before it has an ident is counted out twice: once too early",
+    strict=True,
+)
+def test_an_interrupt_inside_thread_start(monkeypatch):
+    # The thread exists, but has not run its first line when the interrupt comes: as Ctrl-C at that moment has it.
+    a, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
+    inside, entered, real, start = [], threading.Event(), GemmBody.compute, threading.Thread.start
+    ghosts = []
+
+    def compute(self, item):
+        inside.append(item.tile)
+        entered.set()
+        time.sleep(0.3)
+        real(self, item)
+        inside.remove(item.tile)
+
+    def interrupted(self):
+        if self.name != "tilestream-worker-1":
+            return start(self)
+        entered.wait(10)
+        ghost = threading.Thread(target=lambda: (time.sleep(0.05), self.run()), name="ghost")
+        ghosts.append(ghost)
+        start(ghost)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GemmBody, "compute", compute)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
+    still = list(inside)
+    monkeypatch.undo()
+    for ghost in ghosts:
+        ghost.join(10)
+    deadline = time.monotonic() + 10
+    while inside and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not still
+
+
 # What is kept alive ---------------------------------------------------------------------------------------------------
 
 
@@ -495,36 +539,34 @@ def test_invariant_8_no_cache_keeps_a_tensor_alive(how):
 def test_invariant_9_an_expiry_keeps_nothing_alive():
     a, ref = owned(M, K)
     arrival = four_chunks()
-    try:
+    with contextlib.suppress(ts.ArrivalTimeout):
         ts.matmul(a, rand(K, N), arrival=arrival, deadline=0.02, workers=2)
-    except ts.ArrivalTimeout:
-        pass
     del a
     assert ref() is None
 
 
-@pytest.mark.xfail(reason="Launch._error -> traceback -> frame -> Launch: operands live until the collector runs", strict=True)
+@pytest.mark.xfail(
+    reason="Launch._error -> traceback -> frame -> Launch: operands live until the collector runs", strict=True
+)
 @pytest.mark.usefixtures("_no_collector")
 def test_an_exception_in_a_worker_keeps_nothing_alive(monkeypatch):
     a, ref = owned(M, K)
     monkeypatch.setattr(GemmBody, "compute", lambda self, item: 1 / 0)
-    try:
+    with contextlib.suppress(ZeroDivisionError):
         ts.matmul(a, rand(K, N), workers=2)
-    except ZeroDivisionError:
-        pass
     del a
     assert ref() is None
 
 
-@pytest.mark.xfail(reason="the arrival keeps its producer's error, whose traceback then keeps operands and output", strict=True)
+@pytest.mark.xfail(
+    reason="the arrival keeps its producer's error, whose traceback then keeps operands and output", strict=True
+)
 def test_a_producers_exception_keeps_nothing_alive():
     a, ref = owned(M, K)
     arrival = four_chunks()
     arrival.fail(ValueError("disk on fire"))
-    try:
+    with contextlib.suppress(ValueError):
         ts.matmul(a, rand(K, N), arrival=arrival, workers=2)
-    except ValueError:
-        pass
     del a
     gc.collect()
     assert ref() is None
@@ -574,7 +616,9 @@ def test_several_calls_wait_for_one_arrival():
     arrival = four_chunks()
     weights = [rand(K, N, seed=i) for i in range(4)]
     with Feeder(arrival, x, source, before=lambda c: time.sleep(0.01)):
-        run_together(4, lambda i: check(ts.matmul(x, weights[i], arrival=arrival, workers=2), Maths(source, weights[i])))
+        run_together(
+            4, lambda i: check(ts.matmul(x, weights[i], arrival=arrival, workers=2), Maths(source, weights[i]))
+        )
 
 
 @pytest.mark.usefixtures("_both_ways_to_pin")

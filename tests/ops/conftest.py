@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from small_tiles import use_small_tiles
 
 

@@ -1,15 +1,15 @@
-"""torch.compile(fullgraph=True). Most run on the ``aot_eager`` backend, which traces as inductor does and needs no g++."""
+"""torch.compile(fullgraph=True), mostly on the ``aot_eager`` backend: it traces as inductor does, and needs no g++."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch._dynamo
-from error_rule import Maths, check, check_gradient, nans, rand
-from streaming import Feeder, late
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tilestream as ts
+from error_rule import Maths, check, check_gradient, nans, rand
+from streaming import Feeder, late
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -84,10 +84,6 @@ def test_arrival_over_several_epochs(workers):
         arrival.advance()
 
 
-@pytest.mark.xfail(
-    reason="key and epoch are constants of the graph: every round compiles anew, the ninth fails with fullgraph=True",
-    strict=True,
-)
 @pytest.mark.parametrize("what", ["rounds of one arrival", "arrivals"])
 def test_rounds_do_not_compile_anew(what):
     counter = CompileCounterWithBackend("eager")

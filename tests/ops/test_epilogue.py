@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from error_rule import ACTIVATIONS, DTYPES, Maths, check, nans, rand
 
 import tilestream as ts
+from error_rule import ACTIVATIONS, DTYPES, Maths, check, nans, rand
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -98,7 +98,8 @@ def test_addmm_with_alpha_0_and_nothing_to_add_up():
 
 def test_alpha_comes_before_bias_and_activation():
     a, b, bias, addend = rand(20, 8), rand(8, 20), rand(20), rand(20, 20)
-    answer = ts.addmm(addend, a, b, alpha=0.5, beta=2, activation="relu", bias=bias, workers=2)
+    plan = ts.plan(20, 20, 8, tile=(16, 16), workers=2)
+    answer = plan.run(a, b, bias=bias, residual=addend, alpha=0.5, beta=2, activation="relu")
     check(answer, Maths(a, b, bias, addend, alpha=0.5, beta=2, activation="relu"))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_rule import DTYPES, Maths, check, errors, nans, one_ulp, passes, rand
 
 import tilestream as ts
+from error_rule import DTYPES, Maths, check, errors, nans, one_ulp, passes, rand
 
 M, N, K = 96, 80, 200
 

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from error_rule import DTYPES, Maths, check, rand
 from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
+from error_rule import DTYPES, Maths, check, rand
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from error_rule import DTYPES, Maths, check, nans, rand
-from streaming import Feeder, late, no_thread_left
 
 import tilestream as ts
+from error_rule import DTYPES, Maths, check, nans, rand
+from streaming import Feeder, late, no_thread_left
 
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
 
@@ -41,20 +41,13 @@ def activation_of(kind: str) -> torch.Tensor:
     }[kind]()
 
 
-REFUSED = pytest.mark.xfail(
-    reason="_batched() looks at the wrong dimensions: most 3-D operands that arrive and are not folded are refused",
-    strict=True,
-    raises=ValueError,
-)
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         "contiguous",
         "every other row",
         "columns of a wider one",
-        pytest.param("first rows of longer ones", marks=REFUSED),
+        "first rows of longer ones",
         "sequence first",
         "K outermost",
     ],
@@ -69,7 +62,6 @@ def test_3d_activations_whatever_their_strides(kind, schedule):
     check(answer, Maths(source, weight.t(), bias))
 
 
-@REFUSED
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 20, 33, 60])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bmm_with_arrival(schedule, rows_per_chunk):
@@ -85,7 +77,6 @@ def test_bmm_with_arrival(schedule, rows_per_chunk):
         check(answer, Maths(source, b))
 
 
-@REFUSED
 def test_matmul_of_4d_batches_with_arrival():
     source, b = rand(2, 3, 20, 24), rand(2, 3, 24, 18)
     x = nans(2, 3, 20, 24)
@@ -135,9 +126,11 @@ def test_both_arrive_at_once(schedule, ragged):
             x, w = nans(50, 24), nans(37, 24)
             rows = ts.Arrival.ragged([0, 1, 1, 30, 50], pivot=2) if ragged else ts.Arrival.uniform(13, 4, pivot=2)
             columns = ts.Arrival.ragged([0, 20, 36, 37]) if ragged else ts.Arrival.uniform(13, 3, pivot=1)
-            with Feeder(rows, x, source, before=late(late_row, 0.003)):
-                with Feeder(columns, w, weights, before=late(late_column, 0.003)):
-                    answer = ts.linear(x, w, arrival=rows, weight_arrival=columns, schedule=schedule, workers=3)
+            with (
+                Feeder(rows, x, source, before=late(late_row, 0.003)),
+                Feeder(columns, w, weights, before=late(late_column, 0.003)),
+            ):
+                answer = ts.linear(x, w, arrival=rows, weight_arrival=columns, schedule=schedule, workers=3)
             check(answer, Maths(source, weights.t()))
 
 
@@ -308,7 +301,6 @@ def test_zero_sized_operands_with_arrival():
         assert torch.equal(answer, torch.zeros(m, n))
 
 
-@pytest.mark.xfail(reason="an empty activation that is not folded: IndexError from select(), or refused", strict=True)
 @pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (3, 4, 0)], ids=str)
 def test_zero_sized_batches_with_arrival(shape):
     arrival = ts.Arrival.uniform(12, 1)

@@ -111,9 +111,6 @@ class TestParts:
         assert 0 <= part < parts
         assert part_begin(total, parts, part) <= x < part_begin(total, parts, part + 1)
 
-    @pytest.mark.xfail(
-        raises=LeftInt31, reason="bug at the very edge: small + 1; total - (parts - total % parts) * small does not"
-    )
     def test_part_of_at_the_edge(self):
         assert on_int31(part_of, TOP, 1, 5) == 0
 

@@ -91,7 +91,7 @@ def _safetensors(path: Path, tensor: str | None) -> StoredMatrix:
     try:
         header = json.loads(text)
         entries = {name: _entry(entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a safetensors file: its header cannot be read ({error})") from None
     shapes = {name: shape for name, (_, shape, _, _) in entries.items()}
     if tensor is None:

@@ -57,6 +57,7 @@ class FileSource(Source):
         if not matrix.nbytes:
             self.tensor = torch.empty(matrix.shape, dtype=dtype)
         elif matrix.offset % matrix.itemsize:
+            reader.close()
             raise ValueError(
                 f"{matrix.path}: tensor {matrix.name!r} begins at byte {matrix.offset}, no multiple of its "
                 f"{matrix.itemsize}-byte elements; write it anew with the safetensors library"
@@ -92,6 +93,10 @@ class TensorSource(Source):
             raise ValueError(
                 f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()"
             )
+        if source.layout != torch.strided:
+            raise TypeError(
+                f"stream_in: the source has layout {source.layout}; a dense tensor streams in: source.to_dense()"
+            )
         if source.dim() < 2:
             raise ValueError(
                 f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions"
@@ -121,6 +126,8 @@ class IteratorSource(Source):
     def __init__(self, blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if len(shape) < 2 or min(shape) < 0:
             raise ValueError(f"stream_in: shape={list(shape)}; a matrix has at least 2 dimensions, none negative")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"stream_in: dtype={dtype!r}; it is a torch.dtype")
         self._blocks: Iterator[torch.Tensor] = iter(blocks)
         self._left: torch.Tensor | None = None  # rows that were yielded but not yet asked for
         self.tensor = torch.empty(shape, dtype=dtype)
@@ -150,6 +157,8 @@ class IteratorSource(Source):
                 raise TypeError(
                     f"stream_in: the iterator yielded a {type(block).__name__}; it yields tensors, blocks of rows"
                 )
+            if block.dim() == 0:
+                raise ValueError("stream_in: the iterator yielded a single number; it yields blocks of rows")
             rows = as_rows(block.detach()) if block.dim() >= 2 else block.detach().unsqueeze(0)
             if rows.shape[1] != into.shape[1] or rows.dtype != into.dtype:
                 raise ValueError(

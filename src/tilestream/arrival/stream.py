@@ -150,9 +150,8 @@ class Stream:
         """
         if not self._round.join(timeout):
             missing = [c for c in range(self._chunks.count) if not self.arrival.arrived(c)]
-            raise TimeoutError(
-                f"stream_in: {len(missing)} chunks not delivered after {timeout} s, the first of them {missing[0]}"
-            )
+            what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
+            raise TimeoutError(f"stream_in: after {timeout} s {what}")
         error = self.arrival.error
         if error is not None:
             raise error
@@ -217,7 +216,8 @@ def stream_in(
     ----------
     source
         A ``.safetensors`` or ``.npy`` file; a CPU tensor; or an iterable of tensors, blocks of rows in order (from the
-        pivot's first row on).
+        pivot's first row on). It is asked for as many rows as ``shape`` says: blocks after that are left to it, a block
+        that goes beyond is an error.
     tensor
         File: the tensor's name, needed where the file holds several matrices.
     rows_per_chunk, bounds
@@ -259,19 +259,25 @@ def stream_in(
             f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of "
             "tensors"
         )
-    _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
-    rows = row_count(made.tensor)
-    if bounds is not None and rows_per_chunk is not None:
-        raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
+    try:
+        _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
+        return Stream(_arrival(made, rows_per_chunk, bounds, pivot), made)
+    except BaseException:
+        made.close()
+        raise
+
+
+def _arrival(source: Source, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int) -> Arrival:
+    rows = row_count(source.tensor)
     if bounds is not None:
-        arrival = Arrival.ragged(bounds, pivot)
-    else:
-        if rows_per_chunk is None:
-            rows_per_chunk = default_rows_per_chunk(rows, made.tensor.shape[-1] * made.tensor.element_size())
-        elif rows_per_chunk < 1:
-            raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
-        arrival = Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
-    return Stream(arrival, made)
+        if rows_per_chunk is not None:
+            raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
+        return Arrival.ragged(bounds, pivot)
+    if rows_per_chunk is None:
+        rows_per_chunk = default_rows_per_chunk(rows, source.tensor.shape[-1] * source.tensor.element_size())
+    elif rows_per_chunk < 1:
+        raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
+    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
 
 
 def default_rows_per_chunk(rows: int, row_bytes: int) -> int:

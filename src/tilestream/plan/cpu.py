@@ -1,12 +1,13 @@
 """The CPU's policy: candidates -> cost -> compare.
 
-The model has four terms, in seconds, fitted on an EPYC (Zen 5) with MKL; what matters is only that the order it puts
+The model has five terms, in seconds, fitted on an EPYC (Zen 5) with MKL; what matters is only that the order it puts
 candidates in is right:
 
 * a tile's multiply-adds, at the rate the BLAS reaches;
 * what the BLAS does once per tile: copying the tile's rows of A and columns of B into its own layout;
 * what Python does once per tile: taking it, and the call;
-* starting the workers.
+* starting the workers;
+* the bytes that must come from memory and go there, which nothing is assumed to hide.
 """
 
 from __future__ import annotations
@@ -71,10 +72,9 @@ def candidates(
         grid = _grid(problem, block)
         raster = table_raster(order, grid.num_m, grid.num_n) if order is not None else _raster(problem, grid, block)
         for kind in kinds:
+            count = queues or 1 if kind == "dynamic" else 1
             split = _split(raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
-            schedule = Schedule(
-                kind, grid, raster, workers, queues or 1 if kind == "dynamic" else 1, split, shares or 0
-            )
+            schedule = Schedule(kind, grid, raster, workers, count, split, shares or 0, _first_batch(problem))
             yield Candidate("workers", block, schedule, _seconds(problem, device, schedule, block))
 
 
@@ -95,7 +95,7 @@ def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
 def _raster(problem: Problem, grid: Grid, block: tuple[int, int, int]) -> Raster:
     """What arrives is the outer dimension, from the pivot on; else groups of rows swept column by column."""
     if problem.rows is not None and grid.num_m:
-        # Several batches have one raster, and their rows begin inside different chunks: rows in order, then.
+        # Several batches share one raster, and begin inside different chunks: batches from the pivot's, rows in order.
         if problem.row_of_batch:
             return Raster("chunk_major", group=GROUP, band=1)
         return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, transposed=False)
@@ -104,12 +104,20 @@ def _raster(problem: Problem, grid: Grid, block: tuple[int, int, int]) -> Raster
     return Raster("grouped", group=GROUP)
 
 
+def _first_batch(problem: Problem) -> int:
+    """The batch in which the pivot's first row lies."""
+    if problem.rows is None or not problem.row_of_batch:
+        return 0
+    row, _ = problem.rows.chunks.range_of(problem.rows.pivot)
+    return min(row // problem.m, problem.batch - 1)
+
+
 def _by_chunks(incoming: Incoming, rows: int, block: int, num: int, others: int, *, transposed: bool) -> Raster:
     """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table."""
     chunks, pivot = incoming.chunks, incoming.pivot
     if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
         first = chunks.pivot_tile(pivot, block, num)
-        return Raster("chunk_major", GROUP, first, chunks.rows_per_chunk // block, transposed)
+        return Raster("chunk_major", GROUP, first, min(chunks.rows_per_chunk // block, num), transposed)
     ready = [
         max((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
         for tile in range(num)
@@ -139,7 +147,7 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, blo
         total = tile * grid.tiles / workers + (partials + TILE_SECONDS * schedule.num_shares) / workers + TILE_SECONDS
     else:
         total = tile * cdiv(grid.tiles, workers)
-    total += START_SECONDS + WORKER_SECONDS * workers
+    total += START_SECONDS + WORKER_SECONDS * workers + problem.bytes / device.bandwidth
     # What is left to do when the last chunk comes is not hidden by anything.
     for incoming, size, others in ((problem.rows, block[0], grid.num_n), (problem.columns, block[1], grid.num_m)):
         if incoming is not None:

@@ -37,6 +37,8 @@ def _schedule(plan: Plan) -> list[tuple[str, str]]:
     if schedule.remainder:
         remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"
     first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
+    if schedule.first_batch:
+        first += f" from batch {schedule.first_batch}"
     order = f"{raster.order}{first}, group {raster.group}"
     if raster.table is not None:
         order = f"a table of {len(raster.table)} tiles"

@@ -213,20 +213,30 @@ def plan(
         raise NotImplementedError(
             f"device={str(device)!r}: this version has the CPU backend only; use device='cpu', or torch.matmul there"
         )
+    for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
+        if not _whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (not _whole(value) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
-    if tile is not None and (len(tile) != 2 or min(tile) < 1):
-        raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive")
+    if tile is not None:
+        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
+            raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
+        tile = (tile[0], tile[1])
     name = dtype_name(dtype)
     problem = Problem(
         m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
         None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
         None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
     )  # fmt: skip
-    if order is not None and not callable(order):
-        order = tuple(order)  # type: ignore[assignment]  # a list cannot be a cache's key
+    if order is not None:
+        # Not from the cache: it would keep alive what the function closes over, and call it pure.
+        return plan_problem.__wrapped__(problem, workers, schedule, tile, order, queues, shares)
     return plan_problem(problem, workers, schedule, tile, order, queues, shares)
+
+
+def _whole(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,14 +3,15 @@
 Every function here and in `raster`, `queues` and `stream_k` is a leaf in integers (``//``, ``%``, ``min``, ``max``,
 comparisons), with all values in [0, 2**31) where Python's division and a device's agree. The same function objects are
 what a device compiles, through ``triton.jit(fn)`` or ``gluon.jit(fn)``: that is why none calls another, why each has
-one return, and why none is written with a Python feature those compilers lack.
+one return, and why none is written with a Python feature those compilers lack. ``and`` is not lazy there: both sides
+are computed, and must be harmless.
 """
 
 from __future__ import annotations
 
 
 def cdiv(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
+    """``a / b`` rounded up; ``a + b`` stays in 31 bits."""
     return (a + b - 1) // b
 
 
@@ -33,7 +34,7 @@ def part_size(total: int, parts: int, part: int) -> int:
 def part_of(total: int, parts: int, x: int) -> int:
     """The part that holds element ``x``: the inverse of `part_begin`."""
     small = total // parts
-    cut = (total % parts) * (small + 1)
+    cut = total - (parts - total % parts) * small  # where the larger parts end
     if x < cut:
         part = x // (small + 1)
     else:

@@ -73,6 +73,8 @@ class Schedule:
         What queues divide: the raster's positions (``items``), or the tiles' columns or rows, each queue then going
         through its stripe in the raster's order. Queues split the dimension that does not arrive, so that a late
         chunk idles nobody's queue.
+    first_batch
+        The batch to start from; the others follow in order and wrap around.
     shares
         Into how many shares stream-K cuts the remainder; 0 for one per worker, at most one per unit.
 
@@ -89,12 +91,13 @@ class Schedule:
     queues: int = 1
     split: Split = "items"
     shares: int = 0
+    first_batch: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in (("kind", get_args(Kind)), ("split", get_args(Split))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"Schedule: {name}={getattr(self, name)!r}; it is one of {', '.join(choices)}")
-        for name, least in (("workers", 1), ("queues", 1), ("shares", 0)):
+        for name, least in (("workers", 1), ("queues", 1), ("shares", 0), ("first_batch", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"Schedule: {name}={getattr(self, name)}; it is at least {least}")
         if self.kind != "dynamic" and self.queues != 1:
@@ -203,6 +206,7 @@ class Schedule:
 
     def _item(self, batch: int, pm: int, pn: int) -> WorkItem:
         grid = self.grid
+        batch = (batch + self.first_batch) % grid.batch
         return WorkItem((batch * grid.num_m + pm) * grid.num_n + pn, batch, pm, pn, 0, grid.k_steps)
 
     def _next_part(self, share: int, unit: int, unit_end: int) -> tuple[WorkItem, Cursor]:
