@@ -435,6 +435,7 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
 
     def interrupt():
         entered.wait(10)
+        time.sleep(0.05)  # until all are: for an interrupt while they are being started, see the next test
         for _ in range(interrupts):
             signal.pthread_kill(main, signal.SIGINT)
             time.sleep(0.1)
@@ -458,6 +459,59 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
     assert caught
     assert not still, f"the call had returned while workers were still inside tiles {still}"
     assert out.isnan().any()
+
+
+@pytest.mark.xfail(
+    reason="a thread whose start() is interrupted is counted out, and counts itself out: the call returns too early",
+    strict=True,
+)
+@pytest.mark.skipif(not in_main_thread(), reason="signals are handled in the main thread")
+def test_invariant_9_interrupted_while_workers_are_started_and_once_more_while_they_leave(monkeypatch):
+    # The second thread exists, but has not run its first line when the first interrupt comes (real signals hit that in
+    # 4 of 60 tries; here a ghost is that thread). The second comes while the first worker is still inside a tile.
+    a, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
+    inside, entered, real, start = [], threading.Event(), GemmBody.compute, threading.Thread.start
+    main, ghosts, still = threading.main_thread().ident, [], []
+
+    def compute(self, item):
+        inside.append(item.tile)
+        entered.set()
+        try:
+            time.sleep(0.6)
+            real(self, item)
+        finally:
+            inside.remove(item.tile)
+
+    def interrupted(self):
+        if self.name != "tilestream-worker-1":
+            start(self)
+            return
+        entered.wait(10)
+        ghosts.append(threading.Thread(target=lambda: (time.sleep(0.05), self.run()), name="ghost"))
+        start(ghosts[0])
+        raise KeyboardInterrupt
+
+    again = threading.Thread(
+        target=lambda: (entered.wait(10), time.sleep(0.2), signal.pthread_kill(main, signal.SIGINT))
+    )
+    monkeypatch.setattr(GemmBody, "compute", compute)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        again.start()
+        with pytest.raises(KeyboardInterrupt):
+            ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
+        still = list(inside)
+        again.join(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        monkeypatch.undo()
+        for thread in (again, *ghosts):
+            thread.join(10)
+        deadline = time.monotonic() + 10
+        while inside and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert not still, f"the call had returned while workers were still inside tiles {still}"
 
 
 # What is kept alive ---------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_residual_is_out_in_addmm_and_in_batches():
 @pytest.mark.parametrize("how", [{"workers": 1}, {"workers": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["rows shifted", "columns shifted", "transposed", "one row for all"])
 def test_residual_overlaps_out_elsewhere(kind, how):
-    # Either the right answer or a refusal; torch.addmm refuses ("unsupported operation: some elements ... overlap").
+    # A tile would overwrite what another tile still adds. torch.addmm refuses too.
     size = 64
     buffer = rand(size + 1, size + 1)
     a, b = rand(size, K), rand(K, size)
@@ -108,13 +108,10 @@ def test_residual_overlaps_out_elsewhere(kind, how):
         "transposed": (buffer[1:, 1:].t(), buffer[1:, 1:]),
         "one row for all": (buffer[1:2, 1:].expand(size, size), buffer[1:, 1:]),
     }[kind]
-    maths = Maths(a, b, None, residual.clone())
-    try:
+    before = buffer.clone()
+    with pytest.raises(ValueError, match=r"out: overlaps residual in memory"):
         ts.matmul(a, b, residual=residual, out=out, **how)
-    except (ValueError, RuntimeError) as error:
-        assert "overlap" in str(error)
-        return
-    check(out, maths)
+    assert torch.equal(buffer, before)
 
 
 def test_residual_beside_out_in_one_buffer():
@@ -216,10 +213,13 @@ def test_any_two_views_of_one_buffer_are_refused_or_right():
         a, b = a if which == "a" else a.clone(), b if which == "b" else b.clone()
         residual = residual if which == "residual" else residual.clone()
         maths = Maths(a.clone(), b.clone(), None, residual.clone())
+        complaint = ""
         try:
             ts.matmul(a, b, residual=residual, out=out, workers=2)
         except ValueError as error:
-            assert f"out: overlaps {which}" in str(error)
+            complaint = str(error)
+        if complaint:
+            assert f"out: overlaps {which}" in complaint
             refused += 1
         else:
             check(out.clone(), maths)

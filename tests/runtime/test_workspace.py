@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -48,7 +49,7 @@ def test_a_counter_counts_from_the_base():
 def test_a_counter_gives_each_ticket_once():
     counter, taken = Counter(), [[] for _ in range(6)]
     run_together(6, lambda i: taken[i].extend(counter.add(100) for _ in range(500)))
-    assert sorted(sum(taken, [])) == list(range(3000))
+    assert sorted(itertools.chain(*taken)) == list(range(3000))
 
 
 def test_invariant_4_opening_clears_no_counter():
@@ -61,7 +62,7 @@ def test_invariant_4_opening_clears_no_counter():
             for ticket in range(plan.queue_size(queue) + plan.workers):  # the most a launch can take
                 assert space.counters[queue].add(base) == ticket
         values.append([counter._value for counter in space.counters])
-    assert all(one[q] < two[q] for one, two in zip(values, values[1:], strict=False) for q in range(2))
+    assert all(one[q] < two[q] for one, two in itertools.pairwise(values) for q in range(2))
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 7, 18])
@@ -186,7 +187,7 @@ def test_invariant_4_a_thousand_calls_on_one_workspace_with_failures_between(poo
             torch.testing.assert_close(answer, correct)
         assert pool.free == [space], "another workspace was made"
         values.append(space.counters[0]._value)
-    assert all(one < two for one, two in zip(values, values[1:], strict=False)), "a counter was cleared"
+    assert all(one < two for one, two in itertools.pairwise(values)), "a counter was cleared"
 
 
 @pytest.mark.usefixtures("small_tiles")
