@@ -71,11 +71,11 @@ def test_opcheck_gemm_arriving(sample, own_words):
     count = -(-rows // 4)
     words = torch.ones(count, dtype=torch.int32) if own_words else None
     row, column = there(rows, 4, words), there(7, 3)
-    torch.library.opcheck(arriving, (*args, words, ints(row), None, ints(column), 5.0))
-    torch.library.opcheck(arriving, (*args, None, [], None, ints(column), 5.0))
+    torch.library.opcheck(arriving, (*args, words, ints(row), None, ints(column), 5.0, "mm"))
+    torch.library.opcheck(arriving, (*args, None, [], None, ints(column), 5.0, "mm"))
     out = torch.zeros(*args[0].shape[:-1], 7)
     plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
-    torch.library.opcheck(arriving_out, (*plain, words, ints(row), None, [], 5.0, out))
+    torch.library.opcheck(arriving_out, (*plain, words, ints(row), None, [], 5.0, "mm", out))
 
 
 def test_opcheck_clear_signals():

@@ -150,7 +150,7 @@ def test_a_dead_arrival_is_named():
     del arrival
     with pytest.raises(ValueError, match=r"arrival: no arrival with key \d+ is alive; keep the Arrival"):
         torch.ops.tilestream.gemm_arriving(
-            A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, None, ints, None, [], 1.0
+            A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, None, ints, None, [], 1.0, "mm"
         )
 
 

@@ -68,7 +68,9 @@ class Arrival:
             The chunk to start from; the others follow in order and wrap around.
         signals
             Your own signal words, ``int32[num_chunks]`` on the input's device: 0 not arrived, anything else arrived.
-            They are zeroed by the call that has seen them all. None: tilestream keeps words of its own.
+            They are zeroed by the call that has seen them all, those of chunks without rows included. After an
+            `ArrivalTimeout` they are left as they are: zero them when your producers have stopped. None: tilestream
+            keeps words of its own.
 
         Raises
         ------
@@ -141,8 +143,12 @@ class Arrival:
 
     @property
     def error(self) -> BaseException | None:
-        """What the producer of this round reported by `fail`, if anything."""
+        """What the producer of this round reported by `fail`, if anything: to look at."""
         return self._signals.error(self._signals.epoch)
+
+    def take_error(self) -> BaseException | None:
+        """What the producer of this round reported by `fail`, if anything: to raise. See `Signals.take_error`."""
+        return self._signals.take_error(self._signals.epoch)
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
         """Say that chunk ``chunk`` is there. Call it after its rows were written, from any thread.

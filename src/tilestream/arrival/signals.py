@@ -10,6 +10,7 @@ code), without a word to us, so they are looked at every `POLL_SECONDS` as well.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -17,6 +18,8 @@ import weakref
 from collections.abc import Callable, MutableSequence
 from enum import Enum, auto
 from typing import ClassVar
+
+from tilestream.runtime.errors import ProducerStopped
 
 #: How often a caller's own signal words are looked at; half of this is the latency a raw write costs on average.
 POLL_SECONDS = 0.0005
@@ -118,8 +121,25 @@ class Signals:
             self._bell.notify_all()
 
     def error(self, epoch: int) -> BaseException | None:
-        """What the producer of round ``epoch`` reported, if anything."""
+        """What the producer of round ``epoch`` reported, if anything: to look at. To raise, `take_error`."""
         return self._error[1] if self._error is not None and self._error[0] == epoch else None
+
+    def take_error(self, epoch: int) -> BaseException | None:
+        """What the producer of round ``epoch`` reported, if anything, to be raised.
+
+        The first who asks is given the exception itself, others a copy: an exception that was raised holds the frames
+        it went through, with the operands in them, and must not be kept here (invariant 8).
+        """
+        with self._bell:
+            if self._error is None or self._error[0] != epoch:
+                return None
+            error = self._error[1]
+            try:
+                again = copy.copy(error)
+            except Exception:  # an exception of the caller's that cannot be copied
+                again = ProducerStopped(f"the producer failed: {error!r}")
+            self._error = (epoch, again)
+            return error
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
         """Whether the chunk has arrived in the round ``epoch`` (now where None)."""

@@ -152,7 +152,7 @@ class Stream:
             missing = [c for c in range(self._chunks.count) if not self.arrival.arrived(c)]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
-        error = self.arrival.error
+        error = self.arrival.take_error()
         if error is not None:
             raise error
         return self.tensor
@@ -160,7 +160,8 @@ class Stream:
     def restart(self) -> None:
         """Fill the same tensor from the beginning: the next round, in which nothing has arrived yet.
 
-        Nobody may still read the tensor, and the round before must have ended.
+        Nobody may still read the tensor, a backward pass included (autograd does not see a file being read into it),
+        and the round before must have ended.
 
         Raises
         ------

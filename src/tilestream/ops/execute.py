@@ -160,11 +160,13 @@ def execute(
 def _inline(schedule: Schedule, body: GemmBody) -> None:
     """A launch with nobody to share work or wait with: the schedule's items, one after the other."""
     with torch.inference_mode():  # so that a result that is an inference tensor can be written
-        for item in schedule.items():
+        items = list(schedule.items())
+        for done, item in enumerate(items):
             try:
                 body.compute(item)
             except BaseException:
-                body.poison(item)
+                for missing in items[done:]:
+                    body.poison(missing)
                 raise
 
 
@@ -179,7 +181,7 @@ def _see_all(op: str, arrival: FlatArrival | None, waiting: LaunchIncoming, end:
         begin = time.perf_counter()
         outcome = waiting.signals.wait(chunk, waiting.epoch, end, lambda: False)
         if outcome is Outcome.FAILED:
-            error = waiting.signals.error(waiting.epoch)
+            error = waiting.signals.take_error(waiting.epoch)
             assert error is not None
             raise error
         if outcome is Outcome.EXPIRED:

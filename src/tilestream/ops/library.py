@@ -24,8 +24,10 @@ _OPERANDS = (
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
 )
 _HOW = "str schedule, int workers"
-# SymInt, or a compiled graph would be made anew for every round of an arrival.
-_ARRIVING = "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline"
+# SymInt, or a compiled graph would be made anew for every round of an arrival; op, for messages.
+_ARRIVING = (
+    "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline, str op"
+)
 
 library = torch.library.Library("tilestream", "DEF")
 library.define(f"gemm({_OPERANDS}, {_HOW}) -> Tensor")
@@ -88,6 +90,7 @@ def _run(
     rows: FlatArrival | None = None,
     columns: FlatArrival | None = None,
     deadline: float | None = None,
+    op: str = "matmul",
 ) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
@@ -96,7 +99,7 @@ def _run(
     refuse_overlap(out, epilogue, a=a, b=b)
     problem = problem_of(a3, b3, out.dtype, rows, columns)
     plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads())
-    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline))
+    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op)
 
 
 def _gemm(
@@ -149,11 +152,12 @@ def _gemm_arriving(
     column_signals: torch.Tensor | None,
     column_arrival: Sequence[int],
     deadline: float,
+    op: str,
 ) -> torch.Tensor:
     out = _output(a, b, out_dtype)
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline, op)
     return out
 
 
@@ -173,12 +177,13 @@ def _gemm_arriving_out(
     column_signals: torch.Tensor | None,
     column_arrival: Sequence[int],
     deadline: float,
+    op: str,
     out: torch.Tensor,
 ) -> None:
     _check_out(out, a, b, out_dtype)
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline, op)
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
@@ -256,7 +261,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     # By now everything has arrived: the operands are ordinary tensors.
-    return *_backward(ctx, grad), *([None] * 5)
+    return *_backward(ctx, grad), *([None] * 6)
 
 
 def _activation_backward(activation: str, grad: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

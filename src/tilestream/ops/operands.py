@@ -188,9 +188,9 @@ def _call(
             arriving += [flat.words, flat.ints] if flat is not None else [None, []]
         deadline = check_deadline(options.deadline)
         if into is None:
-            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline)
+            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline, options.op)
         else:
-            gemm_arriving_out_op(*operands, *arriving, deadline, into)
+            gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into)
             result = into
         for words in (arriving[0], arriving[2]):
             if words is not None:

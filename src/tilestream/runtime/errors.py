@@ -28,23 +28,42 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
         Seconds the launch was given.
     rank : int or None
         The rank that reports, where there are several.
+    argument : str
+        Whose chunk it was: ``arrival`` or ``weight_arrival``.
     """
 
     def __init__(
-        self, op: str, worker: int, chunk: int, item: str, waited: float, deadline: float, rank: int | None = None
+        self,
+        op: str,
+        worker: int,
+        chunk: int,
+        item: str,
+        waited: float,
+        deadline: float,
+        rank: int | None = None,
+        argument: str = "arrival",
     ) -> None:
         self.op, self.worker, self.chunk, self.item = op, worker, chunk, item
-        self.waited, self.deadline, self.rank = waited, deadline, rank
+        self.waited, self.deadline, self.rank, self.argument = waited, deadline, rank, argument
         where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
         super().__init__(
-            f"{op}: chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited "
+            f"{op}: {argument}'s chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited "
             f"{waited:.3f} s for "
             f"it; first item not taken: {item}. What was not computed is NaN. See that the chunk's producer lives and "
             "signals it, or give the call a longer deadline="
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.op, self.worker, self.chunk, self.item, self.waited, self.deadline, self.rank)
+        return type(self), (
+            self.op,
+            self.worker,
+            self.chunk,
+            self.item,
+            self.waited,
+            self.deadline,
+            self.rank,
+            self.argument,
+        )
 
 
 class ProducerStopped(TilestreamError):

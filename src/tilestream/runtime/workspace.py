@@ -9,14 +9,19 @@ and its counters are below the next base whatever it did; only its stream-K coun
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from tilestream.schedule.queues import next_base
 from tilestream.schedule.schedule import Schedule
+
+#: Bytes of the largest temporary that a workspace keeps for the next tile, and how many it keeps.
+_LARGEST_KEPT = 32 * 2**20
+_MOST_KEPT = 64
 
 
 class Counter:
@@ -48,6 +53,8 @@ class Workspace:
         self._counts: dict[int, int] = {}
         self._count_lock = threading.Lock()
         self._scratch: torch.Tensor | None = None
+        self._spare: list[torch.Tensor] = []
+        self._spare_lock = threading.Lock()
 
     def open(self, schedule: Schedule) -> None:
         """Make ready for a launch: counters enough, and the base from which each counts."""
@@ -68,6 +75,26 @@ class Workspace:
             else:
                 self._counts[tile] = before + 1
             return before
+
+    @contextlib.contextmanager
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """A tensor for the length of the block, from what earlier tiles left behind where that is large enough.
+
+        What is in it is anything. Very large ones are not kept.
+        """
+        size = math.prod(shape)
+        with self._spare_lock:
+            fits = [i for i, spare in enumerate(self._spare) if spare.dtype == dtype and spare.numel() >= size]
+            taken = self._spare.pop(fits[0]) if fits else None
+        if taken is None:
+            taken = torch.empty(size, dtype=dtype)
+        try:
+            yield taken[:size].view(*shape)
+        finally:
+            if taken.numel() * taken.element_size() <= _LARGEST_KEPT:
+                with self._spare_lock:
+                    self._spare.append(taken)
+                    del self._spare[:-_MOST_KEPT]
 
     def slots(self, count: int, block_m: int, block_n: int, dtype: torch.dtype) -> torch.Tensor:
         """``[count, block_m, block_n]`` of scratch for partial results; what is in it is anything."""

@@ -50,6 +50,6 @@ class Epilogue:
         if self.bias is not None:
             acc.add_(self.bias[cols])
         if self.residual is not None:
-            # Converted first: a 16-bit residual times beta shall be rounded once, at the very end.
-            acc.add_(self.residual[batch, rows, cols].to(acc.dtype), alpha=self.beta)
+            # add_ computes in acc's dtype: a 16-bit residual times beta is rounded once, at the very end.
+            acc.add_(self.residual[batch, rows, cols], alpha=self.beta)
         ACTIVATIONS[self.activation](acc)

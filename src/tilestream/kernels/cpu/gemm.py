@@ -48,6 +48,7 @@ class GemmBody:
     ) -> None:
         self._a, self._b, self._out, self._epilogue = a.detach(), b.detach(), out.detach(), epilogue
         self._block_m, self._block_n, self._block_k = block
+        self._workspace = workspace
         self._acc_dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
         self._plain = epilogue.trivial and out.dtype == a.dtype
         # The accumulator may lie in the output only if the epilogue does not read what it would overwrite.
@@ -71,10 +72,10 @@ class GemmBody:
             self._product(a, b, out)
             self._epilogue.apply(out, item.batch, rows, cols)
         else:
-            acc = torch.empty(out.shape, dtype=self._acc_dtype)
-            self._product(a, b, acc)
-            self._epilogue.apply(acc, item.batch, rows, cols)
-            out.copy_(acc)
+            with self._workspace.borrow(out.shape, self._acc_dtype) as acc:
+                self._product(a, b, acc)
+                self._epilogue.apply(acc, item.batch, rows, cols)
+                out.copy_(acc)
 
     def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
         """See `Body`."""
@@ -100,7 +101,12 @@ class GemmBody:
         )
 
     def _product(self, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
-        torch.mm(a.to(into.dtype), b.to(into.dtype), out=into)
+        if a.dtype == into.dtype:
+            torch.mm(a, b, out=into)
+            return
+        borrow = self._workspace.borrow
+        with borrow(a.shape, into.dtype) as wide_a, borrow(b.shape, into.dtype) as wide_b:
+            torch.mm(wide_a.copy_(a), wide_b.copy_(b), out=into)
 
     def _slot(self, slot: int, tile: torch.Tensor) -> torch.Tensor:
         assert self._slots is not None, "a part of a tile without a place for its partial result"

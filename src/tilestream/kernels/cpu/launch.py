@@ -13,7 +13,6 @@ bell, so that all leave; the caller raises, and no thread is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -88,8 +87,8 @@ class Launch:
         self._seconds, self._deadline = deadline, 0.0
         self._threads = threads
         self._pinning = Pinning(schedule.workers)
-        self._running = 0
-        self._all_left = threading.Condition()
+        self._changed = threading.Condition()  # guards the next three
+        self._closed, self._inside, self._left = False, 0, 0
         self._abort = threading.Event()
         self._error: BaseException | None = None
         self._timeout: tuple[int, Wait, float] | None = None
@@ -120,11 +119,18 @@ class Launch:
             if self._abort.is_set() or self._error is not None:
                 self._poison()
             self._finish_trace()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: a circle that would keep the operands alive
         if self._timeout is not None:
             worker, wait, waited = self._timeout
-            raise ArrivalTimeout(self._op, worker, wait.chunk, self._first_not_taken(), waited, self._seconds)
+            argument = "weight_arrival" if wait.operand else "arrival"
+            raise ArrivalTimeout(
+                self._op, worker, wait.chunk, self._first_not_taken(), waited, self._seconds, argument=argument
+            )
         if not all(self._done):  # invariant 1, Coverage: cannot be, and must never pass for a result
             self._poison()
             raise AssertionError(f"{self._op}: all workers have left, and {self._first_not_taken()} was not computed")
@@ -137,37 +143,36 @@ class Launch:
         try:
             with self._pinning.starting():
                 for thread in threads:
-                    with self._all_left:
-                        self._running += 1
-                    try:
-                        thread.start()
-                    except BaseException:  # no thread to be had
-                        if thread.ident is None:
-                            self._leave()
-                        raise
-            self._wait_until_all_left()
+                    thread.start()
+            with self._changed:
+                self._changed.wait_for(lambda: self._left == len(threads))
         except BaseException:  # an interrupt, or no thread to be had: nobody may be left behind
-            self._stop()
-            while self._running:
-                with contextlib.suppress(KeyboardInterrupt):  # it is being obeyed: workers leave after their tile
-                    self._wait_until_all_left()
+            self._close()
             raise
-        finally:
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+        for thread in threads:
+            thread.join()
 
-    def _wait_until_all_left(self) -> None:
-        # Not by join(): interrupted, it takes a thread that still runs for one that has ended (CPython before 3.13).
-        with self._all_left:
-            self._all_left.wait_for(lambda: not self._running)
+    def _close(self) -> None:
+        """Let nobody in any more, and wait until all who are in have left. Not to be interrupted.
 
-    def _leave(self) -> None:
-        with self._all_left:
-            self._running -= 1
-            self._all_left.notify_all()
+        Not by join(): interrupted, it takes a thread that still runs for one that has ended (CPython before 3.13), and
+        a thread whose start() was interrupted may or may not run yet.
+        """
+        while True:
+            try:
+                self._stop()
+                with self._changed:
+                    self._closed = True
+                    self._changed.wait_for(lambda: not self._inside)  # they leave after the tile they are at
+                return
+            except KeyboardInterrupt:
+                continue  # it is being obeyed
 
     def _thread(self, me: int) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._inside += 1
         try:
             self._pinning.pin(self._threads)
         except BaseException as error:
@@ -175,7 +180,10 @@ class Launch:
         else:
             self._worker(me)
         finally:
-            self._leave()
+            with self._changed:
+                self._inside -= 1
+                self._left += 1
+                self._changed.notify_all()
 
     def _worker(self, me: int) -> None:
         # A thread starts with autograd on. Inference mode also lets a result that is an inference tensor be written.
@@ -243,13 +251,17 @@ class Launch:
                     self._timeout = (me, wait, time.perf_counter() - begin)
             self._stop()
         elif outcome is Outcome.FAILED:
-            self._stop(incoming.signals.error(incoming.epoch))
+            with self._lock:
+                if self._error is None:
+                    self._error = incoming.signals.take_error(incoming.epoch)
+            self._stop()
         return 0
 
     def _stop(self, error: BaseException | None = None) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
+        if error is not None:
+            with self._lock:
+                if self._error is None:
+                    self._error = error
         self._abort.set()
         for incoming in self._incoming:
             if incoming is not None:
