@@ -101,7 +101,7 @@ def test_a_failed_launch_is_status_1(cli, monkeypatch):
     monkeypatch.setattr(tilestream, "plan", broken)
     result = cli("plan", 4, 4, 4)
     assert result.exit_code == 1
-    assert result.stderr.startswith("tilestream: matmul: chunk 3 did not arrive")
+    assert result.stderr.startswith("tilestream: matmul: arrival's chunk 3 did not arrive")
 
 
 def test_debug_shows_the_exception(cli):

@@ -91,8 +91,13 @@ def test_the_record_of_an_expiry_names_the_first_item_not_taken():
     assert caught.value.item == "tile 6 (row tile 2, column tile 0)"
     assert caught.value.worker == 0
     message = str(caught.value)
-    for part in ("plan.run: arrival's chunk 2 did not arrive within the deadline of 0.03 s", "worker 0 waited", "tile 6",
-                 "What was not computed is NaN", "longer deadline="):  # fmt: skip
+    for part in (
+        "plan.run: arrival's chunk 2 did not arrive within the deadline of 0.03 s",
+        "worker 0 waited",
+        "tile 6",
+        "What was not computed is NaN",
+        "longer deadline=",
+    ):
         assert part in message
     assert not out[:32].isnan().any()
     assert out[32:].isnan().all(), "one worker takes nothing behind the tile it could not do"
