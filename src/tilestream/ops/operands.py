@@ -144,8 +144,10 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
             f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} "
             "rows of b"
         )
+    batch = torch.Size()
     try:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        if a.dim() > 2 or b.dim() > 2:
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"{op}: batch dimensions {list(a.shape[:-2])} of a and {list(b.shape[:-2])} of b do not broadcast"
