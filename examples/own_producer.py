@@ -30,7 +30,7 @@ def main() -> None:
     y = ts.matmul(x, w, arrival=arrival)
     print("largest difference from torch:", (y - source @ w).abs().max().item())
 
-    epoch = arrival.advance()  # the next round: nothing has arrived yet
+    epoch = arrival.advance()  # the next epoch: nothing has arrived yet
     threading.Thread(target=producer, args=([2, 3, 4, 6, 7, 0, 1], epoch)).start()  # chunk 5 never comes
     try:
         ts.matmul(x, w, arrival=arrival, deadline=0.5)

@@ -1,4 +1,4 @@
-"""The error rule of shared/design.md, once, for every test that compares numbers.
+"""The error rule of docs/design.md, once, for every test that compares numbers.
 
 An answer passes if its maximum and its Frobenius error against a finer reference are at most twice those of the same
 maths done by torch in the same dtype on the same inputs, plus one ulp at the result's scale. NaN never passes.

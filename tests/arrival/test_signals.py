@@ -185,7 +185,7 @@ class TestEpochs:
 
     def test_a_signal_of_a_round_to_come_is_refused(self):
         signals = Signals(1)
-        with pytest.raises(ValueError, match=r"^signal: epoch=2; the present round is 1: advance\(\) begins the next$"):
+        with pytest.raises(ValueError, match=r"^signal: epoch=2; the present epoch is 1: advance\(\) begins the next$"):
             signals.set(0, epoch=2)
         assert not signals.arrived(0)
 

@@ -378,11 +378,14 @@ class TestEnds:
             assert stream.close()
             assert torch.equal(stream.wait(LONG), matrix())
 
-    def test_leaving_the_block_closes_the_file(self, saved):
+    def test_the_file_is_closed_when_it_has_been_read_also_if_nobody_closes_the_stream(self, saved):
         path, name = saved[0]["safetensors"]
-        with ts.stream_in(path, tensor=name) as stream:
+        stream = ts.stream_in(path, tensor=name)
+        for _ in range(3):
             stream.wait(LONG)
-            assert open_descriptors(path)
+            assert open_descriptors(path) == []
+            stream.restart()
+        stream.wait(LONG)
         assert open_descriptors(path) == []
 
     def test_leaving_the_block_closes(self):

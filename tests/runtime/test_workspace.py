@@ -293,29 +293,6 @@ def test_a_forked_child_multiplies():
 
 @fork
 @pytest.mark.usefixtures("small_tiles")
-def test_a_child_forked_while_other_threads_multiply():
-    # The locks that those threads hold at that moment are nobody's in the child.
-    a, b, correct = product()
-    stop = threading.Event()
-
-    def keep_busy():
-        while not stop.is_set():
-            ts.matmul(a, b, workers=3)
-
-    threads = [threading.Thread(target=keep_busy, daemon=True) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(5):
-            assert in_a_child(lambda: torch.testing.assert_close(ts.matmul(a, b, workers=2), correct)) == 0
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-@fork
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("own", [True, False], ids=["own number", "changing the default"])
 def test_each_lock_of_a_call_is_free_in_a_child(own, monkeypatch):
     from tilestream.kernels.cpu import threads

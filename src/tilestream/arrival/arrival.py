@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
 from tilestream.arrival.chunks import Chunks
@@ -20,7 +21,7 @@ class Arrival:
     input seen as a matrix: an ``[B, M, K]`` activation has ``B * M`` of them.
 
     Whoever fills the input calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
-    each tile when its rows are there. The next round of the same buffers begins with `advance`.
+    each tile when its rows are there. The next epoch of the same buffers begins with `advance`.
 
     Examples
     --------
@@ -39,7 +40,9 @@ class Arrival:
         pivot: int = 0,
         signals: torch.Tensor | None = None,
     ) -> None:
-        if not isinstance(pivot, int) or not 0 <= pivot < num_chunks:
+        if bool(rows_per_chunk) == bool(bounds) or (bounds and len(bounds) != num_chunks + 1):
+            raise ValueError("Arrival: chunks are uniform or ragged; make one with Arrival.uniform or Arrival.ragged")
+        if isinstance(pivot, bool) or not isinstance(pivot, int) or not 0 <= pivot < num_chunks:
             raise ValueError(
                 f"pivot={pivot}: the raster starts from one of the {num_chunks} chunks, 0 to {num_chunks - 1}"
             )
@@ -50,7 +53,7 @@ class Arrival:
         self._num_chunks = num_chunks
         self._pivot = pivot
         self._tensor = signals
-        self._signals = Signals(num_chunks, signals)  # type: ignore[arg-type]  # an int tensor is indexed like a list
+        self._signals = Signals(num_chunks, None if signals is None else _words(signals))
 
     @classmethod
     def uniform(
@@ -70,7 +73,7 @@ class Arrival:
             Your own signal words, ``int32[num_chunks]`` on the input's device: 0 not arrived, anything else arrived.
             They are zeroed by the call that has seen them all, those of chunks without rows included. After an
             `ArrivalTimeout` they are left as they are: zero them when your producers have stopped. None: tilestream
-            keeps words of its own.
+            keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours.
 
         Raises
         ------
@@ -80,9 +83,10 @@ class Arrival:
             If ``signals`` has the wrong dtype.
         """
         for name, value in (("rows_per_chunk", rows_per_chunk), ("num_chunks", num_chunks)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
                 raise ValueError(f"{name}={value!r}: a uniform arrival has a positive whole number of them")
-        return cls(num_chunks, rows_per_chunk=rows_per_chunk, pivot=pivot, signals=signals)
+        index = operator.index
+        return cls(index(num_chunks), rows_per_chunk=index(rows_per_chunk), pivot=pivot, signals=signals)
 
     @classmethod
     def ragged(cls, bounds: Sequence[int], pivot: int = 0, signals: torch.Tensor | None = None) -> Arrival:
@@ -94,6 +98,11 @@ class Arrival:
             ``num_chunks + 1`` rows: from 0, never falling, the last one the number of rows of the input.
         pivot, signals
             As for `uniform`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the bounds do not begin at 0, fall, or are no whole numbers; else as for `uniform`.
         """
         try:
             chunks = Chunks(tuple(operator.index(bound) for bound in bounds))
@@ -133,21 +142,21 @@ class Arrival:
 
     @property
     def epoch(self) -> int:
-        """The round: counted up by `advance`."""
+        """The epoch: counted up by `advance`."""
         return self._signals.epoch
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When each chunk of this round was signalled, on `time.perf_counter`'s clock; None where not yet."""
+        """When each chunk of this epoch was signalled, on `time.perf_counter`'s clock; None where not yet."""
         return self._signals.times
 
     @property
     def error(self) -> BaseException | None:
-        """What the producer of this round reported by `fail`, if anything: to look at."""
+        """What the producer of this epoch reported by `fail`, if anything: to look at."""
         return self._signals.error(self._signals.epoch)
 
-    def take_error(self) -> BaseException | None:
-        """What the producer of this round reported by `fail`, if anything: to raise. See `Signals.take_error`."""
+    def _take_error(self) -> BaseException | None:
+        """What the producer of this epoch reported by `fail`, if anything: to raise. See `Signals.take_error`."""
         return self._signals.take_error(self._signals.epoch)
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
@@ -156,7 +165,14 @@ class Arrival:
         Parameters
         ----------
         epoch
-            The round meant, so that a producer that comes too late cannot speak for the next one; None: the present.
+            The epoch meant, so that a producer that comes too late cannot speak for the next one; None: the present.
+
+        Raises
+        ------
+        IndexError
+            If there is no such chunk.
+        ValueError
+            If that epoch has not begun yet.
         """
         self._signals.set(chunk, epoch)
 
@@ -165,11 +181,11 @@ class Arrival:
         self._signals.fail(error, epoch)
 
     def arrived(self, chunk: int) -> bool:
-        """Whether chunk ``chunk`` has arrived in this round."""
+        """Whether chunk ``chunk`` has arrived in this epoch."""
         return self._signals.arrived(chunk)
 
     def advance(self) -> int:
-        """Begin the next round: nothing has arrived yet. Returns its epoch, for `signal`."""
+        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`."""
         return self._signals.advance()
 
     def chunks(self, rows: int) -> Chunks:
@@ -207,6 +223,15 @@ def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[
             f"{num_chunks * rows_per_chunk} rows, the input has {rows}; it takes num_chunks={chunks.count}"
         )
     return chunks
+
+
+def _words(signals: torch.Tensor) -> MutableSequence[int]:
+    """The words of a caller's tensor, as integers: read and written without torch, in any of its modes."""
+    if signals.device.type != "cpu" or not signals.numel():
+        return signals  # type: ignore[return-value]  # an int tensor is indexed like a list
+    array = ctypes.c_int32 * signals.numel()
+    words: MutableSequence[int] = array.from_address(signals.data_ptr())  # type: ignore[assignment]
+    return words
 
 
 def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:

@@ -229,7 +229,7 @@ class RangeReader:
         self._how = f"through the page cache ({reason})"
 
     def again(self) -> None:
-        """Forget what was read: the next round reads everything anew into the same buffer."""
+        """Forget what was read: the next epoch reads everything anew into the same buffer."""
         self._whole.clear()
         if not self._files:
             (self._open_direct if self._direct else lambda: self._open_cached("as before"))()

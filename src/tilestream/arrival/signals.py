@@ -1,7 +1,7 @@
 """Signals: the words that say that a chunk has arrived, on the host.
 
 Two kinds (invariant 4). Our own are **epochs**: a chunk has arrived when its word is at least the call's epoch, a new
-round begins by counting the epoch up, and nothing is ever cleared. A caller's own tensor of words is **self-reset**: a
+one begins by counting up, and nothing is ever cleared. A caller's own tensor of words is **self-reset**: a
 chunk has arrived when its word is not zero, and the call that has seen all of them writes zeros.
 
 Whoever waits sleeps on a condition: nobody spins. A caller's own words can be written by anybody (another process, C++
@@ -19,10 +19,10 @@ from collections.abc import Callable, MutableSequence
 from enum import Enum, auto
 from typing import ClassVar
 
-from tilestream.runtime.errors import ProducerStopped
-
-#: How often a caller's own signal words are looked at; half of this is the latency a raw write costs on average.
-POLL_SECONDS = 0.0005
+#: How often a caller's own signal words are looked at: at first, and at the least after a long time of nothing.
+POLL_SECONDS = (0.0002, 0.004)
+#: Longest sleep in one go: what the system's clocks take; whoever is woken by it goes on waiting.
+_LONGEST_SLEEP = 3600.0
 
 
 class Outcome(Enum):
@@ -76,22 +76,22 @@ class Signals:
         return not self._own
 
     def advance(self) -> int:
-        """Begin a new round, in which nothing has arrived yet; returns its epoch.
+        """Begin a new epoch, in which nothing has arrived yet; returns it.
 
-        Words are not touched: a late signal of an earlier round stays below the new epoch and counts for nothing.
+        Words are not touched: a late signal of an earlier epoch stays below the new epoch and counts for nothing.
         """
         with self._bell:
             if self._own:
                 self._epoch += 1
             else:
                 self._clear()
-            self._error = None
+                self._error = None
             self._times = [None] * self._count
             self._bell.notify_all()
             return self._epoch
 
     def set(self, chunk: int, epoch: int | None = None) -> None:
-        """Chunk ``chunk`` has arrived (in the round ``epoch``, now where None).
+        """Chunk ``chunk`` has arrived (in epoch ``epoch``, now where None).
 
         Whoever sees the signal sees what was written before it: both sides hold the bell's lock.
         """
@@ -99,7 +99,7 @@ class Signals:
         with self._bell:
             if epoch is not None and epoch > self._epoch:
                 raise ValueError(
-                    f"signal: epoch={epoch}; the present round is {self._epoch}: advance() begins the next"
+                    f"signal: epoch={epoch}; the present epoch is {self._epoch}: advance() begins the next"
                 )
             if not self._own:
                 self._words[chunk] = 1
@@ -116,33 +116,35 @@ class Signals:
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
         with self._bell:
-            if epoch in (None, self._epoch) and self._error is None:  # what comes later is a consequence of the first
+            if epoch in (None, self._epoch) and self.error(self._epoch) is None:  # later ones follow from the first
                 self._error = (self._epoch, error)
             self._bell.notify_all()
 
     def error(self, epoch: int) -> BaseException | None:
-        """What the producer of round ``epoch`` reported, if anything: to look at. To raise, `take_error`."""
+        """What the producer of epoch ``epoch`` reported, if anything: to look at. To raise, `take_error`."""
         return self._error[1] if self._error is not None and self._error[0] == epoch else None
 
     def take_error(self, epoch: int) -> BaseException | None:
-        """What the producer of round ``epoch`` reported, if anything, to be raised.
+        """What the producer of epoch ``epoch`` reported, if anything, to be raised.
 
         The first who asks is given the exception itself, others a copy: an exception that was raised holds the frames
         it went through, with the operands in them, and must not be kept here (invariant 8).
         """
+        error = self.error(epoch)
+        if error is None:
+            return None
+        try:
+            again = copy.copy(error)
+            again.__cause__ = error.__cause__
+        except Exception:  # an exception of the caller's that cannot be copied: then that one is kept
+            again = error
         with self._bell:
-            if self._error is None or self._error[0] != epoch:
-                return None
-            error = self._error[1]
-            try:
-                again = copy.copy(error)
-            except Exception:  # an exception of the caller's that cannot be copied
-                again = ProducerStopped(f"the producer failed: {error!r}")
-            self._error = (epoch, again)
-            return error
+            if self._error == (epoch, error):
+                self._error = (epoch, again)
+        return error
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
-        """Whether the chunk has arrived in the round ``epoch`` (now where None)."""
+        """Whether the chunk has arrived in epoch ``epoch`` (now where None)."""
         self._check(chunk)
         if not self._own:
             return int(self._words[chunk]) != 0
@@ -150,7 +152,7 @@ class Signals:
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When each chunk of this round was signalled (`time.perf_counter`); None where it was not, or not by `set`."""
+        """When each chunk of this epoch was signalled (`time.perf_counter`); None where it was not, or not by `set`."""
         return tuple(self._times)
 
     def clear(self) -> None:
@@ -169,7 +171,7 @@ class Signals:
             self._bell.notify_all()
 
     def wait(self, chunk: int, epoch: int, deadline: float, over: Callable[[], bool]) -> Outcome:
-        """Wait until ``chunk`` has arrived in round ``epoch``, its producer failed, the launch is over or time is up.
+        """Wait until ``chunk`` has arrived in epoch ``epoch``, its producer failed, the launch is over or time is up.
 
         Parameters
         ----------
@@ -178,6 +180,7 @@ class Signals:
         over
             The launch's abort word. Whoever sets it rings.
         """
+        pause = _LONGEST_SLEEP if self._own else POLL_SECONDS[0]
         with self._bell:
             while not self.arrived(chunk, epoch):
                 if self.error(epoch) is not None:
@@ -187,5 +190,7 @@ class Signals:
                 remaining = deadline - time.perf_counter()
                 if remaining <= 0:
                     return Outcome.EXPIRED
-                self._bell.wait(remaining if self._own else min(remaining, POLL_SECONDS))
+                self._bell.wait(min(remaining, pause))
+                if not self._own:
+                    pause = min(2 * pause, POLL_SECONDS[1])
             return Outcome.ARRIVED

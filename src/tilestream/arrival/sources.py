@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ class Source:
         """Every row has been brought: complain about what is left over."""
 
     def rewind(self) -> None:
-        """Make ready for another round."""
+        """Make ready for another epoch."""
 
     def close(self) -> None:
         """Let go of what was opened."""
@@ -55,7 +55,7 @@ class FileSource(Source):
         matrix = reader.matrix
         dtype: torch.dtype = getattr(torch, matrix.dtype)
         if not matrix.nbytes:
-            self.tensor = torch.empty(matrix.shape, dtype=dtype)
+            self.tensor = _destination(matrix.shape, dtype)
         elif matrix.offset % matrix.itemsize:
             reader.close()
             raise ValueError(
@@ -63,7 +63,8 @@ class FileSource(Source):
                 f"{matrix.itemsize}-byte elements; write it anew with the safetensors library"
             )
         else:
-            self.tensor = torch.frombuffer(reader.data, dtype=dtype).view(matrix.shape)
+            with torch.inference_mode(False):
+                self.tensor = torch.frombuffer(reader.data, dtype=dtype).view(matrix.shape)
         self._row_bytes = matrix.shape[-1] * matrix.itemsize
 
     @property
@@ -102,7 +103,7 @@ class TensorSource(Source):
                 f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions"
             )
         self._source = source.detach()
-        self.tensor = torch.empty(source.shape, dtype=source.dtype)
+        self.tensor = _destination(source.shape, source.dtype)
 
     @property
     def how(self) -> str:
@@ -113,7 +114,8 @@ class TensorSource(Source):
         """See `Source`."""
 
         def copy() -> None:
-            as_rows(self.tensor)[begin:end].copy_(as_rows(self._source)[begin:end])
+            with torch.inference_mode():  # the source may be an inference tensor
+                as_rows(self.tensor)[begin:end].copy_(as_rows(self._source)[begin:end])
 
         return copy
 
@@ -130,7 +132,7 @@ class IteratorSource(Source):
             raise TypeError(f"stream_in: dtype={dtype!r}; it is a torch.dtype")
         self._blocks: Iterator[torch.Tensor] = iter(blocks)
         self._left: torch.Tensor | None = None  # rows that were yielded but not yet asked for
-        self.tensor = torch.empty(shape, dtype=dtype)
+        self.tensor = _destination(shape, dtype)
 
     @property
     def how(self) -> str:
@@ -145,7 +147,8 @@ class IteratorSource(Source):
         while begin < end:
             block = self._next_block(into)
             count = min(end - begin, block.shape[0])
-            into[begin : begin + count].copy_(block[:count])
+            with torch.inference_mode():  # the block may be an inference tensor
+                into[begin : begin + count].copy_(block[:count])
             self._left = block[count:]
             begin += count
 
@@ -178,6 +181,12 @@ class IteratorSource(Source):
     def rewind(self) -> None:
         """See `Source`."""
         raise ValueError("stream_in: an iterator is read once; make a new stream")
+
+
+def _destination(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor on the CPU, whatever torch's default device is; not an inference tensor."""
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def row_count(tensor: torch.Tensor) -> int:

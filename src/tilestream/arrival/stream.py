@@ -16,6 +16,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.sources import FileSource, IteratorSource, Job, Source, TensorSource, row_count
+from tilestream.runtime import exit
 from tilestream.runtime.errors import ProducerStopped
 
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
@@ -25,7 +26,7 @@ CHUNK_BYTES = 8 * 2**20
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
 
 
-class _Round:
+class _Filling:
     """One filling of the tensor: the threads that bring its chunks, and signal them in order.
 
     In order also where a later one is there first: a page that two chunks share is read with the earlier one.
@@ -41,19 +42,31 @@ class _Round:
         self.stop = threading.Event()
         self.cpu_seconds = 0.0
         self.started = time.perf_counter()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tilestream-producer-{i}", daemon=True)
-            for i in range(min(source.readers, max(chunks.count, 1)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        readers = min(source.readers, max(chunks.count, 1))
+        self._running = readers
+        self._threads: list[threading.Thread] = []
+        exit.register(self)
+        try:
+            for i in range(readers):
+                thread = threading.Thread(target=self._run, name=f"tilestream-producer-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # no thread to be had: those that run must not outlive the source
+            self.stop.set()
+            self.join(None)
+            raise
+
+    def stop_at_exit(self, timeout: float) -> None:
+        """See `tilestream.runtime.exit`."""
+        self.stop.set()
+        self.join(timeout)
 
     @property
     def done(self) -> bool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the threads; whether all have ended. A thread of the round itself waits for the others only."""
+        """Wait for the threads; whether all have ended. A thread of this filling waits for the others only."""
         end = math.inf if timeout is None else time.perf_counter() + timeout
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
@@ -73,6 +86,9 @@ class _Round:
         finally:
             with self._lock:
                 self.cpu_seconds += time.thread_time() - cpu
+                self._running -= 1
+                if not self._running:
+                    self._source.close()  # a stream that nobody closes keeps no file open
 
     def _chunk(self, step: int) -> int:
         return (self._arrival.pivot + step) % self._chunks.count
@@ -116,22 +132,22 @@ class Stream:
         self.arrival = arrival
         self._source = source
         self._chunks = arrival.chunks(row_count(source.tensor))
-        self._round = _Round(arrival, self._chunks, source)
+        self._filling = _Filling(arrival, self._chunks, source)
 
     @property
     def started(self) -> float:
         """When the producer was started, on `time.perf_counter`'s clock."""
-        return self._round.started
+        return self._filling.started
 
     @property
     def cpu_seconds(self) -> float:
         """CPU time the producer took, once it has ended."""
-        return self._round.cpu_seconds
+        return self._filling.cpu_seconds
 
     @property
     def done(self) -> bool:
         """Whether the producer has ended."""
-        return self._round.done
+        return self._filling.done
 
     def explain(self) -> str:
         """Where the data comes from, and how."""
@@ -148,20 +164,20 @@ class Stream:
         Exception
             What the producer raised, if it did.
         """
-        if not self._round.join(timeout):
+        if not self._filling.join(timeout):
             missing = [c for c in range(self._chunks.count) if not self.arrival.arrived(c)]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
-        error = self.arrival.take_error()
+        error = self.arrival._take_error()
         if error is not None:
             raise error
         return self.tensor
 
     def restart(self) -> None:
-        """Fill the same tensor from the beginning: the next round, in which nothing has arrived yet.
+        """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
         Nobody may still read the tensor, a backward pass included (autograd does not see a file being read into it),
-        and the round before must have ended.
+        and the epoch before must have ended.
 
         Raises
         ------
@@ -174,7 +190,7 @@ class Stream:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
         self._source.rewind()
         self.arrival.advance()
-        self._round = _Round(self.arrival, self._chunks, self._source)
+        self._filling = _Filling(self.arrival, self._chunks, self._source)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Stop the producer after the chunk it is at, and let go of the source. True once it has ended.
@@ -182,11 +198,8 @@ class Stream:
         A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped from outside: after
         ``timeout`` seconds it is left to end by itself; its thread keeps the tensor alive as long (invariant 9).
         """
-        self._round.stop.set()
-        ended = self._round.join(timeout)
-        if ended:
-            self._source.close()
-        return ended
+        self._filling.stop.set()
+        return self._filling.join(timeout)
 
     def __enter__(self) -> Stream:
         return self
@@ -194,7 +207,8 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # An exception is not held up for a producer that cannot be stopped.
+        self.close(5.0 if kind is None else 0.2)
 
     def __repr__(self) -> str:
         return f"Stream({list(self.tensor.shape)}, {self.tensor.dtype}, {self.arrival!r})"
@@ -211,7 +225,7 @@ def stream_in(
     dtype: torch.dtype | None = None,
     direct: bool | None = None,
 ) -> Stream:
-    """Start filling a tensor from ``source``, chunk by chunk, in a thread of its own; returns at once.
+    """Start filling a tensor from ``source``, chunk by chunk, in threads of its own; returns at once.
 
     Parameters
     ----------

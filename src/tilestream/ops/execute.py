@@ -2,102 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from tilestream.arrival.arrival import Arrival, chunks_of
-from tilestream.arrival.signals import Outcome, Signals
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.signals import Outcome
 from tilestream.kernels.cpu.epilogue import ACTIVATIONS, Epilogue
 from tilestream.kernels.cpu.gemm import GemmBody
-from tilestream.kernels.cpu.launch import Incoming as LaunchIncoming
-from tilestream.kernels.cpu.launch import Launch
-from tilestream.plan.problem import Incoming, Problem, dtype_name
-from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.kernels.cpu.launch import Awaited, Launch
+from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
+from tilestream.ops.overlap import refuse_overlap
+from tilestream.plan.problem import Problem, dtype_name
+from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped
 from tilestream.runtime.workspace import workspace
 from tilestream.schedule.schedule import Schedule
 from tilestream.trace.record import current as current_recorder
 
 if TYPE_CHECKING:
     from tilestream.plan.plan import Plan
-
-#: Seconds that all of a call's waits together may take, where the caller does not say.
-DEFAULT_DEADLINE = 30.0
-
-
-@dataclass(frozen=True)
-class FlatArrival:
-    """An `Arrival` as a registered op takes it: integers, and the caller's own signal words."""
-
-    key: int
-    epoch: int
-    pivot: int
-    num_chunks: int
-    rows_per_chunk: int
-    bounds: tuple[int, ...]
-    words: torch.Tensor | None
-
-    @classmethod
-    def of(cls, arrival: Arrival) -> FlatArrival:
-        """Take ``arrival`` as it is now: its present round."""
-        return cls(
-            arrival.key,
-            arrival.epoch,
-            arrival.pivot,
-            arrival.num_chunks,
-            arrival.rows_per_chunk,
-            arrival.bounds,
-            arrival.signals,
-        )
-
-    @classmethod
-    def from_ints(cls, ints: Sequence[int], words: torch.Tensor | None) -> FlatArrival | None:
-        """The inverse of `ints`; None for an empty list: that operand does not arrive."""
-        if not ints:
-            return None
-        key, epoch, pivot, num_chunks, rows_per_chunk, *bounds = ints
-        return cls(key, epoch, pivot, num_chunks, rows_per_chunk, tuple(bounds), words)
-
-    @property
-    def ints(self) -> list[int]:
-        """All but the words."""
-        return [self.key, self.epoch, self.pivot, self.num_chunks, self.rows_per_chunk, *self.bounds]
-
-    def incoming(self, rows: int) -> Incoming:
-        """What the plan must know, checked against the operand's rows."""
-        chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
-        return Incoming(chunks, self.pivot)
-
-    def signals(self) -> Signals:
-        """The live signals."""
-        try:
-            return Signals.by_key(self.key)
-        except KeyError:
-            raise ValueError(
-                f"arrival: no arrival with key {self.key} is alive; keep the Arrival (or the Stream) until the "
-                "call has returned"
-            ) from None
-
-
-def check_deadline(deadline: float | None) -> float:
-    """The deadline in seconds.
-
-    Raises
-    ------
-    ValueError
-        Unless it is positive and finite: a wait without bound is what hangs.
-    """
-    if deadline is None:
-        return DEFAULT_DEADLINE
-    if not isinstance(deadline, int | float) or not (math.isfinite(deadline) and deadline > 0):
-        raise ValueError(
-            f"deadline={deadline!r}; it is a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})"
-        )
-    return float(deadline)
 
 
 def problem_of(
@@ -137,7 +61,7 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    incoming = tuple(LaunchIncoming(x.signals(), x.epoch) if x is not None else None for x in (rows, columns))
+    incoming = tuple(Awaited(x.signals(), x.epoch) if x is not None else None for x in (rows, columns))
     assert len(incoming) == 2
     end = time.perf_counter() + deadline
     recorder = current_recorder()
@@ -170,7 +94,7 @@ def _inline(schedule: Schedule, body: GemmBody) -> None:
                 raise
 
 
-def _see_all(op: str, arrival: FlatArrival | None, waiting: LaunchIncoming, end: float, deadline: float) -> None:
+def _see_all(op: str, arrival: FlatArrival | None, waiting: Awaited, end: float, deadline: float) -> None:
     """See the signals that no tile had to wait for, too: only then may the words be zeroed (invariant 4).
 
     A chunk without rows, or an output without columns: a signal that comes after the zeroing would count for the next
@@ -181,15 +105,14 @@ def _see_all(op: str, arrival: FlatArrival | None, waiting: LaunchIncoming, end:
         begin = time.perf_counter()
         outcome = waiting.signals.wait(chunk, waiting.epoch, end, lambda: False)
         if outcome is Outcome.FAILED:
-            error = waiting.signals.take_error(waiting.epoch)
-            assert error is not None
-            raise error
+            raise waiting.signals.take_error(waiting.epoch) or ProducerStopped("the producer failed, and began anew")
         if outcome is Outcome.EXPIRED:
             raise ArrivalTimeout(
                 op, 0, chunk, "none (a chunk that no tile reads)", time.perf_counter() - begin, deadline
             )
 
 
+@torch.compiler.disable  # it measures and schedules by itself: nothing in it is for a compiler
 def run_plan(
     plan: Plan,
     a: torch.Tensor,
@@ -206,12 +129,15 @@ def run_plan(
     deadline: float | None,
 ) -> torch.Tensor:
     """`Plan.run`."""
+    for name, given in (("a", a), ("b", b), ("out", out), ("bias", bias), ("residual", residual)):
+        if not isinstance(given, torch.Tensor) and (given is not None or name in ("a", "b")):
+            raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
     problem = plan.problem
     ndim = 3 if problem.batch != 1 or a.dim() == 3 else 2
     out_dtype = getattr(torch, problem.out_dtype)
     shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}
     if out is None:
-        out = torch.empty((problem.batch,) * (ndim - 2) + shapes["out"], dtype=out_dtype)
+        out = torch.empty((problem.batch,) * (ndim - 2) + shapes["out"], dtype=out_dtype, device="cpu")
     for name, tensor in (("a", a), ("b", b), ("out", out)):
         expected = (problem.batch,) * (ndim - 2) + shapes[name]
         dtype = out_dtype if name == "out" else getattr(torch, problem.dtype)
@@ -266,61 +192,3 @@ def make_epilogue(
     else:
         residual = None  # beta == 0: not read, so that what is not a number there does not count
     return Epilogue(alpha, bias.detach() if bias is not None else None, residual, beta, activation)
-
-
-def refuse_overlap(out: torch.Tensor, epilogue: Epilogue, **operands: torch.Tensor) -> None:
-    """Raise if a tile that is written would change what another tile still reads.
-
-    The residual may be the output itself: a tile reads just the elements that it writes.
-
-    Raises
-    ------
-    ValueError
-        If ``out`` shares memory with an operand, or with itself.
-    """
-    if not out.numel():
-        return
-    if torch._debug_has_internal_overlap(out) == 1:
-        raise ValueError(
-            f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()"
-        )
-    read = {**operands, "bias": epilogue.bias, "residual": epilogue.residual}
-    for name, tensor in read.items():
-        if tensor is None or not tensor.numel():
-            continue
-        if name == "residual" and _same_elements(tensor, out):
-            continue
-        if tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and _meet(tensor, out):
-            raise ValueError(f"out: overlaps {name} in memory; give an output of its own")
-
-
-def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
-    steps = [[(e, s) for e, s in zip(t.shape, t.stride(), strict=True) if e != 1] for t in (x, y)]
-    return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and steps[0] == steps[1]
-
-
-def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of one storage may share a byte: no only where that is certain.
-
-    Certain where one ends before the other begins; and where both lie in rows of one length, in columns that do not
-    meet: seen modulo the row's length, one ends before the other begins.
-    """
-    lengths = [0, *(s * y.element_size() for e, s in zip(y.shape, y.stride(), strict=True) if e > 1 and s > 0)]
-    for length in lengths:
-        (x_begin, x_end), (y_begin, y_end) = _span(x, length), _span(y, length)
-        fits = not length or max(x_end, y_end) <= length
-        if fits and (x_end <= y_begin or y_end <= x_begin):
-            return False
-    return True
-
-
-def _span(tensor: torch.Tensor, length: int) -> tuple[int, int]:
-    """First byte and the byte behind the last, modulo rows of ``length`` bytes (0: not modulo anything)."""
-    size = tensor.element_size()
-    begin = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-    steps = [(e - 1) * s * size for e, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    if length:
-        begin %= length
-        strides = tensor.stride()
-        steps = [step for step, s in zip(steps, strides, strict=True) if s * size % length]
-    return begin, begin + sum(steps) + size

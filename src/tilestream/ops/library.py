@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.ops.execute import FlatArrival, check_deadline, execute, make_epilogue, problem_of, refuse_overlap
+from tilestream.ops.execute import execute, make_epilogue, problem_of
+from tilestream.ops.flat import FlatArrival, check_deadline
+from tilestream.ops.overlap import refuse_overlap
 from tilestream.plan.plan import SCHEDULES, plan_problem
 from tilestream.plan.problem import ITEMSIZE, dtype_name
 
@@ -24,7 +26,7 @@ _OPERANDS = (
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
 )
 _HOW = "str schedule, int workers"
-# SymInt, or a compiled graph would be made anew for every round of an arrival; op, for messages.
+# SymInt, or a compiled graph would be made anew for every epoch of an arrival; op, for messages.
 _ARRIVING = (
     "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline, str op"
 )
@@ -198,7 +200,8 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 
 def _clear_signals(signals: torch.Tensor) -> None:
-    signals.zero_()
+    with torch.inference_mode():  # the words may be an inference tensor
+        signals.zero_()
 
 
 library.impl("gemm", _gemm, "CPU")

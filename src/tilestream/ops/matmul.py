@@ -45,13 +45,15 @@ def matmul(
         added up in float32 and the result is rounded once.
     arrival
         How ``a``'s rows come in, where they are not there yet: chunks and signals. ``a``'s leading dimensions count as
-        rows. Each tile is computed as soon as the chunks it reads are signalled.
+        rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
+        the chunks it reads are signalled.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`.
     workers
         Workers to use; None: ``torch.get_num_threads()``.
     deadline
-        Seconds that the call may wait for chunks, all waits together; default 30.
+        Seconds from the call's start after which it waits for no chunk any more; default 30. One bound for all waits,
+        not for each: a stream that takes longer than that needs a longer deadline.
 
     Returns
     -------

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops.execute import FlatArrival, check_deadline
+from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
     clear_signals_op,
     gemm_arriving_op,
@@ -94,8 +95,9 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
                 f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use {theirs} there, "
                 f"or {name}.cpu()"
             )
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{op}: {name} has layout {tensor.layout}; dense tensors are multiplied: {name}.to_dense()")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise TypeError(f"{op}: {name} {what}; dense tensors are multiplied: {name}.to_dense(), or torch.{op}")
         try:
             dtype_name(tensor.dtype)
         except TypeError as error:
@@ -103,6 +105,15 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
         device = tensor.device
+
+
+def _refuse_tangents(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raise for forward-mode AD, which would otherwise pass through a registered op without a derivative, unseen."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{op}: no forward-mode derivative; use torch.{op} there, or reverse mode")
 
 
 def autocast(options: Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -133,6 +144,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
             raise ValueError(
                 f"{op}: signals are on {arrival.signals.device}, the operands on {a.device}; they are on one device"
             )
+    _refuse_tangents(op, a, b, options.bias, options.residual)
     a, b = autocast(options, a, b)
     if a.dtype != b.dtype:
         raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; they have one dtype")
@@ -250,6 +262,8 @@ def _expand(
 def _check_out(
     options: Options, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor
 ) -> None:
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ValueError(f"{options.op}: out is a negated view; give a tensor of its own")
     if tuple(out.shape) != shape:
         raise ValueError(f"{options.op}: out has shape {list(out.shape)}; the result has {list(shape)}")
     if out.dtype != dtype:

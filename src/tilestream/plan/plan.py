@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -127,7 +129,7 @@ class Plan:
         weight_arrival: Arrival | None = None,
         deadline: float | None = None,
     ) -> torch.Tensor:
-        """Run this plan on operands of its shape; arguments as for `tilestream.matmul`.
+        """Run this plan on operands of its shape; arguments as for `tilestream.matmul`, nothing broadcast.
 
         Eager, and without autograd: for benchmarks, and for those who choose the plan themselves.
 
@@ -140,13 +142,18 @@ class Plan:
         ------
         ValueError, TypeError
             If an operand is not what the plan was made for.
+        RuntimeError
+            If an operand requires a gradient.
+        ArrivalTimeout, Exception
+            As from `tilestream.matmul`.
         """
         from tilestream.ops.execute import run_plan  # torch is imported when something is computed, not before
 
-        return run_plan(
+        result: torch.Tensor = run_plan(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
             arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
         )  # fmt: skip
+        return result
 
 
 def plan(
@@ -178,7 +185,8 @@ def plan(
     device
         ``"cpu"``.
     workers
-        Workers to use; None: as many as the device holds.
+        Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
+        torch has not been imported.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"``, or ``"auto"`` for the one the cost model favours.
     tile
@@ -209,7 +217,7 @@ def plan(
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    if str(device) != "cpu":
+    if str(device).partition(":")[0] != "cpu":
         raise NotImplementedError(
             f"device={str(device)!r}: this version has the CPU backend only; use device='cpu', or torch.matmul there"
         )
@@ -222,7 +230,8 @@ def plan(
     if tile is not None:
         if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
-        tile = (tile[0], tile[1])
+        tile = (operator.index(tile[0]), operator.index(tile[1]))
+    m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
     problem = Problem(
         m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
@@ -231,12 +240,17 @@ def plan(
     )  # fmt: skip
     if order is not None:
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
-        return plan_problem.__wrapped__(problem, workers, schedule, tile, order, queues, shares)
-    return plan_problem(problem, workers, schedule, tile, order, queues, shares)
+        return plan_problem.__wrapped__(problem, workers, schedule, tile, order, queues, shares, _default_workers())
+    return plan_problem(problem, workers, schedule, tile, order, queues, shares, _default_workers())
+
+
+def _default_workers() -> int | None:
+    torch = sys.modules.get("torch")  # not imported for this question's sake
+    return torch.get_num_threads() if torch is not None else None
 
 
 def _whole(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
 @functools.lru_cache(maxsize=1024)

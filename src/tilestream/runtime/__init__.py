@@ -1,4 +1,4 @@
-"""Workspaces, device properties, the error channel."""
+"""Workspaces, errors, and what must happen at exit."""
 
 from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 

@@ -19,9 +19,8 @@ import torch
 from tilestream.schedule.queues import next_base
 from tilestream.schedule.schedule import Schedule
 
-#: Bytes of the largest temporary that a workspace keeps for the next tile, and how many it keeps.
-_LARGEST_KEPT = 32 * 2**20
-_MOST_KEPT = 64
+#: Bytes of scratch that a workspace keeps from one launch to the next; more is made when needed, and let go.
+_KEPT_BYTES = 64 * 2**20
 
 
 class Counter:
@@ -52,7 +51,7 @@ class Workspace:
         self._next: list[int] = []
         self._counts: dict[int, int] = {}
         self._count_lock = threading.Lock()
-        self._scratch: torch.Tensor | None = None
+        self._partials: torch.Tensor | None = None
         self._spare: list[torch.Tensor] = []
         self._spare_lock = threading.Lock()
 
@@ -80,28 +79,43 @@ class Workspace:
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """A tensor for the length of the block, from what earlier tiles left behind where that is large enough.
 
-        What is in it is anything. Very large ones are not kept.
+        What is in it is anything.
         """
         size = math.prod(shape)
         with self._spare_lock:
             fits = [i for i, spare in enumerate(self._spare) if spare.dtype == dtype and spare.numel() >= size]
             taken = self._spare.pop(fits[0]) if fits else None
         if taken is None:
-            taken = torch.empty(size, dtype=dtype)
+            taken = _scratch(size, dtype)
         try:
             yield taken[:size].view(*shape)
         finally:
-            if taken.numel() * taken.element_size() <= _LARGEST_KEPT:
-                with self._spare_lock:
-                    self._spare.append(taken)
-                    del self._spare[:-_MOST_KEPT]
+            with self._spare_lock:
+                self._spare.append(taken)
+
+    def trim(self) -> None:
+        """Let go of scratch beyond `_KEPT_BYTES`, the largest first."""
+        pieces = sorted([*self._spare, *([] if self._partials is None else [self._partials])], key=torch.Tensor.numel)
+        kept: list[torch.Tensor] = []
+        for piece in pieces:
+            if sum(x.nbytes for x in kept) + piece.nbytes > _KEPT_BYTES:
+                break
+            kept.append(piece)
+        self._partials = next((piece for piece in kept if piece is self._partials), None)
+        self._spare = [piece for piece in kept if piece is not self._partials]
 
     def slots(self, count: int, block_m: int, block_n: int, dtype: torch.dtype) -> torch.Tensor:
         """``[count, block_m, block_n]`` of scratch for partial results; what is in it is anything."""
         size = count * block_m * block_n
-        if self._scratch is None or self._scratch.dtype != dtype or self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=dtype)
-        return self._scratch[:size].view(count, block_m, block_n)
+        if self._partials is None or self._partials.dtype != dtype or self._partials.numel() < size:
+            self._partials = _scratch(size, dtype)
+        return self._partials[:size].view(count, block_m, block_n)
+
+
+def _scratch(size: int, dtype: torch.dtype) -> torch.Tensor:
+    # Whatever torch's default device is, and no inference tensor: it outlives the mode it is made in.
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=dtype, device="cpu")
 
 
 class _Pool:
@@ -133,6 +147,7 @@ def workspace() -> Iterator[Workspace]:
     try:
         yield taken
     finally:
+        taken.trim()
         with _pool.lock:
             if len(_pool.free) < _KEPT:
                 _pool.free.append(taken)

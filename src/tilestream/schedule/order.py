@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -149,8 +150,8 @@ def by_cost(costs: Sequence[float]) -> tuple[int, ...]:
 
 
 def _tile_id(tile: object, num_m: int, num_n: int) -> int:
-    if isinstance(tile, int):
-        return tile
+    if hasattr(tile, "__index__"):
+        return operator.index(tile)
     if isinstance(tile, tuple | list) and len(tile) == 2:
         pm, pn = tile
         if not (0 <= pm < num_m and 0 <= pn < num_n):

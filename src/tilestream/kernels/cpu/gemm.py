@@ -53,7 +53,7 @@ class GemmBody:
         self._plain = epilogue.trivial and out.dtype == a.dtype
         # The accumulator may lie in the output only if the epilogue does not read what it would overwrite.
         residual = epilogue.residual
-        apart = residual is None or residual.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+        apart = residual is None or residual.data_ptr() != out.data_ptr()  # else it is the output: see `refuse_overlap`
         self._in_place = apart and out.dtype == self._acc_dtype
         self._slots: torch.Tensor | None = None
         if schedule.slots:
@@ -101,6 +101,9 @@ class GemmBody:
         )
 
     def _product(self, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
+        if self._epilogue.alpha == 0:
+            into.zero_()  # as torch.addmm has it: what is not a number in the operands does not count
+            return
         if a.dtype == into.dtype:
             torch.mm(a, b, out=into)
             return

@@ -24,7 +24,8 @@ from tilestream.arrival.gate import Gate, Wait
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
-from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.runtime import exit
+from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped
 from tilestream.runtime.workspace import Workspace
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Peek, Schedule, Take
@@ -44,8 +45,8 @@ class Body(Protocol):
         """The tile will not be computed: NaN."""
 
 
-class Incoming(NamedTuple):
-    """The signals of one operand that arrives, and the round of them that this call waits for."""
+class Awaited(NamedTuple):
+    """The signals of one operand that arrives, and the epoch of them that this call waits for."""
 
     signals: Signals
     epoch: int
@@ -76,7 +77,7 @@ class Launch:
         body: Body,
         workspace: Workspace,
         *,
-        incoming: tuple[Incoming | None, Incoming | None] = (None, None),
+        incoming: tuple[Awaited | None, Awaited | None] = (None, None),
         deadline: float,
         threads: int = 1,
         recorder: Recorder | None = None,
@@ -108,6 +109,7 @@ class Launch:
         BaseException
             What a producer reported, or what a worker met with.
         """
+        exit.register(self)
         self._workspace.open(self._schedule)
         self._deadline = time.perf_counter() + self._seconds
         try:
@@ -167,6 +169,12 @@ class Launch:
                 return
             except KeyboardInterrupt:
                 continue  # it is being obeyed
+
+    def stop_at_exit(self, timeout: float) -> None:
+        """See `tilestream.runtime.exit`."""
+        self._stop()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside, timeout)
 
     def _thread(self, me: int) -> None:
         with self._changed:
@@ -253,7 +261,8 @@ class Launch:
         elif outcome is Outcome.FAILED:
             with self._lock:
                 if self._error is None:
-                    self._error = incoming.signals.take_error(incoming.epoch)
+                    error = incoming.signals.take_error(incoming.epoch)
+                    self._error = error or ProducerStopped("the producer failed, and began anew")
             self._stop()
         return 0
 

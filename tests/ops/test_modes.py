@@ -1,0 +1,103 @@
+"""torch's modes and transforms: right, or refused; never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tilestream as ts
+from error_rule import Maths, check, rand
+
+
+def test_forward_mode_is_refused():
+    a, w, tangent = rand(3, 4), rand(4, 5), rand(3, 4)
+    with pytest.raises(NotImplementedError, match=r"matmul: no forward-mode derivative; use torch\.matmul there"):
+        torch.func.jvp(lambda x: ts.matmul(x, w), (a,), (tangent,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        ts.matmul(a, w, bias=forward_ad.make_dual(rand(5), rand(5)))
+    with forward_ad.dual_level():
+        check(ts.matmul(a, w), Maths(a, w))
+
+
+def test_reverse_mode_transforms_say_no_rather_than_something_wrong():
+    a, w = rand(3, 4), rand(4, 5)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: ts.matmul(x, w).sum())(a)
+
+
+@pytest.mark.parametrize("source", ["tensor", "iterator"])
+def test_streams_in_inference_mode(source):
+    with torch.inference_mode():
+        x, w = rand(100, 8), rand(8, 3)
+        options = {} if source == "tensor" else {"shape": (100, 8), "dtype": torch.float32}
+        with ts.stream_in(x if source == "tensor" else iter([x]), **options) as stream:
+            check(ts.matmul(stream.tensor, w, arrival=stream.arrival), Maths(x, w))
+
+
+def test_an_iterator_runs_in_its_callers_mode_not_in_ours():
+    seen = []
+
+    def blocks():
+        seen.append(torch.is_inference_mode_enabled())
+        yield rand(10, 4)
+
+    with ts.stream_in(blocks(), shape=(10, 4), dtype=torch.float32) as stream:
+        stream.wait(20)
+    assert seen == [False]
+
+
+def test_own_words_that_are_an_inference_tensor():
+    with torch.inference_mode():
+        words = torch.ones(4, dtype=torch.int32)
+    x, w = rand(100, 8), rand(8, 3)
+    arrival = ts.Arrival.uniform(25, 4, signals=words)
+    check(ts.matmul(x, w, arrival=arrival), Maths(x, w))
+    assert words.tolist() == [0, 0, 0, 0]
+    arrival.signal(2)
+    assert words.tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("how", ["stream_k", "dynamic"])
+def test_a_default_device_changes_nothing(how):
+    a = rand(64, 64, dtype=torch.bfloat16)
+    plan = ts.plan(64, 64, 64, dtype=torch.bfloat16, schedule=how, workers=3, tile=(32, 32))
+    with torch.device("meta"):
+        answer = plan.run(a, a, activation="relu")
+        with ts.stream_in(a) as stream:
+            assert stream.wait(20).device.type == "cpu"
+    check(answer, Maths(a, a, activation="relu"))
+    check(ts.matmul(a, a, activation="relu", schedule=how, workers=3), Maths(a, a, activation="relu"))
+
+
+def test_a_plan_is_not_compiled_but_runs():
+    a, b = rand(30, 40), rand(40, 50)
+    plan = ts.plan(30, 50, 40, schedule="dynamic", workers=2)
+    compiled = torch.compile(lambda x, y: plan.run(x, y) * 2, backend="eager")
+    check(compiled(a, b) / 2, Maths(a, b))
+    check(ts.matmul(a, b), Maths(a, b))
+
+
+def test_overlap_is_seen_across_storages():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros((65, 64), "f4")
+    out, other = torch.from_numpy(array)[1:], torch.from_numpy(array[:-1])
+    for arguments in ({"residual": other}, {}):
+        a = rand(64, 64) if arguments else other
+        with pytest.raises(ValueError, match="out: overlaps"):
+            ts.matmul(a, rand(64, 64), out=out, **arguments)
+
+
+def test_alpha_0_reads_no_operand():
+    a, b, addend = rand(6, 5), rand(5, 4), rand(6, 4)
+    a[2, 2] = float("nan")
+    assert torch.equal(ts.addmm(addend, a, b, alpha=0), torch.addmm(addend, a, b, alpha=0))
+
+
+def test_nested_and_negated_tensors_are_refused():
+    nested = torch.nested.nested_tensor([rand(2, 3), rand(4, 3)])
+    with pytest.raises(TypeError, match="a is nested"):
+        ts.matmul(nested, rand(3, 4))
+    out = torch._neg_view(rand(6, 4))
+    with pytest.raises(ValueError, match="matmul: out is a negated view"):
+        ts.matmul(rand(6, 5), rand(5, 4), out=out)
