@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -24,13 +25,21 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def interleave(functions: dict[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each call, the functions taken in turn, so that a slow minute hits all of them."""
+    """Seconds of each call, the functions taken in turn, so that a slow minute hits all of them.
+
+    In another order each round: OpenMP's threads spin for a while after a call that used them, at the cost of whoever
+    comes next.
+    """
     for function in functions.values():
         for _ in range(warmup):
             function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    shuffle = random.Random(0).shuffle
+    names = list(functions)
     for _ in range(rounds):
-        for name, function in functions.items():
+        shuffle(names)
+        for name in names:
+            function = functions[name]
             begin = time.perf_counter()
             function()
             seconds[name].append(time.perf_counter() - begin)
