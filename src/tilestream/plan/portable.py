@@ -58,7 +58,8 @@ TILES: dict[str, tuple[Tile, ...]] = {
     # An element a load: one 64-bit address each, in registers.
     "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
     "tf32": (Tile(128, 128, 32, 8, 3, 0.50), Tile(64, 64, 32, 4, 3, 0.25)),
-    "float32": (Tile(128, 128, 16, 8, 3, 0.50), Tile(64, 64, 16, 4, 3, 0.35)),
+    "float32": (Tile(128, 128, 16, 8, 3, 0.50), Tile(64, 64, 16, 8, 3, 0.35)),
+    "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.20),),
 }
 
 #: Stages where copies go through registers: one tile in shared memory, the next on its way.
@@ -68,9 +69,11 @@ _HIP_STAGES = 2
 def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
     """The rows of `TILES` for a problem, those whose ring does not fit the device left out."""
     if ITEMSIZE[problem.dtype] == 2:
-        kind = "16-bit" if problem.aligned else "16-bit, unaligned"
+        kind = "16-bit"
     else:
         kind = "tf32" if problem.tf32 else "float32"
+    if not problem.aligned and f"{kind}, unaligned" in TILES:
+        kind += ", unaligned"
     rows = TILES[kind]
     if device.arch.startswith("gfx"):
         rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)

@@ -53,22 +53,33 @@ def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride:
     return any(strides[i] == 1 and extents[i] % 16 == 0 and strides[1 - i] % 16 == 0 for i in (1, 0))
 
 
-def sizes_and_strides(plan: Plan, layout: Layout) -> tuple[int, ...]:
-    """The arguments from ``m`` to ``stride_rn``."""
-    problem = plan.problem
-    return (
-        problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
-        layout.bias or 0, *(layout.residual or (0, 0, 0)),
-    )  # fmt: skip
+class Arguments:
+    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
 
+    def __init__(self, plan: Plan, layout: Layout, probe: bool = False) -> None:
+        problem, schedule = plan.problem, plan.schedule
+        grid, raster = schedule.grid, schedule.raster
+        self._numbers = (
+            problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
+            layout.bias or 0, *(layout.residual or (0, 0, 0)),
+        )  # fmt: skip
+        self._schedule = (
+            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
+            schedule.queues, raster.group, raster.first, raster.band,
+        )  # fmt: skip
+        self._constants = tuple(constants(plan, layout, probe).values())
+        #: How the kernel is compiled.
+        self.options = {"num_warps": plan.warps, "num_stages": plan.stages}
 
-def schedule_arguments(plan: Plan) -> tuple[int, ...]:
-    """The arguments from ``batches`` to ``band``."""
-    schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
-    return (
-        grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
-        schedule.queues, raster.group, raster.first, raster.band,
-    )  # fmt: skip
+    def fill(
+        self, a: Any, b: Any, out: Any, bias: Any, residual: Any, partials: Any, counts: Any, counters: Any,
+        table: Any, probe: Any, base: int, reset: int, alpha: float, beta: float, capacity: int = 0,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """All of them, in the kernel's order. Tensors, or whatever stands in for them."""
+        return (
+            a, b, out, bias, residual, partials, counts, counters, table, probe, base, reset, *self._numbers,
+            alpha, beta, *self._schedule, capacity, *self._constants,
+        )  # fmt: skip
 
 
 def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]:
@@ -80,7 +91,8 @@ def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "STRIP": min(STRIP, block_n),
-        "KIND": schedule.kind,
+        # With nothing to split, stream_k is a queue, and there are no slots.
+        "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
         "SPLIT": schedule.split,
         "STEAL": schedule.queues > 1,
         "ORDER": schedule.raster.order,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.portable.arguments import Layout, constants, schedule_arguments, sizes_and_strides
+from tilestream.kernels.portable.arguments import Arguments, Layout
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.kernels.portable.jit import INTERPRETED
 from tilestream.kernels.portable.schedule import RECORD
@@ -46,10 +46,7 @@ class GemmLaunch:
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         self.plan, self.layout = plan, layout
-        self._numbers = sizes_and_strides(plan, layout)
-        self._schedule = schedule_arguments(plan)
-        self._constants = tuple(constants(plan, layout).values())
-        self._options = {"num_warps": plan.warps, "num_stages": plan.stages}
+        self._arguments = Arguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
         # By (captured or not): under capture arguments that are constants eagerly may be others.
         self._compiled: Callable[..., Any] | None = None
@@ -77,18 +74,18 @@ class GemmLaunch:
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
         probe: Probe | None,
     ) -> None:  # fmt: skip
-        arguments = (
+        operands = (
             a, b, out, epilogue.bias, epilogue.residual, words.partials, words.counts, words.counters,
-            self._tiles(a.device), None if probe is None else probe.words, words.base, words.reset, *self._numbers,
-            epilogue.alpha, epilogue.beta, *self._schedule, 0 if probe is None else probe.capacity,
+            self._tiles(a.device), None if probe is None else probe.words, words.base, words.reset,
+            epilogue.alpha, epilogue.beta,
         )  # fmt: skip
         if probe is not None:
-            probing = tuple(constants(self.plan, self.layout, probe=True).values())
-            gemm[self._grid](*arguments, *probing, **self._options)
+            probing = Arguments(self.plan, self.layout, probe=True)
+            gemm[self._grid](*probing.fill(*operands, probe.capacity), **probing.options)
         elif self._compiled is not None:
-            self._compiled(*arguments, *self._constants, stream=stream)
+            self._compiled(*self._arguments.fill(*operands), stream=stream)
         else:
-            kernel = gemm[self._grid](*arguments, *self._constants, **self._options)
+            kernel = gemm[self._grid](*self._arguments.fill(*operands), **self._arguments.options)
             self._compiled = None if INTERPRETED else kernel[self._grid]
 
     def _tiles(self, device: torch.device) -> torch.Tensor | None:
