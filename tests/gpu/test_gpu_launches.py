@@ -62,7 +62,7 @@ def test_a_thousand_launches_on_one_workspace():
         a, b = shapes[i % 4]
         out = torch.full((a.shape[0], b.shape[1]), float("nan"), dtype=a.dtype, device="cuda")
         ts.matmul(a, b, out=out, schedule=KINDS[1 + i % 2], workers=(132, 17, 101)[i % 3])
-        wrong += (out - want[i % 4]).abs().max().nan_to_num(1e9) > 0.5
+        wrong += (out - want[i % 4]).abs().max().nan_to_num(1e9) > 1
     assert wrong.item() == 0
     assert len(workspaces._workspaces) <= before + 1
 
@@ -124,7 +124,7 @@ def test_graphs_and_eager_launches_share_no_words():
         graph.replay()
         torch.cuda.synchronize()
         for out in (first, second, third):
-            assert (out - first).abs().max() < 0.5
+            assert (out - first).abs().max() <= 1
     check(first, Maths(a, b))
 
 
@@ -176,7 +176,7 @@ def test_gradients(activation):
     tensors = [torch.randn(s, device="cuda") for s in ((130, 96), (96, 70), (70,))]
 
     def grads(op, dtype):
-        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        leaves = [t.detach().clone().to(dtype).requires_grad_() for t in tensors]
         op(*leaves).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 

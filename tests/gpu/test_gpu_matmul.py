@@ -8,6 +8,7 @@ from error_rule import Maths, check
 from gpu_cases import CASES, WORKER_CASES, Case
 
 import tilestream as ts
+import tilestream.ops  # registers torch.ops.tilestream
 
 
 @pytest.fixture

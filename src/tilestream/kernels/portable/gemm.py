@@ -26,6 +26,13 @@ UNSPECIALISED = (
 
 
 @triton.jit
+def to_tf32(x):
+    """Round to tf32's ten bits, halves away from zero, as cuBLAS does: the matrix units would cut the rest off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
 def product(
     a, b, batch, pm, pn, k_begin, k_end, m, n, k,
     stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
@@ -56,6 +63,9 @@ def product(
             rest = k - i * BLOCK_K
             x = tl.load(at_a, mask=step[None, :] < rest, other=0.0)
             y = tl.load(at_b, mask=step[:, None] < rest, other=0.0)
+        if PRECISION == "tf32":
+            x = to_tf32(x)
+            y = to_tf32(y)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
         at_a += BLOCK_K * stride_ak
         at_b += BLOCK_K * stride_bk
