@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 import triton
-from harness import RESULTS, _git, errors
 
 import tilestream as ts
+from harness import RESULTS, _git, errors
 
 SHAPES = [
     (4096, 4096, 4096),

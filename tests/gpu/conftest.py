@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 
 def pytest_collection_modifyitems(items):
-    here = os.path.dirname(__file__)
+    here = str(Path(__file__).parent)
     usable = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
     for item in items:
         if str(item.path).startswith(here):

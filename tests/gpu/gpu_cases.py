@@ -48,7 +48,8 @@ class Case:
                 ("tf32", self.tf32), ("out", self.out_dtype), ("bias", self.bias), ("residual", self.residual),
                 ("", self.activation), ("", self.schedule if self.schedule != "auto" else None),
                 ("", f"{self.workers}w" if self.workers else None), ("", f"pad{self.pad}" if self.pad else None),
-                ("", f"off{self.offset}" if self.offset else None), ("", f"shared-{self.shared}" if self.shared else None),
+                ("", f"off{self.offset}" if self.offset else None),
+                ("", f"shared-{self.shared}" if self.shared else None),
                 ("strided-out", self.strided_out), ("", f"alpha{self.alpha}" if self.alpha != 1 else None),
             )
             if value

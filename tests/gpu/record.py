@@ -1,7 +1,8 @@
 """Run the GPU tests and write down what ran where: ``python tests/gpu/record.py RECORD.json [pytest arguments]``.
 
-On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree is
-a copy without its history. A second pass runs the numbers again with CUDA_LAUNCH_BLOCKING=1, in a process of its own.
+On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree
+is a copy without its history. A second pass runs the numbers again
+with CUDA_LAUNCH_BLOCKING=1, in a process of its own.
 """
 
 from __future__ import annotations

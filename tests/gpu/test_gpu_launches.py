@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from device_order import check_order
-from error_rule import Maths, check
 
 import tilestream as ts
+from device_order import check_order
+from error_rule import Maths, check
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.kernels.portable.launch import GemmLaunch, Probe

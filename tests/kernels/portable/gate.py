@@ -1,7 +1,7 @@
 """The compile gate: every configuration the plan can pick, compiled with no GPU, and what came out of it.
 
-Run by `test_portable_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs Triton,
-no torch. ``python gate.py sample|all sm_90a|gfx942|gfx950 [...]`` prints one JSON object a line.
+Run by `test_portable_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs
+Triton, no torch. ``python gate.py sample|all sm_90a|gfx942|gfx950 [...]`` prints one JSON object a line.
 
 What is compiled of each tile of `tilestream.plan.portable.TILES`, for each device that picks it:
 
@@ -39,16 +39,16 @@ if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument 
     sys.modules["torch"] = types.ModuleType("torch")
     sys.modules["torch"].Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
 
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
+import triton
+from triton.backends.compiler import GPUTarget
 
-from tilestream.kernels.portable.arguments import Arguments, Layout  # noqa: E402
-from tilestream.kernels.portable.gemm import gemm  # noqa: E402
-from tilestream.plan.device import DeviceProperties  # noqa: E402
-from tilestream.plan.plan import Plan, plan_problem  # noqa: E402
-from tilestream.plan.portable import tiles  # noqa: E402
-from tilestream.plan.problem import Problem  # noqa: E402
-from tilestream.schedule.schedule import Schedule  # noqa: E402
+from tilestream.kernels.portable.arguments import Arguments, Layout
+from tilestream.kernels.portable.gemm import gemm
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.portable import tiles
+from tilestream.plan.problem import Problem
+from tilestream.schedule.schedule import Schedule
 
 TARGETS = {
     "sm_90a": GPUTarget("cuda", 90, 32),
@@ -112,7 +112,8 @@ def configurations(target: str, sample: bool) -> Iterator[tuple[str, Plan, Layou
             plan = plan_problem(problem, None, kind, block, queues=2 if how == "stealing" else None, device=device)
             layouts = LAYOUTS if how in ("worst", "plain") else ("nt",)
             for layout in layouts:
-                name = f"{dtype}{' tf32' if rounded else ''}{'' if aligned else ' unaligned'} {block[0]}x{block[1]} {how} {layout}"
+                inputs = dtype + (" tf32" if rounded else "") + ("" if aligned else " unaligned")
+                name = f"{inputs} {block[0]}x{block[1]} {how} {layout}"
                 # fp16 differs from bf16 in one instruction.
                 if dtype == "float16" and (how, layout) != ("worst", "nt"):
                     continue
@@ -178,7 +179,7 @@ def _caught() -> Iterator[list[str]]:
 def spilled(kernel: Any, said: str) -> dict[str, int]:
     """Registers that went to memory, and bytes of stack."""
     if "cubin" in kernel.asm:
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()

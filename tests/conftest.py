@@ -1,0 +1,13 @@
+"""Hypothesis profiles: the same examples each run by default, so that a red `make test` means a change of the code."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("repeatable", derandomize=True, max_examples=200, **_common)
+#: HYPOTHESIS_PROFILE=explore: other examples each time, and more of them; what it finds becomes an @example.
+settings.register_profile("explore", max_examples=1000, print_blob=True, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

@@ -1,0 +1,113 @@
+"""The error rule of shared/design.md, once, for every test that compares numbers.
+
+An answer passes if its maximum and its Frobenius error against a finer reference are at most twice those of the same
+maths done by torch in the same dtype on the same inputs, plus one ulp at the result's scale. NaN never passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Maths:
+    """``activation(alpha * a @ b + bias + beta * residual)``: what an answer is an answer to."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+
+    def by_torch(self) -> torch.Tensor:
+        """In the operands' own dtype, as one would write it with torch."""
+        return self._epilogue(torch.matmul(self.a.detach(), self.b.detach()), lambda t: t.detach()).to(
+            self.out_dtype or self.a.dtype
+        )
+
+    def finer(self) -> torch.Tensor:
+        """In float64; for float64 operands the product is accumulated in the C library's long double."""
+        if self.a.dtype == torch.float64:
+            wide = (t.detach().numpy().astype(np.longdouble) for t in (self.a, self.b))
+            product = torch.from_numpy(np.asarray(np.matmul(*wide), dtype=np.float64))
+        else:
+            product = torch.matmul(self.a.detach().double(), self.b.detach().double())
+        return self._epilogue(product, lambda t: t.detach().double())
+
+    def _epilogue(self, x: torch.Tensor, of) -> torch.Tensor:
+        x = x * self.alpha if self.alpha != 1 else x
+        x = x + of(self.bias) if self.bias is not None else x
+        x = x + self.beta * of(self.residual) if self.residual is not None and self.beta != 0 else x
+        return ACTIVATIONS[self.activation](x)
+
+
+def errors(answer: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Maximum and Frobenius error; NaN in either makes both NaN."""
+    difference = answer.detach().double() - reference.double()
+    if not difference.numel():
+        return 0.0, 0.0
+    return difference.abs().max().item(), difference.norm().item()
+
+
+def one_ulp(reference: torch.Tensor, dtype: torch.dtype) -> float:
+    """The distance between neighbours of ``dtype`` at the reference's largest magnitude."""
+    scale = reference.abs().max().item() if reference.numel() else 0.0
+    finfo = torch.finfo(dtype)
+    return 2.0 ** math.floor(math.log2(scale)) * finfo.eps if scale > finfo.tiny else finfo.tiny
+
+
+def passes(answer: torch.Tensor, reference: torch.Tensor, by_torch: torch.Tensor) -> bool:
+    """Whether ``answer`` keeps the rule, as seen from ``reference``, where torch gives ``by_torch``."""
+    if answer.shape != reference.shape:
+        return False
+    ulp = one_ulp(reference, answer.dtype)
+    slack = (ulp, ulp * math.sqrt(max(answer.numel(), 1)))
+    pairs = zip(errors(answer, reference), errors(by_torch, reference), slack, strict=True)
+    return all(mine <= 2 * theirs + more for mine, theirs, more in pairs)
+
+
+def check(answer: torch.Tensor, maths: Maths) -> None:
+    """Assert the rule, and torch's shape and dtype."""
+    reference, by_torch = maths.finer(), maths.by_torch()
+    assert answer.shape == by_torch.shape, f"shape {list(answer.shape)}, torch has {list(by_torch.shape)}"
+    assert answer.dtype == by_torch.dtype, f"{answer.dtype}, torch has {by_torch.dtype}"
+    assert passes(answer, reference, by_torch), (
+        f"max and Frobenius error {errors(answer, reference)}, torch's {errors(by_torch, reference)}, "
+        f"ulp {one_ulp(reference, answer.dtype):.3g}; NaN: {int(answer.isnan().sum())} of {answer.numel()}"
+    )
+
+
+def check_gradient(mine: torch.Tensor | None, reference: torch.Tensor, by_torch: torch.Tensor) -> None:
+    """The rule for a gradient, whose reference comes from autograd on float64 copies."""
+    assert mine is not None, "no gradient"
+    assert mine.shape == by_torch.shape
+    assert mine.dtype == by_torch.dtype
+    assert passes(mine, reference, by_torch), (errors(mine, reference), errors(by_torch, reference))
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int | None = None) -> torch.Tensor:
+    """Fresh normal numbers; seeded by the shape where no seed is given, so that a failure can be seen again."""
+    generator = torch.Generator().manual_seed(hash(shape) % 2**31 if seed is None else seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def nans(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An output, or an input that has not arrived."""
+    return torch.full(shape, float("nan"), dtype=dtype)
