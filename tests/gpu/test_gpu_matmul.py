@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_rule import Maths, check
 from gpu_cases import CASES, WORKER_CASES, Case
 
 import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
+from error_rule import Maths, check
 
 
 @pytest.fixture

@@ -114,7 +114,9 @@ def test_arrival_on_a_gpu_raises_with_the_way_out(op):
     with FakeTensorMode(allow_non_fake_inputs=True):
         a, b = torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda")
         if op in ("matmul", "linear"):
-            with pytest.raises(NotImplementedError, match=rf"{op}: arrival= with operands on a GPU; .*wait for all chunks"):
+            with pytest.raises(
+                NotImplementedError, match=rf"{op}: arrival= with operands on a GPU; .*wait for all chunks"
+            ):
                 getattr(ts, op)(a, b if op == "matmul" else b.t(), arrival=ts.Arrival.uniform(3, 2))
         assert OPS[op](a, b).device.type == "cuda" if op != "addmm" else True
 
@@ -123,9 +125,7 @@ def test_arrival_on_a_gpu_raises_with_the_way_out(op):
 def test_any_operand_elsewhere_raises(which):
     with FakeTensorMode(allow_non_fake_inputs=True):
         shapes = {"a": (6, 5), "b": (5, 4), "bias": (4,), "residual": (6, 4), "out": (6, 4)}
-        tensors = {
-            name: torch.empty(shape, device="xpu" if name == which else "cpu") for name, shape in shapes.items()
-        }
+        tensors = {name: torch.empty(shape, device="xpu" if name == which else "cpu") for name, shape in shapes.items()}
         with pytest.raises(NotImplementedError, match=rf"matmul: {which} is on xpu:0; .* {which}\.cpu\(\)"):
             ts.matmul(**tensors)
 
