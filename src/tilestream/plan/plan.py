@@ -312,6 +312,7 @@ def plan_problem(
         refused += (_other_variant(best, found, arriving, forced),)
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
+        refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
         found = list(
             portable.candidates(
                 problem, device, count, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares
