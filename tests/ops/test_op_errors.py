@@ -99,30 +99,40 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cuda_tensors_raise_with_the_way_out(op):
+def test_tensors_elsewhere_raise_with_the_way_out(op):
     with FakeTensorMode():
-        a, b = torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda")
+        a, b = torch.empty(6, 5, device="xpu"), torch.empty(5, 4, device="xpu")
         with pytest.raises(
             NotImplementedError,
-            match=rf"{op}: a is on cuda:0; this version computes on the CPU only: use torch\.\S*{op} there, or a\.cpu\(\)",
+            match=rf"{op}: a is on xpu:0; .* the CPU and on CUDA and ROCm GPUs: use torch\.\S*{op} there, or a\.cpu\(\)",
         ):
             OPS[op](a, b)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_arrival_on_a_gpu_raises_with_the_way_out(op):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        a, b = torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda")
+        if op in ("matmul", "linear"):
+            with pytest.raises(
+                NotImplementedError, match=rf"{op}: arrival= with operands on a GPU; .*wait for all chunks"
+            ):
+                getattr(ts, op)(a, b if op == "matmul" else b.t(), arrival=ts.Arrival.uniform(3, 2))
+        assert OPS[op](a, b).device.type == "cuda" if op != "addmm" else True
+
+
 @pytest.mark.parametrize("which", ["b", "bias", "residual", "out"])
-def test_any_operand_on_cuda_raises(which):
+def test_any_operand_elsewhere_raises(which):
     with FakeTensorMode(allow_non_fake_inputs=True):
         shapes = {"a": (6, 5), "b": (5, 4), "bias": (4,), "residual": (6, 4), "out": (6, 4)}
-        tensors = {
-            name: torch.empty(shape, device="cuda" if name == which else "cpu") for name, shape in shapes.items()
-        }
-        with pytest.raises(NotImplementedError, match=rf"matmul: {which} is on cuda:0; .* {which}\.cpu\(\)"):
+        tensors = {name: torch.empty(shape, device="xpu" if name == which else "cpu") for name, shape in shapes.items()}
+        with pytest.raises(NotImplementedError, match=rf"matmul: {which} is on xpu:0; .* {which}\.cpu\(\)"):
             ts.matmul(**tensors)
 
 
 def test_the_way_out_of_linear_exists():
     with FakeTensorMode(), pytest.raises(NotImplementedError, match=r"torch\.nn\.functional\.linear"):
-        OPS["linear"](torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda"))
+        OPS["linear"](torch.empty(6, 5, device="xpu"), torch.empty(5, 4, device="xpu"))
 
 
 def test_a_bad_call_leaves_out_and_signals_alone():

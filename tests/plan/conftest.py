@@ -17,7 +17,7 @@ DEVICE = DeviceProperties("a test's CPU", "cpu", 4, 100e9, 10e9, "nominal: made 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     monkeypatch.setattr(plans, "cpu_properties", lambda: DEVICE)
-    monkeypatch.setattr(plans, "_default_workers", lambda: None)
+    monkeypatch.setattr(plans, "_default_workers", lambda device: None)
     plans.plan_problem.cache_clear()
     yield DEVICE
     plans.plan_problem.cache_clear()

@@ -9,9 +9,10 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Outcome
-from tilestream.kernels.cpu.epilogue import ACTIVATIONS, Epilogue
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.kernels.cpu.launch import Awaited, Launch
+from tilestream.kernels.epilogue import ACTIVATIONS, Epilogue
+from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.plan.problem import Problem, dtype_name
@@ -136,15 +137,18 @@ def run_plan(
     ndim = 3 if problem.batch != 1 or a.dim() == 3 else 2
     out_dtype = getattr(torch, problem.out_dtype)
     shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}
+    device = torch.device("cpu") if plan.backend == "cpu" else a.device
+    if plan.backend != "cpu" and device.type != "cuda":
+        raise ValueError(f"a: on {device}; the plan is for a GPU: {plan.device.name}")
     if out is None:
-        out = torch.empty((problem.batch,) * (ndim - 2) + shapes["out"], dtype=out_dtype, device="cpu")
+        out = torch.empty((problem.batch,) * (ndim - 2) + shapes["out"], dtype=out_dtype, device=device)
     for name, tensor in (("a", a), ("b", b), ("out", out)):
         expected = (problem.batch,) * (ndim - 2) + shapes[name]
         dtype = out_dtype if name == "out" else getattr(torch, problem.dtype)
-        if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device.type != "cpu":
+        if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
                 f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the plan is for {list(expected)} "
-                f"{dtype} on cpu"
+                f"{dtype} on {device}"
             )
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation or "none")
     refuse_overlap(out, epilogue, a=a, b=b)
@@ -152,6 +156,10 @@ def run_plan(
         raise RuntimeError(
             "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"
         )
+    if device.type == "cuda":
+        refuse_gpu_arrival("plan.run", arrival is not None or weight_arrival is not None)
+        gpu.run(a, b, out, epilogue, plan=plan)
+        return out
     rows = FlatArrival.of(arrival) if arrival is not None else None
     columns = FlatArrival.of(weight_arrival) if weight_arrival is not None else None
     a3, b3, out3 = (t if ndim == 3 else t.unsqueeze(0) for t in (a, b, out))
@@ -192,3 +200,12 @@ def make_epilogue(
     else:
         residual = None  # beta == 0: not read, so that what is not a number there does not count
     return Epilogue(alpha, bias.detach() if bias is not None else None, residual, beta, activation)
+
+
+def refuse_gpu_arrival(op: str, arriving: bool) -> None:
+    """Raise `NotImplementedError` if operands on a GPU are to arrive."""
+    if arriving:
+        raise NotImplementedError(
+            f"{op}: arrival= with operands on a GPU; in this version only operands on the CPU arrive: wait for all "
+            "chunks and call without arrival=, or stream into CPU memory"
+        )

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.ops.execute import execute, make_epilogue, problem_of
+from tilestream.ops import gpu
+from tilestream.ops.execute import execute, make_epilogue, problem_of, refuse_gpu_arrival
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.plan.plan import SCHEDULES, plan_problem
@@ -93,12 +94,18 @@ def _run(
     columns: FlatArrival | None = None,
     deadline: float | None = None,
     op: str = "matmul",
+    fresh: bool = False,
 ) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation)
-    refuse_overlap(out, epilogue, a=a, b=b)
+    if not fresh:
+        refuse_overlap(out, epilogue, a=a, b=b)
+    if out.is_cuda:
+        refuse_gpu_arrival(op, rows is not None or columns is not None)
+        gpu.run(a, b, out, epilogue, schedule, workers)
+        return
+    a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
     problem = problem_of(a3, b3, out.dtype, rows, columns)
     plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads())
     execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op)
@@ -117,7 +124,7 @@ def _gemm(
     workers: int,
 ) -> torch.Tensor:
     out = _output(a, b, out_dtype)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers)
+    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, fresh=True)
     return out
 
 
@@ -204,10 +211,11 @@ def _clear_signals(signals: torch.Tensor) -> None:
         signals.zero_()
 
 
-library.impl("gemm", _gemm, "CPU")
-library.impl("gemm_out", _gemm_out, "CPU")
-library.impl("gemm_arriving", _gemm_arriving, "CPU")
-library.impl("gemm_arriving_out", _gemm_arriving_out, "CPU")
+for _device in ("CPU", "CUDA"):
+    library.impl("gemm", _gemm, _device)
+    library.impl("gemm_out", _gemm_out, _device)
+    library.impl("gemm_arriving", _gemm_arriving, _device)
+    library.impl("gemm_arriving_out", _gemm_arriving_out, _device)
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops.execute import refuse_gpu_arrival
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
     clear_signals_op,
@@ -25,8 +26,8 @@ from tilestream.plan.problem import dtype_name
 #: Public names of the activations.
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
-#: Devices that an op takes: the CPU backend's, and the one on which nothing is computed.
-_DEVICES = ("cpu", "meta")
+#: Devices that an op takes: those of the backends (ROCm's GPUs are "cuda" to torch), and the one that computes nothing.
+_DEVICES = ("cpu", "cuda", "meta")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
         if tensor.device.type not in _DEVICES:
             raise NotImplementedError(
-                f"{op}: {name} is on {tensor.device}; this version computes on the CPU only: use {theirs} there, "
-                f"or {name}.cpu()"
+                f"{op}: {name} is on {tensor.device}; this version computes on the CPU and on CUDA and ROCm GPUs: use "
+                f"{theirs} there, or {name}.cpu()"
             )
         if tensor.layout != torch.strided or tensor.is_nested:
             what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
@@ -139,6 +140,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
     check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
+    refuse_gpu_arrival(op, options.arriving and a.device.type == "cuda")
     for arrival in (options.arrival, options.weight_arrival):
         if arrival is not None and arrival.signals is not None and arrival.signals.device != a.device:
             raise ValueError(

@@ -13,8 +13,8 @@ candidates in is right:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import ITEMSIZE, Incoming, Problem
 from tilestream.schedule.grid import Grid
@@ -38,16 +38,6 @@ BLOCK_K = 256
 GROUP = 4
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to run a problem on the CPU, and what the model says it costs."""
-
-    variant: str
-    block: tuple[int, int, int]
-    schedule: Schedule
-    seconds: float
 
 
 def candidates(

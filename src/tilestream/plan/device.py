@@ -35,6 +35,12 @@ class DeviceProperties:
         Bytes a second from memory, all workers together.
     source
         Where these figures come from.
+    arch
+        What a GPU's code is compiled for: ``sm_90``, ``gfx942``.
+    shared
+        Bytes of shared memory that one worker can have.
+    tensor
+        Peak operations a second of one worker's matrix units, by kind of input; where a kind is not named, ``flops``.
     """
 
     name: str
@@ -43,10 +49,17 @@ class DeviceProperties:
     flops: float
     bandwidth: float
     source: str
+    arch: str = ""
+    shared: int = 0
+    tensor: tuple[tuple[str, float], ...] = ()
 
     def peak(self, dtype: str, workers: int) -> float:
-        """Peak operations a second of ``workers`` workers. 16-bit inputs are multiplied at fp32's rate here."""
-        return self.flops * workers * (0.5 if dtype == "float64" else 1.0)
+        """Peak operations a second of ``workers`` workers.
+
+        ``dtype`` is a dtype's name, or ``"tf32"``. On a CPU 16-bit inputs are multiplied at fp32's rate.
+        """
+        rate = dict(self.tensor).get(dtype, self.flops)
+        return rate * workers * (0.5 if dtype == "float64" else 1.0)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class Floor:
         return cls(
             problem.operations,
             problem.bytes,
-            problem.operations / device.peak(problem.dtype, workers),
+            problem.operations / device.peak(problem.kind, workers),
             problem.bytes / device.bandwidth,
         )
 

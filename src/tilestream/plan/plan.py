@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, get_args
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.gate import Gate
-from tilestream.plan import cpu
+from tilestream.plan import cpu, portable
+from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.explain import explain
 from tilestream.plan.floor import Floor
@@ -50,7 +51,8 @@ class Plan:
         Which package of `tilestream.kernels` runs it.
     variant
         ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
-        torch's own threads, where starting workers would cost more than it wins.
+        torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
+        programs, one a worker.
     block
         ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
     schedule
@@ -61,6 +63,8 @@ class Plan:
         What else was considered.
     predicted
         Seconds the cost model expects, with everything arrived.
+    warps, stages
+        GPUs: warps of a worker, stages of its ring.
     """
 
     problem: Problem
@@ -72,6 +76,8 @@ class Plan:
     why: str
     refused: tuple[Refusal, ...]
     predicted: float
+    warps: int = 0
+    stages: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -183,7 +189,8 @@ def plan(
     dtype, out_dtype
         Of the operands and of the output (default: the same), as torch dtypes or their names.
     device
-        ``"cpu"``.
+        ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``), or `DeviceProperties`, for a plan without the
+        device.
     workers
         Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
         torch has not been imported.
@@ -217,10 +224,7 @@ def plan(
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    if str(device).partition(":")[0] != "cpu":
-        raise NotImplementedError(
-            f"device={str(device)!r}: this version has the CPU backend only; use device='cpu', or torch.matmul there"
-        )
+    properties = device_properties(device)
     for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
         if not _whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
@@ -237,16 +241,52 @@ def plan(
         m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
         None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
         None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
+        tf32=name == "float32" and _uses_tf32(device, properties),
+        aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
     )  # fmt: skip
+    default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
     if order is not None:
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
-        return plan_problem.__wrapped__(problem, workers, schedule, tile, order, queues, shares, _default_workers())
-    return plan_problem(problem, workers, schedule, tile, order, queues, shares, _default_workers())
+        return plan_problem.__wrapped__(
+            problem, workers, schedule, tile, order, queues, shares, default, device=properties
+        )
+    return plan_problem(problem, workers, schedule, tile, order, queues, shares, default, device=properties)
 
 
-def _default_workers() -> int | None:
+def _default_workers(device: DeviceProperties) -> int | None:
     torch = sys.modules.get("torch")  # not imported for this question's sake
-    return torch.get_num_threads() if torch is not None else None
+    return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
+
+
+def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
+    if isinstance(device, DeviceProperties) or not properties.arch.startswith("sm_"):
+        return False
+    from tilestream.runtime.properties import allows_tf32
+
+    return allows_tf32()
+
+
+def device_properties(device: object) -> DeviceProperties:
+    """What `plan` takes for a device, as its properties.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is no backend for it.
+    """
+    if isinstance(device, DeviceProperties):
+        return device
+    kind, _, index = str(device).partition(":")
+    if kind == "cpu":
+        return cpu_properties()
+    if kind == "cuda":
+        from tilestream.runtime.properties import cuda_properties  # imports torch, and asks the driver
+
+        return cuda_properties(int(index) if index else None)
+    raise NotImplementedError(
+        f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
+        "torch.matmul there"
+    )
 
 
 def _whole(x: object) -> bool:
@@ -263,10 +303,10 @@ def plan_problem(
     queues: int | None = None,
     shares: int | None = None,
     default_workers: int | None = None,
+    device: DeviceProperties | None = None,
 ) -> Plan:
     """`plan` for a `Problem`; the same object for the same question."""
-    device = cpu_properties()
-    arriving = problem.rows is not None or problem.columns is not None
+    device = device or cpu_properties()
     kinds, refused = _kinds(schedule, queues, shares)
     count = workers or default_workers or device.workers
     forced = [
@@ -277,36 +317,66 @@ def plan_problem(
         )
         if given
     ]  # fmt: skip
-    inline = not arriving and not forced
-    found = list(
-        cpu.candidates(
-            problem, device, count, kinds=kinds, inline=inline, tile=tile, order=order, queues=queues, shares=shares
+    if device.backend == "cpu":
+        arriving = problem.rows is not None or problem.columns is not None
+        inline = not arriving and not forced
+        found = list(
+            cpu.candidates(
+                problem, device, count, kinds=kinds, inline=inline, tile=tile, order=order, queues=queues, shares=shares
+            )
         )
-    )
-    best = min(found, key=lambda candidate: candidate.seconds)
-    if inline:
-        other = min((c for c in found if c.variant != best.variant), key=lambda candidate: candidate.seconds)
-        refused += (
-            Refusal(
-                other.variant,
-                f"the cost model expects {other.seconds * 1e3:.3g} ms, {best.variant} {best.seconds * 1e3:.3g} ms",
-            ),
-        )
+        best = _best(found)
+        refused += (_other_variant(best, found, arriving, forced),)
+        elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        why = (
-            "chunks are waited for by workers, not by the calling thread" if arriving else f"{', '.join(forced)} given"
+        refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
+        found = list(
+            portable.candidates(
+                problem, device, count, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares
+            )
         )
-        refused += (Refusal("inline", why),)
-    if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant == "workers":
+        best = _best(found)
+        refused += _other_tiles(best, found)
+        if not problem.aligned:
+            refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+        elsewhere = Refusal("hopper, cdna", "this version has the portable kernel only")
+    if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(best, found),)
-    refused += (Refusal("GPU backends", "the operands are on the CPU"),)
+    refused += (elsewhere,)
     made = Plan(
-        problem, device, "cpu", best.variant, best.block, best.schedule,
-        f"least of {len(found)} candidates in the cost model", refused, best.seconds,
+        problem, device, device.backend, best.variant, best.block, best.schedule,
+        f"least of {len(found)} candidates in the cost model", refused, best.seconds, best.warps, best.stages,
     )  # fmt: skip
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
+
+
+def _best(found: list[Candidate]) -> Candidate:
+    return min(found, key=lambda candidate: candidate.seconds)
+
+
+def _other_variant(best: Candidate, found: list[Candidate], arriving: bool, forced: list[str]) -> Refusal:
+    if arriving:
+        return Refusal("inline", "chunks are waited for by workers, not by the calling thread")
+    if forced:
+        return Refusal("inline", f"{', '.join(forced)} given")
+    other = _best([c for c in found if c.variant != best.variant])
+    return Refusal(other.variant, _costs(other, best))
+
+
+def _other_tiles(best: Candidate, found: list[Candidate]) -> tuple[Refusal, ...]:
+    """The next best tile, if there was a choice."""
+    others = [c for c in found if c.block != best.block]
+    if not others:
+        return ()
+    other = _best(others)
+    return (Refusal(f"{other.block[0]}x{other.block[1]} tiles", _costs(other, best)),)
+
+
+def _costs(other: Candidate, best: Candidate) -> str:
+    name = best.variant if best.variant != other.variant else f"{best.block[0]}x{best.block[1]}"
+    return f"the cost model expects {other.seconds * 1e3:.3g} ms, {name} {best.seconds * 1e3:.3g} ms"
 
 
 def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
@@ -329,7 +399,7 @@ def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple
     )
 
 
-def _no_stream_k(best: cpu.Candidate, found: list[cpu.Candidate]) -> Refusal:
+def _no_stream_k(best: Candidate, found: list[Candidate]) -> Refusal:
     same = next((c for c in found if c.schedule.kind == "stream_k" and c.block == best.block), None)
     if same is not None and not same.schedule.remainder:
         return Refusal(

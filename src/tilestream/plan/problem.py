@@ -44,6 +44,11 @@ class Problem:
         How A's rows and B's columns arrive; None where all is there at launch.
     shared_rows
         Whether the batches share one A, so that the chunks bring ``m`` rows and not ``batch * m``.
+    tf32
+        Whether float32 operands may be rounded to tf32 for the matrix units, as ``torch.backends`` says.
+    aligned
+        Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
+        the address are multiples of 16.
     """
 
     m: int
@@ -55,6 +60,8 @@ class Problem:
     rows: Incoming | None = None
     columns: Incoming | None = None
     shared_rows: bool = False
+    tf32: bool = False
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -64,6 +71,11 @@ class Problem:
         for name, incoming, extent in (("arrival", self.rows, rows), ("weight_arrival", self.columns, self.n)):
             if incoming is not None and incoming.chunks.rows != extent:
                 raise ValueError(f"{name}: its chunks bring {incoming.chunks.rows} rows, the operand has {extent}")
+
+    @property
+    def kind(self) -> str:
+        """What the matrix units are fed with: the operands' dtype, or ``"tf32"``."""
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     @property
     def operations(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F  # noqa: N812  # its name everywhere
 
-#: Activations by name, each in place.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
+from tilestream.kernels.epilogue import Epilogue
+
+#: `tilestream.kernels.epilogue.ACTIVATIONS`, each in place.
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "none": lambda x: x,
     "relu": torch.relu_,
     "gelu": lambda x: torch.ops.aten.gelu_(x),
@@ -18,38 +19,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@dataclass(frozen=True)
-class Epilogue:
-    """``activation(alpha * acc + bias + beta * residual)``, in the accumulator's dtype.
-
-    Parameters
-    ----------
-    bias
-        ``[N]`` or None.
-    residual
-        ``[B, M, N]`` (any strides) or None.
-    activation
-        One of `ACTIVATIONS`.
-    """
-
-    alpha: float = 1.0
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    beta: float = 1.0
-    activation: str = "none"
-
-    @property
-    def trivial(self) -> bool:
-        """Whether the accumulator is the answer."""
-        return self.alpha == 1.0 and self.bias is None and self.residual is None and self.activation == "none"
-
-    def apply(self, acc: torch.Tensor, batch: int, rows: slice, cols: slice) -> None:
-        """Do it in place to ``acc``, the accumulator of that tile."""
-        if self.alpha != 1.0:
-            acc.mul_(self.alpha)
-        if self.bias is not None:
-            acc.add_(self.bias[cols])
-        if self.residual is not None:
-            # add_ computes in acc's dtype: a 16-bit residual times beta is rounded once, at the very end.
-            acc.add_(self.residual[batch, rows, cols], alpha=self.beta)
-        ACTIVATIONS[self.activation](acc)
+def apply(epilogue: Epilogue, acc: torch.Tensor, batch: int, rows: slice, cols: slice) -> None:
+    """Do ``epilogue`` in place to ``acc``, the accumulator of that tile."""
+    if epilogue.alpha != 1.0:
+        acc.mul_(epilogue.alpha)
+    if epilogue.bias is not None:
+        acc.add_(epilogue.bias[cols])
+    if epilogue.residual is not None:
+        # add_ computes in acc's dtype: a 16-bit residual times beta is rounded once, at the very end.
+        acc.add_(epilogue.residual[batch, rows, cols], alpha=epilogue.beta)
+    _ACTIVATIONS[epilogue.activation](acc)

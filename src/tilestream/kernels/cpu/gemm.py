@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tilestream.kernels.cpu.epilogue import Epilogue
+from tilestream.kernels.cpu.epilogue import apply
+from tilestream.kernels.epilogue import Epilogue
 from tilestream.runtime.workspace import Workspace
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Schedule
@@ -70,11 +71,11 @@ class GemmBody:
             torch.mm(a, b, out=out)
         elif self._in_place:
             self._product(a, b, out)
-            self._epilogue.apply(out, item.batch, rows, cols)
+            apply(self._epilogue, out, item.batch, rows, cols)
         else:
             with self._workspace.borrow(out.shape, self._acc_dtype) as acc:
                 self._product(a, b, acc)
-                self._epilogue.apply(acc, item.batch, rows, cols)
+                apply(self._epilogue, acc, item.batch, rows, cols)
                 out.copy_(acc)
 
     def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
@@ -84,7 +85,7 @@ class GemmBody:
         acc = self._slot(slots[0], out)
         for slot in slots[1:]:
             acc += self._slot(slot, out)
-        self._epilogue.apply(acc, item.batch, rows, cols)
+        apply(self._epilogue, acc, item.batch, rows, cols)
         out.copy_(acc)
 
     def poison(self, item: WorkItem) -> None:

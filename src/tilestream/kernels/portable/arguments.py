@@ -1,0 +1,122 @@
+"""What `tilestream.kernels.portable.gemm.gemm` is launched with: the part that a plan and a layout decide.
+
+No torch here: the compile gate, and whoever fills a cache for a machine with a GPU, make the same arguments from
+shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilestream.plan.plan import Plan
+from tilestream.plan.portable import STRIP
+
+_INT31 = 2**31
+
+Strides = tuple[int, int, int]
+
+
+class Layout(NamedTuple):
+    """Strides of the canonical operands, in elements, and which parts of the epilogue there are.
+
+    Attributes
+    ----------
+    a, b, out
+        Strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
+    bias
+        Stride of the bias, None where there is none.
+    residual
+        Strides of the residual, likewise.
+    scaled
+        Whether alpha is not 1.
+    """
+
+    a: Strides
+    b: Strides
+    out: Strides
+    bias: int | None = None
+    residual: Strides | None = None
+    scaled: bool = False
+    activation: str = "none"
+
+
+def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int) -> bool:
+    """Whether a matrix can be read in vectors of 16 bytes, as Triton sees it: multiples of 16, except the stride of 1.
+
+    Parameters
+    ----------
+    extents, strides
+        Of its two dimensions.
+    """
+    if address % 16 or batch_stride % 16:
+        return False
+    return any(strides[i] == 1 and extents[i] % 16 == 0 and strides[1 - i] % 16 == 0 for i in (1, 0))
+
+
+class Arguments:
+    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
+
+    def __init__(self, plan: Plan, layout: Layout, probe: bool = False) -> None:
+        problem, schedule = plan.problem, plan.schedule
+        grid, raster = schedule.grid, schedule.raster
+        self._numbers = (
+            problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
+            layout.bias or 0, *(layout.residual or (0, 0, 0)),
+        )  # fmt: skip
+        self._schedule = (
+            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
+            schedule.queues, raster.group, raster.first, raster.band,
+        )  # fmt: skip
+        self._constants = tuple(constants(plan, layout, probe).values())
+        #: How the kernel is compiled.
+        self.options = {"num_warps": plan.warps, "num_stages": plan.stages}
+
+    def fill(
+        self, a: Any, b: Any, out: Any, bias: Any, residual: Any, partials: Any, counts: Any, counters: Any,
+        table: Any, probe: Any, base: int, reset: int, alpha: float, beta: float, capacity: int = 0,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """All of them, in the kernel's order. Tensors, or whatever stands in for them."""
+        return (
+            a, b, out, bias, residual, partials, counts, counters, table, probe, base, reset, *self._numbers,
+            alpha, beta, *self._schedule, capacity, *self._constants,
+        )  # fmt: skip
+
+
+def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]:
+    """The kernel's compile-time arguments, in its order."""
+    problem, schedule = plan.problem, plan.schedule
+    block_m, block_n, block_k = plan.block
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "STRIP": min(STRIP, block_n),
+        # With nothing to split, stream_k is a queue, and there are no slots.
+        "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
+        "SPLIT": schedule.split,
+        "STEAL": schedule.queues > 1,
+        "ORDER": schedule.raster.order,
+        "TRANSPOSED": schedule.raster.transposed,
+        "EVEN_K": problem.k > 0 and problem.k % block_k == 0,
+        "WIDE": _wide(plan, layout),
+        "PRECISION": "tf32" if problem.kind == "tf32" else "ieee",
+        "SCALED": layout.scaled,
+        "BIAS": layout.bias is not None,
+        "RESIDUAL": layout.residual is not None,
+        "ACTIVATION": layout.activation,
+        "PROBE": probe,
+    }
+
+
+def _wide(plan: Plan, layout: Layout) -> bool:
+    """Whether an offset inside one batch leaves 31 bits. Offsets past the end are masked, so theirs may."""
+    problem = plan.problem
+    extents = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}
+    strides = {"a": layout.a, "b": layout.b, "out": layout.out}
+    if layout.residual is not None:
+        extents["residual"], strides["residual"] = extents["out"], layout.residual
+    return any(
+        sum(max(extent - 1, 0) * stride for extent, stride in zip(extents[name], strides[name][1:], strict=True))
+        >= _INT31
+        for name in extents
+    )

@@ -1,0 +1,65 @@
+"""The epilogue on the device: what happens to the accumulator of a tile, in fp32, and its store."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """`tilestream.kernels.epilogue.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 x (1 + tanh(y)) = x sigmoid(2 y): one exponential, and no overflow at either end.
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def finish(
+    acc, batch, pm, first_column, m, n,
+    out, stride_ob, stride_om, stride_on, bias, stride_bias, residual, stride_rb, stride_rm, stride_rn, alpha, beta,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr, WIDE: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """``activation(alpha * acc + bias + beta * residual)`` where the output has rows and columns, stored.
+
+    In strips of ``STRIP`` columns, one after the other: the addresses of a whole tile do not fit the registers beside
+    its accumulator.
+    """
+    if WIDTH > STRIP:
+        low, high = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
+        finish(
+            low, batch, pm, first_column, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
+            residual, stride_rb, stride_rm, stride_rn, alpha, beta,
+            BLOCK_M, WIDTH // 2, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
+        )  # fmt: skip
+        finish(
+            high, batch, pm, first_column + WIDTH // 2, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
+            residual, stride_rb, stride_rm, stride_rn, alpha, beta,
+            BLOCK_M, WIDTH // 2, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
+        )  # fmt: skip
+    else:
+        rows = pm * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = first_column + tl.arange(0, WIDTH)
+        inside = (rows < m)[:, None] & (cols < n)[None, :]
+        x = acc
+        if SCALED:
+            x = x * alpha
+        if BIAS:
+            x = x + tl.load(bias + cols * stride_bias, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+        if WIDE:
+            rows = rows.to(tl.int64)
+            cols = cols.to(tl.int64)
+        if RESIDUAL:
+            at = residual + batch.to(tl.int64) * stride_rb + rows[:, None] * stride_rm + cols[None, :] * stride_rn
+            x = x + beta * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        x = activate(x, ACTIVATION)
+        at = out + batch.to(tl.int64) * stride_ob + rows[:, None] * stride_om + cols[None, :] * stride_on
+        tl.store(at, x.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,185 @@
+"""GEMM in Triton: resident programs, each of which takes work items until there are none.
+
+::
+
+    for item in schedule:                        # schedule.take
+        acc = 0;  for step in item: acc += A[rows, step] @ B[step, columns]
+        whole tile:      out[tile] = epilogue(acc)
+        part of a tile:  slot = acc; count; the last to count: out[tile] = epilogue(sum of slots, in K order)
+
+Load and math share one loop, which Triton pipelines; there is no item ring. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilestream.kernels.portable.epilogue import finish
+from tilestream.kernels.portable.schedule import enter, leave, take
+
+#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
+UNSPECIALISED = (
+    "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
+    "first", "band", "capacity", "stride_bias", "alpha", "beta",
+)  # fmt: skip
+
+
+@triton.jit
+def to_tf32(x):
+    """Round to tf32's ten bits, halves away from zero, as cuBLAS does: the matrix units would cut the rest off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def product(
+    a, b, batch, pm, pn, k_begin, k_end, m, n, k,
+    stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """K steps [k_begin, k_end) of a tile, in fp32.
+
+    Rows and columns past the end wrap around: what they give is not stored, and no mask is needed. Where an extent is
+    a multiple of 16 the compiler sees that a vector never straddles the end.
+    """
+    rows = (pm * BLOCK_M + tl.arange(0, BLOCK_M)) % m
+    cols = (pn * BLOCK_N + tl.arange(0, BLOCK_N)) % n
+    step = tl.arange(0, BLOCK_K)
+    depth = k_begin * BLOCK_K + step
+    if WIDE:
+        rows = rows.to(tl.int64)
+        cols = cols.to(tl.int64)
+        depth = depth.to(tl.int64)
+    at_a = a + batch.to(tl.int64) * stride_ab + rows[:, None] * stride_am + depth[None, :] * stride_ak
+    at_b = b + batch.to(tl.int64) * stride_bb + depth[:, None] * stride_bk + cols[None, :] * stride_bn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(k_begin, k_end):
+        if EVEN_K:
+            x = tl.load(at_a)
+            y = tl.load(at_b)
+        else:
+            rest = k - i * BLOCK_K
+            x = tl.load(at_a, mask=step[None, :] < rest, other=0.0)
+            y = tl.load(at_b, mask=step[:, None] < rest, other=0.0)
+        if PRECISION == "tf32":
+            x = to_tf32(x)
+            y = to_tf32(y)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        at_a += BLOCK_K * stride_ak
+        at_b += BLOCK_K * stride_bk
+    return acc
+
+
+@triton.jit
+def hand_in(acc, at, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr):
+    """Store a partial result at ``at``: strips ``[BLOCK_M, STRIP]``, one behind the other."""
+    if WIDTH > STRIP:
+        low, high = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
+        hand_in(low, at, BLOCK_M, WIDTH // 2, STRIP)
+        hand_in(high, at + BLOCK_M * (WIDTH // 2), BLOCK_M, WIDTH // 2, STRIP)
+    else:
+        tl.store(at + tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc)
+
+
+@triton.jit
+def count_in(count, parts):
+    """Count a partial result that was handed in; whether it was the last. He restores the count.
+
+    The barriers make one thread's add (a release at the device's scope, and an acquire) speak for the whole worker:
+    for its stores before, for its loads after.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(count, 0)
+    return last
+
+
+@triton.jit
+def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
+    """One strip of a tile's partial results, added in K order; past the first-level cache, which may be stale."""
+    at = at + tl.arange(0, BLOCK_M)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+    acc = tl.load(at, cache_modifier=".cg")
+    for _ in range(1, parts):
+        at += size
+        acc += tl.load(at, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def gemm(
+    a, b, out, bias, residual, partials, counts, counters, table, probe,
+    base: tl.int64, reset,
+    m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_on,
+    stride_bias, stride_rb, stride_rm, stride_rn, alpha, beta,
+    batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, capacity,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STRIP: tl.constexpr,
+    KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, PROBE: tl.constexpr,
+):  # fmt: skip
+    """``out = activation(alpha * a @ b + bias + beta * residual)``, one resident program a worker.
+
+    Parameters
+    ----------
+    a, b, out, residual
+        ``[batches, m, k]``, ``[batches, k, n]``, ``[batches, m, n]``, any strides.
+    partials, counts
+        stream_k: slots ``[BLOCK_M, BLOCK_N]`` of fp32, and a word for each, 0 before and after: a tile's count is at
+        its first slot.
+    counters, base, reset
+        See `tilestream.kernels.portable.schedule`.
+    table
+        Tile ids by position, where the raster is a table.
+    probe, capacity
+        Records a worker, and room for how many.
+    full_tiles, shares, units
+        Tiles done whole, and stream-K's remainder.
+    """
+    worker = tl.program_id(0)
+    workers = tl.num_programs(0)
+    enter(counters, base, worker, queues, KIND == "static")
+    zero = tl.zeros((), tl.int32)
+    ticket = zero
+    home_open = zero + 1
+    share = zero - 1
+    unit = zero
+    unit_end = zero
+    noted = zero
+    found = zero + 1
+    while found != 0:
+        found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted = take(
+            worker, workers, ticket, home_open, share, unit, unit_end,
+            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
+            band, probe, capacity, noted,
+            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+        )  # fmt: skip
+        if found != 0:
+            acc = product(
+                a, b, batch, pm, pn, k_begin, k_end, m, n, k,
+                stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDE, PRECISION,
+            )  # fmt: skip
+            if parts == 1:
+                finish(
+                    acc, batch, pm, pn * BLOCK_N, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
+                    residual, stride_rb, stride_rm, stride_rn, alpha, beta,
+                    BLOCK_M, BLOCK_N, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
+                )  # fmt: skip
+            elif KIND == "stream_k":
+                size: tl.constexpr = BLOCK_M * BLOCK_N
+                hand_in(acc, partials + slot.to(tl.int64) * size, BLOCK_M, BLOCK_N, STRIP)
+                if count_in(counts + slot - part, parts):
+                    # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
+                    at = partials + (slot - part).to(tl.int64) * size
+                    for strip in range(BLOCK_N // STRIP):
+                        finish(
+                            add_up(at + strip * BLOCK_M * STRIP, parts, size, BLOCK_M, STRIP),
+                            batch, pm, pn * BLOCK_N + strip * STRIP, m, n, out, stride_ob, stride_om, stride_on,
+                            bias, stride_bias, residual, stride_rb, stride_rm, stride_rn, alpha, beta,
+                            BLOCK_M, STRIP, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
+                        )  # fmt: skip
+    leave(counters, queues, reset, workers, KIND == "static")

@@ -1,0 +1,104 @@
+"""GPU operands to a launch of the portable kernel. What a problem and a layout decide is looked up, not worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.plan.plan import plan_problem
+from tilestream.plan.problem import Problem, dtype_name
+from tilestream.runtime.properties import allows_tf32, cuda_properties
+
+if TYPE_CHECKING:
+    from tilestream.plan.plan import Plan
+
+_Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue], None]
+
+#: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
+_launches: dict[object, _Launch] = {}
+_MOST_LAUNCHES = 4096
+
+
+def run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    schedule: str = "auto",
+    workers: int = 0,
+    plan: Plan | None = None,
+) -> None:
+    """``out = epilogue(a @ b)`` on the current stream of the operands' device.
+
+    Parameters
+    ----------
+    a, b, out
+        ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
+    plan
+        The plan to run; None: one is made, with ``schedule`` and ``workers`` (0: as many as the device has).
+    """
+    if not out.numel():
+        return
+    bias, residual = epilogue.bias, epilogue.residual
+    key = (
+        a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, out.dtype, a.device,
+        schedule, workers, id(plan), a.dtype == torch.float32 and allows_tf32(),
+        # What the compiled kernel assumes of addresses.
+        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
+        None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
+        None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
+        epilogue.alpha != 1.0, epilogue.activation,
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _make(a, b, out, epilogue, schedule, workers, plan)
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    if a.device.index == torch.cuda.current_device():
+        launch(a, b, out, epilogue)
+    else:
+        with torch.cuda.device(a.device):
+            launch(a, b, out, epilogue)
+
+
+def _make(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
+    plan: Plan | None,
+) -> _Launch:  # fmt: skip
+    # Triton is imported when a GPU computes something, not before.
+    from tilestream.kernels.portable.arguments import Layout, is_aligned
+    from tilestream.kernels.portable.launch import GemmLaunch
+
+    residual = epilogue.residual
+    layout = Layout(
+        _strides(a), _strides(b), _strides(out),
+        None if epilogue.bias is None else epilogue.bias.stride(0),
+        None if residual is None else _strides(residual),
+        epilogue.alpha != 1.0, epilogue.activation,
+    )  # fmt: skip
+    if plan is None:
+        device = cuda_properties(a.device.index)
+        batch = a.shape[0] if a.dim() == 3 else 1
+        m, k = a.shape[-2:]
+        n = b.shape[-1]
+        problem = Problem(
+            m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
+            shared_rows=batch > 1 and a.stride(0) == 0,
+            tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
+            aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
+            and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
+        )  # fmt: skip
+        plan = plan_problem(problem, workers or None, schedule, device=device)
+    return GemmLaunch(plan, layout)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Of ``[B, rows, columns]``; a single batch has stride 0, so that its operands are like a matrix."""
+    rows, cols = tensor.stride()[-2:]
+    if tensor.dim() == 2 or tensor.shape[0] == 1:
+        return 0, rows, cols
+    return tensor.stride(0), rows, cols

@@ -1,0 +1,158 @@
+"""The policy of the portable GPU kernel: candidates -> cost -> compare.
+
+What bounds a row of `TILES` stands beside it. The model has three terms, in seconds: a tile's multiply-adds at the rate
+its size reaches, a constant a tile (taking it, filling and emptying the ring, the epilogue), and the launch; the whole
+is never below the memory's floor. Rates were read off an H100; what matters is the order they put candidates in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.schedule.grid import Grid
+from tilestream.schedule.integers import cdiv
+from tilestream.schedule.order import Raster, TileOrder, table_raster
+from tilestream.schedule.schedule import Kind, Schedule, Split
+
+#: Row tiles per group of a raster.
+GROUP = 8
+#: Columns of a strip of the epilogue: with 64, the largest tile with every part of the epilogue spills.
+STRIP = 32
+#: Seconds a tile costs beside its multiply-adds, and a launch.
+TILE_SECONDS = 2e-6
+LAUNCH_SECONDS = 8e-6
+#: By how much the loop is slower in the kernel that can also split a tile.
+STREAM_K_LOSS = 1.06
+#: Why a queue, where the caller does not say: a static grid is the faster one on an idle GPU only.
+NO_STATIC = "2 to 10 % faster on an idle GPU, but the tiles of a worker that a neighbour keeps from running wait"
+#: Extents below this, and a tile more, are within 31 bits.
+_MOST = 2**31 - 256
+#: Dtypes of operands.
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Tile(NamedTuple):
+    """A tile, the warps and stages that go with it, and the share of the matrix units' peak it reaches."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    efficiency: float
+
+    def ring_bytes(self, itemsize: int) -> int:
+        """Shared memory of the stages."""
+        return (self.block_m + self.block_n) * self.block_k * itemsize * self.stages
+
+
+#: By what the inputs allow. Each was compiled with everything the epilogue has, and spills nothing.
+TILES: dict[str, tuple[Tile, ...]] = {
+    "16-bit": (
+        Tile(128, 256, 64, 8, 3, 0.70),  # accumulator: 128 registers a thread; ring: 144 KiB
+        Tile(128, 128, 64, 8, 4, 0.62),  # with 4 warps, the epilogue spills
+        Tile(64, 128, 64, 4, 4, 0.41),
+        Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least that Hopper's warp-group instructions take
+        Tile(16, 128, 64, 8, 4, 0.12),
+    ),
+    # An element a load: one 64-bit address each, in registers.
+    "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
+    "tf32": (Tile(128, 128, 32, 8, 3, 0.50), Tile(64, 64, 32, 4, 3, 0.25)),
+    "float32": (Tile(128, 128, 16, 8, 3, 0.50), Tile(64, 64, 16, 8, 3, 0.35)),
+    "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.20),),
+}
+
+#: Stages where copies go through registers: one tile in shared memory, the next on its way.
+_HIP_STAGES = 2
+
+
+def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
+    """The rows of `TILES` for a problem, those whose ring does not fit the device left out."""
+    if ITEMSIZE[problem.dtype] == 2:
+        kind = "16-bit"
+    else:
+        kind = "tf32" if problem.tf32 else "float32"
+    if not problem.aligned and f"{kind}, unaligned" in TILES:
+        kind += ", unaligned"
+    rows = TILES[kind]
+    if device.arch.startswith("gfx"):
+        rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
+    fit = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
+    return fit or (rows[-1]._replace(stages=_HIP_STAGES),)
+
+
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem.
+    ValueError
+        If ``tile`` is none that it has for these inputs.
+    """
+    _refuse(problem)
+    rows = tiles(problem, device)
+    if tile is not None:
+        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(tile))
+        if not rows:
+            have = ", ".join(f"{row.block_m}x{row.block_n}" for row in tiles(problem, device))
+            raise ValueError(f"tile={tile}: the portable kernel has {have} for these operands")
+    for row in rows:
+        block = (row.block_m, row.block_n, row.block_k)
+        grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+        raster = Raster("grouped", group=GROUP)
+        if order is not None:
+            raster = table_raster(order, grid.num_m, grid.num_n)
+        for kind in kinds:
+            several = kind == "dynamic" and queues is not None
+            split: Split = "columns" if several and order is None else "items"
+            schedule = Schedule(kind, grid, raster, workers, (queues or 1) if several else 1, split, shares or 0)
+            seconds = _seconds(problem, device, schedule, row)
+            yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
+
+
+def _refuse(problem: Problem) -> None:
+    for dtype in (problem.dtype, problem.out_dtype):
+        if dtype not in DTYPES:
+            raise NotImplementedError(
+                f"dtype: {dtype} on a GPU; the portable kernel multiplies {', '.join(DTYPES)}: use torch.matmul there"
+            )
+    for name in ("m", "n", "k"):
+        if getattr(problem, name) >= _MOST:
+            raise NotImplementedError(
+                f"{name}={getattr(problem, name)}; the portable kernel counts rows, columns and K in 31 bits: cut the "
+                "operands, or use torch.matmul"
+            )
+    if problem.rows is not None or problem.columns is not None:
+        raise NotImplementedError(
+            "arrival: operands that arrive are multiplied on the CPU only in this version: wait for all chunks, then "
+            "call without arrival="
+        )
+
+
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+    workers, count = schedule.workers, schedule.grid.tiles
+    rate = device.peak(problem.kind, 1) * tile.efficiency
+    math = 2 * tile.block_m * tile.block_n * problem.k / rate
+    if schedule.kind == "stream_k" and schedule.remainder:
+        partials = 2 * 4 * schedule.slots * tile.block_m * tile.block_n / device.bandwidth
+        total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
+    else:
+        total = (math + TILE_SECONDS) * cdiv(count, workers)
+    # Where memory binds, the way with less else to do is still the better one.
+    return LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total

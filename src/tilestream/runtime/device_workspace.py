@@ -1,0 +1,132 @@
+"""Workspaces of the GPU backends: queue counters, stream-K counts and partial results, kept from call to call.
+
+Invariants 4 and 8. An eager launch uses the workspace of its (device, stream): launches of one stream run one after the
+other, so one set of words does for all of them. Counters are never cleared: each launch counts from a base past
+whatever the launch before can have reached. A captured launch is replayed in any order with eager ones and with other
+graphs, so it gets words of its own, which its last worker restores. They are cut from a slab made and zeroed when the
+device's first workspace was, since zeroing them under capture would put a memset into the graph; only where there is no
+slab (the very first call is captured) or it is used up, that is what happens.
+
+Nothing here is allocated twice: buffers grow when a larger problem comes, and are then kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+
+from tilestream.schedule.schedule import Schedule
+
+#: 8-byte words from one counter to the next; `tilestream.kernels.portable.schedule.LINE` says why.
+LINE = 16
+#: 8-byte words of the slab: 512 KiB, about two thousand captured launches of one queue.
+_SLAB = 65536
+
+
+class Words(NamedTuple):
+    """What one launch works on; None where its schedule has no use for it.
+
+    Attributes
+    ----------
+    counters
+        ``int64``: a counter a queue and one for those who left, `LINE` apart.
+    counts, partials
+        stream_k: ``int32`` and ``[block_m, block_n]`` of ``float32`` a slot.
+    base
+        What the counters are counted from.
+    reset
+        1 where the last worker out restores them, else 0.
+    """
+
+    counters: torch.Tensor | None
+    counts: torch.Tensor | None
+    partials: torch.Tensor | None
+    base: int
+    reset: int
+
+
+class DeviceWorkspace:
+    """The words of one (device, stream). Hold `lock` from `open` until the launch has been issued.
+
+    Two threads that launch on one stream must issue in the order in which they were given bases: a launch that finds
+    the counters past its own last ticket would compute nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.Lock()
+        self._device = device
+        self._base = 0
+        self._counters: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._partials: torch.Tensor | None = None
+
+    def open(self, schedule: Schedule, block: tuple[int, int, int]) -> Words:
+        """Words for a launch. One base serves all queues: it rises by the most that any of them can."""
+        words = (schedule.queues + 1) * LINE
+        if self._counters is None or self._counters.numel() < words:
+            self._counters = torch.zeros(words, dtype=torch.int64, device=self._device)
+        counts, partials = None, None
+        if schedule.slots:
+            if self._counts is None or self._counts.numel() < schedule.slots:
+                self._counts = torch.zeros(schedule.slots, dtype=torch.int32, device=self._device)
+            size = schedule.slots * block[0] * block[1]
+            if self._partials is None or self._partials.numel() < size:
+                self._partials = torch.empty(size, dtype=torch.float32, device=self._device)
+            counts, partials = self._counts, self._partials
+        base = self._base
+        # `queues.next_base` for the largest queue.
+        self._base += schedule.full_tiles + schedule.num_shares + schedule.workers
+        return Words(self._counters, counts, partials, base, 0)
+
+
+class _Slab:
+    """Zeroed words for captured launches: handed out once, never taken back, since a graph may live for ever."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._words = torch.zeros(_SLAB, dtype=torch.int64, device=device)
+        self._used = 0
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # replays may run on any stream
+
+    def take(self, words: int) -> torch.Tensor | None:
+        with self._lock:
+            words = -(-words // LINE) * LINE
+            if self._used + words > _SLAB:
+                return None
+            self._used += words
+            return self._words[self._used - words : self._used]
+
+
+_lock = threading.Lock()
+_workspaces: dict[tuple[int | None, int], DeviceWorkspace] = {}
+_slabs: dict[int | None, _Slab] = {}
+
+
+def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
+    """The workspace of ``stream`` (its handle) of ``device``, which is the current one."""
+    found = _workspaces.get((device.index, stream))
+    if found is None:
+        with _lock:
+            found = _workspaces.setdefault((device.index, stream), DeviceWorkspace(device))
+            if device.index not in _slabs:
+                _slabs[device.index] = _Slab(device)
+    return found
+
+
+def captured_words(device: torch.device, schedule: Schedule, block: tuple[int, int, int]) -> Words:
+    """Words for a launch that is being captured, its own. The scratch comes from the graph's memory."""
+    slab = _slabs.get(device.index)
+
+    def zeros(words: int) -> torch.Tensor:
+        taken = slab.take(words) if slab is not None else None
+        return torch.zeros(words, dtype=torch.int64, device=device) if taken is None else taken
+
+    counters = zeros((schedule.queues + 1) * LINE)
+    if not schedule.slots:
+        return Words(counters, None, None, 0, 1)
+    counts = zeros(-(-schedule.slots // 2)).view(torch.int32)
+    partials = torch.empty(schedule.slots * block[0] * block[1], dtype=torch.float32, device=device)
+    return Words(counters, counts, partials, 0, 1)

@@ -1,0 +1,60 @@
+"""Properties of the GPUs of this machine, as plans see them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tilestream.plan.device import DeviceProperties
+
+#: Operations a cycle of one SM or CU, dense, from the vendors' data sheets: fp32, then 16-bit, then tf32.
+_PER_CYCLE = {
+    "sm_80": (128, 2048, 1024),
+    "sm_86": (256, 512, 256),
+    "sm_89": (256, 512, 256),
+    "sm_90": (256, 4096, 2048),
+    "sm_100": (256, 8192, 4096),
+    "gfx942": (256, 2048, 1024),
+    "gfx950": (256, 4096, 256),
+}
+_ASSUMED = (128, 512, 256)
+#: Taken where the driver does not say.
+_ASSUMED_KHZ = 1.8e6
+_ASSUMED_BYTES = 2e12
+_ASSUMED_SHARED = 64 * 1024
+
+
+@functools.cache
+def cuda_properties(index: int | None = None) -> DeviceProperties:
+    """The GPU with this index (None: the current one). The first call starts CUDA."""
+    if not torch.cuda.is_available():
+        raise NotImplementedError("device='cuda': torch sees no GPU here; use device='cpu'")
+    if index is None:
+        return cuda_properties(torch.cuda.current_device())
+    found = torch.cuda.get_device_properties(index)
+    if torch.version.hip is None:
+        arch, bytes_, what = f"sm_{found.major}{found.minor}", getattr(found, "shared_memory_per_block_optin", 0), "SM"
+    else:
+        arch, bytes_, what = found.gcnArchName.partition(":")[0], found.shared_memory_per_block, "CU"
+    hertz = 1e3 * (getattr(found, "clock_rate", 0) or _ASSUMED_KHZ)
+    flops, half, tf32 = (n * hertz for n in _PER_CYCLE.get(arch, _ASSUMED))
+    # Two transfers a clock, bits to bytes.
+    bandwidth = 2e3 * getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 8
+    return DeviceProperties(
+        name=found.name,
+        backend="portable",
+        workers=found.multi_processor_count,
+        flops=flops,
+        bandwidth=bandwidth or _ASSUMED_BYTES,
+        source=f"{arch}, one worker an {what}; nominal: data sheet's operations a cycle at {hertz / 1e9:.2f} GHz",
+        arch=arch,
+        shared=bytes_ or _ASSUMED_SHARED,
+        tensor=(("float16", half), ("bfloat16", half), ("tf32", tf32)),
+    )
+
+
+def allows_tf32() -> bool:
+    """Whether torch's settings let a GPU round float32 operands of a matmul to tf32."""
+    precision = torch.backends.cuda.matmul.fp32_precision
+    return bool(precision == "tf32")

@@ -1,0 +1,48 @@
+"""What a device's probe wrote down, compared with the host: `tilestream.schedule.take` led through the same answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tilestream.schedule import Cursor, Schedule, WorkItem, take
+from tilestream.schedule.schedule import Peek, Take
+
+TOOK, PEEKED, ITEM, STOPPED = range(4)
+
+
+def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkItem]:
+    """Run the host's protocol for ``worker``, answering as the device was answered; the items it took, in order.
+
+    Asserts that the device asked the same questions of the same queues in the same order, got the same items from the
+    answers, and stopped where the host stops.
+    """
+    records = iter(log)
+    items: list[WorkItem] = []
+    cursor = Cursor()
+    while True:
+        turn = take(schedule, worker, cursor)
+        answer = None
+        try:
+            while True:
+                asked = turn.send(answer)
+                kind, queue, answer = next(records)[:3]
+                assert (kind, queue) == ({Take: TOOK, Peek: PEEKED}[type(asked)], asked.queue), (asked, kind, queue)
+        except StopIteration as end:
+            item, cursor = end.value
+        kind, *values = next(records)
+        if item is None:
+            assert kind == STOPPED
+            assert next(records, None) is None, "the device went on where the host stops"
+            return items
+        mine = [kind, *values[:6]]
+        host = [ITEM, item.tile, item.k_begin, item.k_end, item.part, item.parts, item.slot]
+        assert mine == host, f"device {mine}, host {host}"
+        items.append(item)
+
+
+def check_order(schedule: Schedule, logs: list[list[list[int]]]) -> None:
+    """Every worker's log follows the host's protocol, no ticket was given twice, and together they did all."""
+    items = [item for worker, log in enumerate(logs) for item in follow(schedule, worker, log)]
+    tickets = Counter((row[1], row[2]) for log in logs for row in log if row[0] == TOOK)
+    assert all(times == 1 for times in tickets.values()), "a ticket was given twice"
+    assert Counter(items) == Counter(schedule.items())

@@ -1,0 +1,24 @@
+"""Tests that need a GPU; skipped where there is none, or where Triton's interpreter is asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    here = str(Path(__file__).parent)
+    usable = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.gpu)
+            if not usable:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and no TRITON_INTERPRET"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,144 @@
+"""The shapes, layouts and dtypes of the GPU tests: data, so that their kernels can be compiled without a GPU, too."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``[batch, m, k] @ [batch, k, n]``.
+
+    ``layout`` says of a and b whether the last dimension is contiguous (n) or the one before (t). ``pad`` elements lie
+    between rows, ``offset`` before the first. ``shared`` operands have batch stride 0.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = BF16
+    layout: str = "nn"
+    batch: int = 0
+    out_dtype: torch.dtype | None = None
+    bias: bool = False
+    residual: bool = False
+    alpha: float = 1.0
+    beta: float = 1.0
+    activation: str | None = None
+    schedule: str = "auto"
+    workers: int | None = None
+    tf32: bool = False
+    pad: int = 0
+    offset: int = 0
+    shared: str = ""
+    strided_out: bool = False
+
+    @property
+    def name(self) -> str:
+        batch = f"{self.batch}x" if self.batch else ""
+        rest = [
+            str(value).removeprefix("torch.") if value is not True else name
+            for name, value in (
+                ("tf32", self.tf32), ("out", self.out_dtype), ("bias", self.bias), ("residual", self.residual),
+                ("", self.activation), ("", self.schedule if self.schedule != "auto" else None),
+                ("", f"{self.workers}w" if self.workers else None), ("", f"pad{self.pad}" if self.pad else None),
+                ("", f"off{self.offset}" if self.offset else None),
+                ("", f"shared-{self.shared}" if self.shared else None),
+                ("strided-out", self.strided_out), ("", f"alpha{self.alpha}" if self.alpha != 1 else None),
+            )
+            if value
+        ]  # fmt: skip
+        dtype = str(self.dtype).removeprefix("torch.")
+        return "-".join([f"{batch}{self.m}x{self.n}x{self.k}", dtype, self.layout, *rest])
+
+    def matrix(self, rows: int, cols: int, how: str, device: str, shared: bool) -> torch.Tensor:
+        """Fresh random numbers, in the case's layout; what lies between them is NaN."""
+        batch = 1 if shared or not self.batch else self.batch
+        outer, inner = (rows, cols) if how == "n" else (cols, rows)
+        store = torch.full((self.offset + batch * outer * (inner + self.pad),), float("nan"), dtype=F32, device=device)
+        x = store.to(self.dtype)[self.offset :].view(batch, outer, inner + self.pad)[:, :, :inner]
+        if device != "meta":
+            x.copy_(torch.randn(x.shape, device=device))
+        x = x if how == "n" else x.transpose(1, 2)
+        if not self.batch:
+            return x[0]
+        return x.expand(self.batch, rows, cols)
+
+    def operands(self, device: str) -> dict[str, torch.Tensor | None]:
+        """a, b, bias, residual."""
+        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
+        return {
+            "a": self.matrix(self.m, self.k, self.layout[0], device, "a" in self.shared),
+            "b": self.matrix(self.k, self.n, self.layout[1], device, "b" in self.shared),
+            "bias": torch.randn(self.n, device=device).to(self.dtype) if self.bias else None,
+            "residual": torch.randn(full, device=device).to(self.dtype) if self.residual else None,
+        }
+
+    def output(self, device: str) -> torch.Tensor:
+        """NaN, to be written."""
+        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
+        dtype = self.out_dtype or self.dtype
+        if self.strided_out:
+            rows = torch.full((*full[:-1], 2 * full[-1] + 3), float("nan"), dtype=dtype, device=device)
+            return rows[..., : 2 * full[-1] : 2]
+        return torch.full(full, float("nan"), dtype=dtype, device=device)
+
+
+def _cases() -> list[Case]:
+    cases = []
+    # Every layout and dtype, aligned and ragged, every schedule.
+    for dtype, layout in itertools.product((BF16, F16, F32), LAYOUTS):
+        cases.append(Case(512, 768, 640, dtype, layout))
+        cases.append(Case(333, 517, 201, dtype, layout))
+    for layout, schedule in itertools.product(LAYOUTS, ("static", "dynamic", "stream_k")):
+        cases.append(Case(1000, 1040, 800, BF16, layout, schedule=schedule))
+    # tf32, as torch's flag allows it.
+    cases += [Case(512, 768, 640, F32, layout, tf32=True) for layout in LAYOUTS]
+    cases += [Case(333, 517, 201, F32, tf32=True), Case(1040, 1040, 800, F32, tf32=True, schedule="stream_k")]
+    # Extents of one, of nothing, and around a tile's.
+    for m, n, k in (
+        (1, 1, 1), (1, 4096, 512), (4096, 1, 512), (16, 16, 16), (17, 15, 33), (127, 129, 63), (128, 256, 64),
+        (129, 257, 65), (64, 4096, 4096), (2048, 2048, 2048), (3, 5, 10000), (5, 7, 0), (0, 7, 5), (5, 0, 7),
+    ):  # fmt: skip
+        cases.append(Case(m, n, k))
+    # Epilogues.
+    full = {"bias": True, "residual": True, "alpha": 1.5, "beta": -0.5}
+    for activation, schedule in itertools.product(("relu", "gelu", "gelu_tanh", "silu"), ("dynamic", "stream_k")):
+        cases.append(Case(520, 776, 640, BF16, "nt", activation=activation, schedule=schedule, **full))
+    cases += [
+        Case(333, 517, 201, F16, activation="gelu", **full),
+        Case(512, 768, 640, F32, activation="silu", **full),
+        Case(512, 768, 640, BF16, out_dtype=F32),
+        Case(512, 768, 640, F16, out_dtype=F32, activation="gelu", **full),
+        Case(512, 768, 640, F32, out_dtype=BF16, bias=True),
+        Case(512, 768, 640, BF16, strided_out=True),
+        Case(333, 517, 201, BF16, strided_out=True, schedule="stream_k"),
+    ]
+    # Batches, shared operands, strides, addresses.
+    cases += [
+        Case(130, 140, 96, BF16, batch=5),
+        Case(130, 140, 96, BF16, batch=5, shared="a"),
+        Case(130, 140, 96, BF16, "nt", batch=5, shared="b", schedule="stream_k", **full, activation="relu"),
+        Case(256, 256, 256, F16, "tn", batch=3),
+        Case(65, 33, 100, F32, "tt", batch=7),
+        Case(512, 768, 640, BF16, pad=16),
+        Case(512, 768, 640, BF16, pad=3),
+        Case(512, 768, 640, BF16, offset=1),
+        Case(512, 768, 640, BF16, "tt", offset=8, pad=8),
+    ]
+    return cases
+
+
+CASES = _cases()
+#: Worker counts; 1 to 132 is an H100's.
+WORKERS = (1, 2, 3, 5, 7, 16, 31, 64, 100, 131, 132)
+WORKER_CASES = [
+    replace(Case(1100, 1300, 512, BF16, "nt"), workers=workers, schedule=schedule)
+    for workers, schedule in itertools.product(WORKERS, ("static", "dynamic", "stream_k"))
+]

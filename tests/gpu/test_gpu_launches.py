@@ -1,0 +1,220 @@
+"""Launches: order of work, streams, workspaces, graphs, what is allocated and kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import tilestream as ts
+from device_order import check_order
+from error_rule import Maths, check
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.portable.arguments import Layout
+from tilestream.kernels.portable.launch import GemmLaunch, Probe
+from tilestream.runtime import device_workspace as workspaces
+
+KINDS = ("static", "dynamic", "stream_k")
+
+
+def operands(m=1000, n=1100, k=512, dtype=torch.bfloat16):
+    return torch.randn(m, k, device="cuda", dtype=dtype), torch.randn(k, n, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("queues", [None, 2, 7], ids=lambda q: f"{q or 1}q")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [1, 5, 37, 132])
+def test_device_order_is_the_hosts(kind, workers, queues):
+    if queues and kind != "dynamic":
+        pytest.skip("only dynamic has several queues")
+    m, n, k = 1000, 1400, 512
+    plan = ts.plan(
+        m, n, k, dtype=torch.bfloat16, device="cuda", schedule=kind, workers=workers, queues=queues, tile=(64, 64)
+    )
+    a, b = operands(m, n, k)
+    for _ in range(3):  # on counters as the launch before left them
+        out = torch.full((m, n), float("nan"), dtype=a.dtype, device="cuda")
+        probe = Probe(workers, 4096, a.device)
+        launch = GemmLaunch(plan, Layout((0, *a.stride()), (0, *b.stride()), (0, *out.stride())))
+        launch(a, b, out, Epilogue(), probe)
+        check_order(plan.schedule, [probe.log(worker) for worker in range(workers)])
+        check(out, Maths(a, b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_order_of_tiles(kind):
+    m, n, k = 500, 700, 128
+    tiles = -(-m // 64) * -(-n // 64)
+    order = torch.randperm(tiles).tolist()
+    plan = ts.plan(m, n, k, dtype=torch.bfloat16, device="cuda", schedule=kind, tile=(64, 64), order=order)
+    a, b = operands(m, n, k)
+    check(plan.run(a, b), Maths(a, b))
+
+
+def test_a_thousand_launches_on_one_workspace():
+    shapes = [operands(700 + 64 * i, 900, 256) for i in range(4)]
+    want = [ts.matmul(a, b, schedule="static") for a, b in shapes]
+    before = len(workspaces._workspaces)
+    wrong = torch.zeros((), device="cuda")
+    for i in range(1000):
+        a, b = shapes[i % 4]
+        out = torch.full((a.shape[0], b.shape[1]), float("nan"), dtype=a.dtype, device="cuda")
+        ts.matmul(a, b, out=out, schedule=KINDS[1 + i % 2], workers=(132, 17, 101)[i % 3])
+        wrong += (out - want[i % 4]).abs().max().nan_to_num(1e9) > 1
+    assert wrong.item() == 0
+    assert len(workspaces._workspaces) <= before + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_streams(kind):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    pairs = [operands(900 + 100 * i, 1300, 512) for i in range(2)]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(ts.matmul(*pairs[i], schedule=kind, workers=60))
+    torch.cuda.synchronize()
+    for (a, b), outs in zip(pairs, results, strict=True):
+        check(outs[0], Maths(a, b))
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_replays_of_a_graph(kind):
+    a, b = operands()
+    bias = torch.randn(1100, device="cuda", dtype=a.dtype)
+    ts.matmul(a, b, bias=bias, schedule=kind)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ts.matmul(a, b, bias=bias, schedule=kind)
+        twice = ts.matmul(out.t(), a, schedule=kind) if kind == "static" else None
+    other = ts.matmul(a, b, schedule=kind)
+    for i in range(100):
+        a.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        if i % 7 == 0:
+            other = ts.matmul(a, b, schedule=kind)  # eager launches in between
+        if i % 10 == 0:
+            check(out, Maths(a, b, bias))
+    check(out, Maths(a, b, bias))
+    assert other.shape == out.shape
+    assert twice is None or torch.isfinite(twice).all()
+
+
+def test_graphs_and_eager_launches_share_no_words():
+    a, b = operands()
+    ts.matmul(a, b, schedule="dynamic")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = ts.matmul(a, b, schedule="dynamic")
+        second = ts.matmul(a, b, schedule="stream_k")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        first.fill_(float("nan"))
+        second.fill_(float("nan"))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            third = ts.matmul(a, b, schedule="dynamic")
+        graph.replay()
+        torch.cuda.synchronize()
+        for out in (first, second, third):
+            assert (out - first).abs().max() <= 1
+    check(first, Maths(a, b))
+
+
+def test_stream_k_gives_the_same_bits_each_run():
+    a, b = operands(1000, 1100, 4096)
+    first = ts.matmul(a, b, schedule="stream_k")
+    assert all(torch.equal(ts.matmul(a, b, schedule="stream_k"), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_allocates_its_output_and_nothing_else(kind):
+    a, b = operands()
+    out = ts.matmul(a, b, schedule=kind)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(10):
+        ts.matmul(a, b, out=out, schedule=kind)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    kept = [ts.matmul(a, b, schedule=kind) for _ in range(10)]
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + len(kept)
+
+
+def test_caches_hold_no_tensor_alive():
+    a, b = operands()
+    refs = [weakref.ref(a), weakref.ref(b)]
+    out = ts.matmul(a, b, residual=torch.ones(1000, 1100, device="cuda", dtype=a.dtype), activation="gelu")
+    refs.append(weakref.ref(out))
+    del a, b, out
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_opcheck():
+    a, b = (t.requires_grad_() for t in operands(70, 90, 40))
+    bias = torch.randn(90, device="cuda", dtype=a.dtype, requires_grad=True)
+    for schedule in ("auto", "stream_k"):
+        torch.library.opcheck(
+            torch.ops.tilestream.gemm.default, (a, b, bias, None, 1.0, 1.0, "gelu", None, schedule, 0)
+        )
+    out = torch.empty(70, 90, device="cuda", dtype=a.dtype)
+    with torch.no_grad():
+        torch.library.opcheck(
+            torch.ops.tilestream.gemm_out.default,
+            (a.detach(), b.detach(), None, None, 1.0, 1.0, "none", None, "auto", 0, out),
+        )
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_gradients(activation):
+    tensors = [torch.randn(s, device="cuda") for s in ((130, 96), (96, 70), (70,))]
+
+    def grads(op, dtype):
+        leaves = [t.detach().clone().to(dtype).requires_grad_() for t in tensors]
+        op(*leaves).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    from error_rule import ACTIVATIONS
+
+    mine = grads(lambda a, b, c: ts.matmul(a, b, bias=c, activation=activation), torch.float32)
+    want = grads(lambda a, b, c: ACTIVATIONS[activation](a @ b + c), torch.float64)
+    for x, y in zip(mine, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-3 * y.abs().max().item())
+
+
+def test_torch_compile():
+    a, b = operands(300, 200, 100)
+    compiled = torch.compile(lambda x, y: ts.matmul(x * 2, y, activation="relu") + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(a, b), torch.relu((a * 2) @ b) + 1, rtol=2e-2, atol=1e-1)
+
+
+def test_what_is_not_done_raises_before_anything_runs():
+    a, b = operands(64, 64, 64)
+    with pytest.raises(NotImplementedError, match="arrival= with operands on a GPU"):
+        ts.matmul(a, b, arrival=ts.Arrival.uniform(32, 2))
+    with pytest.raises(NotImplementedError, match="float64 on a GPU"):
+        ts.matmul(a.double(), b.double())
+    with pytest.raises(ValueError, match="one device"):
+        ts.matmul(a, b.cpu())
+    with pytest.raises(ValueError, match="overlaps"):
+        ts.matmul(a, b, out=a)
+
+
+def test_plan_explains_itself():
+    text = ts.plan(4096, 4096, 4096, dtype=torch.bfloat16, device="cuda").explain()
+    assert "portable" in text
+    assert "refused" in text
+
+
+def test_out_may_be_the_residual():
+    a, b = operands()
+    c = torch.randn(1000, 1100, device="cuda", dtype=a.dtype)
+    maths = Maths(a, b, residual=c.clone(), beta=2.0)
+    ts.matmul(a, b, residual=c, beta=2.0, out=c)
+    check(c, maths)

@@ -1,0 +1,107 @@
+"""Numbers: shapes x layouts x dtypes x schedules x workers against the error rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_cases import CASES, WORKER_CASES, Case
+
+import tilestream as ts
+import tilestream.ops  # registers torch.ops.tilestream
+from error_rule import Maths, check
+
+
+@pytest.fixture
+def tf32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def run(case: Case) -> None:
+    operands = case.operands("cuda")
+    out = case.output("cuda")
+    torch.ops.tilestream.gemm_out(
+        *operands.values(), case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule,
+        case.workers or 0, out,
+    )  # fmt: skip
+    check(
+        out,
+        Maths(
+            **operands, alpha=case.alpha, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=lambda case: case.name)
+def test_error_rule(case):
+    run(case)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("case", [case for case in CASES if case.tf32], ids=lambda case: case.name)
+def test_error_rule_where_torch_allows_tf32(case):
+    run(case)
+
+
+@pytest.mark.parametrize("case", WORKER_CASES, ids=lambda case: case.name)
+def test_every_number_of_workers(case):
+    run(case)
+
+
+def test_every_number_of_workers_from_1_to_132():
+    case = Case(700, 900, 256)
+    a, b, *_ = case.operands("cuda").values()
+    want = a.double() @ b.double()
+    for workers in range(1, 133):
+        for schedule in ("static", "dynamic", "stream_k"):
+            out = case.output("cuda")
+            ts.matmul(a, b, out=out, schedule=schedule, workers=workers)
+            assert (out - want).abs().max() < 0.3, (workers, schedule)
+
+
+def test_without_tf32_float32_is_exact_to_float32():
+    a, b, *_ = Case(300, 300, 300, torch.float32).operands("cuda").values()
+    error = (ts.matmul(a, b) - a.double() @ b.double()).abs().max()
+    assert error < 1e-4
+
+
+FORMS = [
+    ((7,), (7,)),
+    ((5, 7), (7,)),
+    ((7,), (7, 6)),
+    ((2, 3, 5, 7), (7, 6)),
+    ((2, 1, 5, 7), (3, 7, 6)),
+    ((4, 5, 7), (4, 7, 6)),
+]
+
+
+@pytest.mark.parametrize("shapes", FORMS, ids=str)
+def test_torchs_forms(shapes):
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes)
+    check(ts.matmul(a, b), Maths(a, b))
+
+
+def test_linear_addmm_bmm_and_mm():
+    x, w, bias = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((3, 50, 64), (96, 64), (96,)))
+    check(ts.linear(x, w, bias, activation="gelu"), Maths(x, w.t(), bias, activation="gelu"))
+    check(ts.mm(x[0], w.t()), Maths(x[0], w.t()))
+    check(ts.bmm(x, x.mT), Maths(x, x.mT))
+    check(
+        ts.addmm(bias, x[0], w.t(), beta=2, alpha=3), Maths(x[0], w.t(), residual=bias.expand(50, 96), alpha=3, beta=2)
+    )
+
+
+def test_more_than_2_to_the_31_elements():
+    # A of 2**31 + 2**21 elements: the last rows lie past 31 bits, and so do the output's.
+    rows, k, n = 2**20 + 1024, 2048, 2304
+    a = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda")
+    a.normal_()
+    b = torch.randn(k, n, dtype=torch.bfloat16, device="cuda")
+    out = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    assert min(a.numel(), out.numel()) > 2**31
+    ts.matmul(a, b, out=out)
+    assert not any(part.isnan().any() for part in out.split(2**17))
+    for at in (0, 2**20 - 64, rows - 64):
+        check(out[at : at + 64], Maths(a[at : at + 64], b))

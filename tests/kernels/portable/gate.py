@@ -1,0 +1,213 @@
+"""The compile gate: every configuration the plan can pick, compiled with no GPU, and what came out of it.
+
+Run by `test_portable_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs
+Triton, no torch. ``python gate.py quick|sample|all sm_90a|gfx942|gfx950 [...]`` prints one JSON object a line.
+
+What is compiled of each tile of `tilestream.plan.portable.TILES`, for each device that picks it:
+
+* ``worst``: stream_k, K uneven, 64-bit offsets, fp32 out, alpha, bias, residual, exact gelu. The other schedules are
+  parts of it, as are the other epilogues: what it does not spill, they do not;
+* ``plain``: a queue, even K, no epilogue: what runs most;
+* ``static`` and ``stealing``: the rest of the schedules.
+
+each in the four layouts of the operands (the last two in one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_DUMP_PTXAS_LOG", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
+
+with contextlib.suppress(ImportError):
+    import torch  # noqa: F401
+if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument is a tensor
+    sys.modules["torch"] = types.ModuleType("torch")
+    sys.modules["torch"].Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tilestream.kernels.portable.arguments import Arguments, Layout
+from tilestream.kernels.portable.gemm import gemm
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.portable import tiles
+from tilestream.plan.problem import Problem
+from tilestream.schedule.schedule import Schedule
+
+TARGETS = {
+    "sm_90a": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+DEVICES = {
+    "sm_90a": DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448),
+    "gfx942": DeviceProperties("an MI300X", "portable", 304, 5e11, 5.3e12, "a stub", "gfx942", 65536),
+    "gfx950": DeviceProperties("an MI355X", "portable", 256, 5e11, 8e12, "a stub", "gfx950", 163840),
+}
+LAYOUTS = ("nn", "nt", "tn", "tt")
+FULL = {"bias": 1, "scaled": True, "activation": "gelu"}
+
+
+class Pointer:
+    """A device tensor without the device."""
+
+    def __init__(self, dtype: str, address: int = 0) -> None:
+        self.dtype, self._address = _Dtype(dtype), address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+class _Dtype(str):
+    def __str__(self) -> str:
+        return f"torch.{str.__str__(self)}"
+
+
+class _NoGpu:
+    """As much of a driver as a launch needs that stops after compiling."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device=None: 0)
+    is_active = staticmethod(lambda: True)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, bool]]:
+    """``(name, plan, layout, aligned)``."""
+    device = DEVICES[target]
+    tf32 = (False, True) if target == "sm_90a" else (False,)
+    for dtype, aligned, rounded in (
+        *itertools.product(("bfloat16", "float16"), (True, False), (False,)),
+        *itertools.product(("float32",), (True, False), tf32),
+    ):
+        extent = 4096 if aligned else 4097
+        problem = Problem(extent, extent, extent, 1, dtype, dtype, tf32=rounded, aligned=aligned)
+        for row, how in itertools.product(tiles(problem, device), ("worst", "plain", "static", "stealing")):
+            block = (row.block_m, row.block_n)
+            kind = {"worst": "stream_k", "static": "static"}.get(how, "dynamic")
+            plan = plan_problem(problem, None, kind, block, queues=2 if how == "stealing" else None, device=device)
+            layouts = LAYOUTS if how in ("worst", "plain") else ("nt",)
+            for layout in layouts:
+                inputs = dtype + (" tf32" if rounded else "") + ("" if aligned else " unaligned")
+                name = f"{inputs} {block[0]}x{block[1]} {how} {layout}"
+                # fp16 differs from bf16 in one instruction.
+                if dtype == "float16" and (how, layout) != ("worst", "nt"):
+                    continue
+                if what != "all" and (how, layout, aligned) not in (("worst", "nt", True), ("worst", "nn", False)):
+                    continue
+                if what != "all" and dtype == "float16":
+                    continue
+                if what == "quick" and (block not in ((128, 256), (16, 128), (64, 64)) or not aligned):
+                    continue
+                yield name, *_make(plan, how, layout, aligned), aligned
+
+
+def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layout]:
+    size = 4096 + (0 if aligned else 1)
+    strides = {"n": (0, size, 1), "t": (0, 1, size)}
+    a, b, out = strides[layout[0]], strides[layout[1]], (0, 4096, 1)
+    if how != "worst":
+        return plan, Layout(a, b, out)
+    # Uneven K, and an offset past 31 bits: rows of 2**20, as in a view of something wider. A schedule with a remainder.
+    problem = replace(plan.problem, k=plan.problem.k + 16, out_dtype="float32")
+    wide = (0, 2**20, 1)
+    old = plan.schedule
+    schedule = Schedule("stream_k", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers - 1)
+    return replace(plan, problem=problem, schedule=schedule), Layout(a, b, wide, residual=wide, **FULL)
+
+
+def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
+    """Compile, by way of the kernel's own launch path; ``.log`` holds what the assembler said."""
+    arguments = Arguments(plan, layout)
+    address = 0 if aligned else 2
+    problem = plan.problem
+    slots, queue = plan.schedule.slots > 0, plan.schedule.kind != "static"
+    filled = arguments.fill(
+        Pointer(problem.dtype, address), Pointer(problem.dtype, address), Pointer(problem.out_dtype),
+        Pointer(problem.dtype) if layout.bias else None, Pointer(problem.dtype) if layout.residual else None,
+        Pointer("float32") if slots else None, Pointer("int32") if slots else None, Pointer("int64") if queue else None,
+        None, None, 0, 0, 1.5, 0.5,
+    )  # fmt: skip
+    triton.runtime.driver.set_active(_NoGpu(TARGETS[target]))
+    gemm.device_caches.clear()  # Triton takes a device's target to be for ever
+    with _caught() as said:
+        kernel = gemm.run(*filled, grid=(1,), warmup=True, **arguments.options)
+        if hasattr(kernel, "result"):
+            kernel = kernel.result()
+    return kernel, said[0]
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[list[str]]:
+    """What ptxas, a child of this process, prints."""
+    said: list[str] = []
+    with tempfile.TemporaryFile(mode="w+") as file:
+        keep = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            with contextlib.redirect_stdout(file):
+                yield said
+        finally:
+            os.dup2(keep, 1)
+            os.close(keep)
+            file.seek(0)
+            said.append(file.read())
+
+
+def spilled(kernel: Any, said: str) -> dict[str, int]:
+    """Registers that went to memory, and bytes of stack."""
+    if "cubin" in kernel.asm:
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return {
+            "bytes": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
+            "stack": max((int(x) for x in re.findall(r"STACK:(\d+)", usage)), default=0),
+        }
+    isa = kernel.asm["amdgcn"]
+    # Scalar registers are spilled into lanes of vector registers, not to memory: what counts is scratch.
+    keys = ("vgpr_spill_count", "private_segment_fixed_size")
+    return {key: max((int(x) for x in re.findall(rf"\.{key}:\s+(\d+)", isa)), default=0) for key in keys}
+
+
+def main() -> None:
+    what, *targets = sys.argv[1:]
+    for target in targets:
+        for name, plan, layout, aligned in configurations(target, what):
+            found: dict[str, Any] = {"target": target, "name": name, "triton": triton.__version__}
+            try:
+                kernel, said = build(plan, layout, aligned, target)
+                found |= {"spilled": spilled(kernel, said), "shared": kernel.metadata.shared}
+            except Exception as error:
+                found["error"] = f"{type(error).__name__}: {error}"[-600:]
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""A small device for the interpreter, which takes milliseconds a K step: tiles of 16, and a few workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from error_rule import Maths, check
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.plan import portable
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.problem import Problem, dtype_name
+
+DEVICE = DeviceProperties("an interpreter", "portable", 5, 1e12, 1e12, "a stub", "sm_90", 232448)
+KINDS = ("static", "dynamic", "stream_k")
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch, block: int = 16) -> None:
+    tile = portable.Tile(block, block, 16, 4, 2, 0.5)
+    monkeypatch.setattr(portable, "TILES", dict.fromkeys(portable.TILES, (tile,)))
+
+
+def plan_for(a: torch.Tensor, b: torch.Tensor, kind: str = "dynamic", workers: int = 5, **how) -> Plan:
+    batch = a.shape[0] if a.dim() == 3 else 1
+    problem = Problem(
+        a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype))
+    )
+    return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE, **how)
+
+
+def strides(x: torch.Tensor) -> tuple[int, int, int]:
+    return (0, *x.stride()) if x.dim() == 2 else tuple(x.stride())  # type: ignore[return-value]
+
+
+def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None) -> None:
+    """As `tilestream.ops.gpu.run` does it, on CPU tensors."""
+    from tilestream.kernels.portable.arguments import Layout
+    from tilestream.kernels.portable.launch import GemmLaunch
+
+    epilogue = epilogue or Epilogue()
+    layout = Layout(
+        strides(a), strides(b), strides(out),
+        None if epilogue.bias is None else epilogue.bias.stride(0),
+        None if epilogue.residual is None else strides(epilogue.residual),
+        epilogue.alpha != 1, epilogue.activation,
+    )  # fmt: skip
+    GemmLaunch(plan, layout)(a, b, out, epilogue, probe)
+
+
+def nan_like(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.full((*a.shape[:-1], b.shape[-1]), float("nan"), dtype=dtype or a.dtype)
+
+
+def check_product(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> None:
+    out = nan_like(a, b)
+    run(plan, a, b, out)
+    check(out, Maths(a, b))

@@ -1,0 +1,119 @@
+"""The portable kernel in Triton's interpreter: numbers, layouts, epilogues, every small size."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from interpreted import KINDS, check_product, nan_like, plan_for, run, small_tiles
+
+from error_rule import ACTIVATIONS, Maths, check, rand
+from tilestream.kernels.epilogue import Epilogue
+
+DTYPES = (torch.float32, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    small_tiles(monkeypatch)
+
+
+def laid_out(rows: int, cols: int, how: str, dtype: torch.dtype, pad: int = 3) -> torch.Tensor:
+    """``how``: n, t (contiguous along rows), or s (along nothing)."""
+    if how == "t":
+        return laid_out(cols, rows, "n", dtype, pad).t()
+    step = 2 if how == "s" else 1
+    store = torch.full((rows, step * cols + pad), float("nan"), dtype=dtype)
+    view = store[:, : step * cols : step]
+    view.copy_(rand(rows, cols, dtype=dtype))
+    return view
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt", "ss"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts(dtype, layout, kind):
+    a, b = laid_out(37, 40, layout[0], dtype), laid_out(40, 50, layout[1], dtype)
+    check_product(plan_for(a, b, kind), a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_small_size(kind):
+    for m, n, k in itertools.product((1, 15, 16, 17), (1, 16, 33), (0, 1, 16, 17, 48)):
+        a, b = rand(m, k), rand(k, n)
+        check_product(plan_for(a, b, kind, workers=3), a, b)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 7, 8, 9, 13])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_workers(kind, workers):
+    a, b = rand(50, 70), rand(70, 40)
+    check_product(plan_for(a, b, kind, workers), a, b)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 8, 11, 100])
+def test_every_number_of_shares(shares):
+    a, b = rand(33, 100), rand(100, 49)
+    check_product(plan_for(a, b, "stream_k", 7, shares=shares), a, b)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "stream_k"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_epilogue(activation, kind):
+    a, b, bias, residual = rand(37, 70), rand(70, 40), rand(40), rand(37, 40, seed=3)
+    out = nan_like(a, b)
+    run(plan_for(a, b, kind), a, b, out, Epilogue(1.5, bias, residual, -0.5, activation or "none"))
+    check(out, Maths(a, b, bias, residual, 1.5, -0.5, activation))
+
+
+def test_parts_of_the_epilogue_one_at_a_time():
+    a, b, bias, residual = rand(20, 30), rand(30, 40), rand(80)[::2], rand(40, 20).t()
+    for epilogue in (
+        Epilogue(bias=bias),
+        Epilogue(residual=residual),
+        Epilogue(alpha=3.0),
+        Epilogue(activation="relu"),
+    ):
+        out = nan_like(a, b)
+        run(plan_for(a, b), a, b, out, epilogue)
+        maths = Maths(
+            a, b, epilogue.bias, epilogue.residual, epilogue.alpha,
+            activation={"none": None}.get(epilogue.activation, "relu"),
+        )  # fmt: skip
+        check(out, maths)
+
+
+def test_relu_keeps_nan_and_what_is_past_the_end_counts_for_nothing():
+    a, b = rand(17, 17), rand(17, 17)
+    a[3, 4] = float("nan")
+    out = nan_like(a, b)
+    run(plan_for(a, b), a, b, out, Epilogue(activation="relu"))
+    assert out[3].isnan().all()
+    assert not out[[i for i in range(17) if i != 3]].isnan().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
+def test_batches(kind, shared):
+    a, b = rand(3, 20, 33), rand(3, 33, 18)
+    a, b = (x[:1].expand(3, -1, -1) if name in shared else x for name, x in (("a", a), ("b", b)))
+    check_product(plan_for(a, b, kind), a, b)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "stream_k"])
+def test_out_dtype_and_strided_out(kind):
+    a, b = rand(37, 40, dtype=torch.float16), rand(40, 50, dtype=torch.float16)
+    store = torch.full((37, 103), float("nan"))
+    out = store[:, :100:2]
+    run(plan_for(a, b, kind, out="float32"), a, b, out)
+    check(out, Maths(a, b, out_dtype=torch.float32))
+    assert store[:, 1::2].isnan().all(), "wrote between the output's elements"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_order(kind):
+    a, b = rand(50, 33), rand(33, 70)
+    tiles = 4 * 5
+    order = tuple((7 * t + 3) % tiles for t in range(tiles))
+    check_product(plan_for(a, b, kind, order=order), a, b)

@@ -1,0 +1,130 @@
+"""What the device takes, in which order: the host's protocol, step by step, for every schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, nan_like, plan_for, run, small_tiles
+
+from device_order import check_order, follow
+from error_rule import Maths, check, rand
+from tilestream.plan.plan import plan_problem
+from tilestream.plan.problem import Problem
+from tilestream.runtime import device_workspace as workspaces
+from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+from tilestream.schedule import Raster, Schedule
+
+RASTERS = [
+    Raster(), Raster("grouped", group=3), Raster("grouped", group=2, transposed=True),
+    Raster("chunk_major", 2, 2, 2), Raster("chunk_major", 1, 3, 2, True), Raster("longest_first", 2),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    small_tiles(monkeypatch)
+
+
+def probed(plan, k=40):
+    from tilestream.kernels.portable.launch import Probe
+
+    problem = plan.problem
+    a, b = rand(problem.batch, problem.m, k), rand(problem.batch, k, problem.n)
+    out, probe = nan_like(a, b), Probe(plan.workers, 400, a.device)
+    run(plan, a, b, out, probe=probe)
+    check(out, Maths(a, b))
+    return [probe.log(worker) for worker in range(plan.workers)]
+
+
+def with_schedule(schedule: Schedule, m, n, k, batch):
+    from dataclasses import replace
+
+    plan = plan_problem.__wrapped__(Problem(m, n, k, batch), schedule.workers, device=DEVICE)
+    return replace(plan, schedule=schedule)
+
+
+def make(kind, raster, workers, queues=1, split="items", shares=0, m=70, n=60, k=40, batch=2):
+    grid = plan_problem.__wrapped__(Problem(m, n, k, batch), 1, device=DEVICE).schedule.grid
+    return with_schedule(Schedule(kind, grid, raster, workers, queues, split, shares), m, n, k, batch)
+
+
+@pytest.mark.parametrize("raster", RASTERS, ids=lambda r: f"{r.order}{'-transposed' if r.transposed else ''}")
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_rasters(kind, raster):
+    plan = make(kind, raster, 7)
+    check_order(plan.schedule, probed(plan))
+
+
+@pytest.mark.parametrize("split", ["items", "columns", "rows"])
+@pytest.mark.parametrize("queues", [2, 3, 7])
+def test_queues_and_stealing(queues, split):
+    # More queues than workers, so that some are nobody's own; than columns, so that some are empty.
+    plan = make("dynamic", Raster("grouped", group=2), 3, queues, split)
+    check_order(plan.schedule, probed(plan))
+
+
+@pytest.mark.parametrize("workers", range(1, 12))
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_workers(kind, workers):
+    plan = make(kind, Raster("grouped", group=2), workers, batch=1)
+    check_order(plan.schedule, probed(plan))
+
+
+@pytest.mark.parametrize("shares", [1, 3, 5, 20, 60])
+def test_shares(shares):
+    plan = make("stream_k", Raster(), 11, shares=shares, batch=1)
+    check_order(plan.schedule, probed(plan))
+
+
+def test_the_checker_sees_a_wrong_item_and_a_missing_one():
+    plan = make("dynamic", Raster(), 2, batch=1)
+    logs = probed(plan)
+    wrong = [list(map(list, log)) for log in logs]
+    item = next(row for row in wrong[0] if row[0] == 2)
+    item[1] += 1
+    with pytest.raises(AssertionError, match="device"):
+        follow(plan.schedule, 0, wrong[0])
+    with pytest.raises(AssertionError):
+        check_order(plan.schedule, [[logs[0][-2], logs[0][-1]], logs[1]])
+
+
+def test_counters_are_never_cleared():
+    from tilestream.kernels.portable.schedule import LINE
+
+    workspaces._workspaces.clear()
+    a, b = rand(50, 40), rand(40, 50)
+    last = torch.zeros((), dtype=torch.int64)
+    for _ in range(3):
+        plan = plan_for(a, b, "dynamic", 3)
+        run(plan, a, b, nan_like(a, b))
+        (space,) = workspaces._workspaces.values()
+        counter = space._counters[0].clone()
+        assert last < counter <= space._base
+        last = counter
+    assert LINE.value == workspaces.LINE
+
+
+def test_words_grow_and_keep_their_base():
+    space = DeviceWorkspace(torch.device("cpu"))
+    small, large = (make("dynamic", Raster(), 3, queues) for queues in (1, 9))
+    first = space.open(small.schedule, small.block)
+    second = space.open(large.schedule, large.block)
+    assert second.base >= first.base + small.schedule.grid.tiles + small.schedule.workers
+    assert second.counters.numel() >= 10 * workspaces.LINE
+    assert space.open(small.schedule, small.block).counters is second.counters
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "stream_k"])
+def test_the_last_worker_out_restores_a_captured_launchs_words(kind, monkeypatch):
+    from tilestream.kernels.portable.launch import GemmLaunch
+
+    plan = make(kind, Raster(), 5, 3 if kind == "dynamic" else 1, batch=1)
+    words = captured_words(torch.device("cpu"), plan.schedule, plan.block)
+    space = DeviceWorkspace(torch.device("cpu"))
+    monkeypatch.setattr(space, "open", lambda *_: words)
+    monkeypatch.setattr("tilestream.kernels.portable.launch.device_workspace", lambda *_: space)
+    assert GemmLaunch is not None
+    for _ in range(3):
+        check_order(plan.schedule, probed(plan))
+        assert not words.counters.any()
+        assert words.counts is None or not words.counts.any()

@@ -1,0 +1,136 @@
+"""The portable kernel's policy on devices made up for the purpose: no GPU is asked."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tilestream import Arrival, plan
+from tilestream.kernels.portable.arguments import Layout, constants, is_aligned
+from tilestream.plan import DeviceProperties, Problem, plan_problem
+from tilestream.plan.portable import TILES, tiles
+
+HZ = 1.8e9
+H100 = DeviceProperties(
+    "an H100", "portable", 132, 256 * HZ, 3.3e12, "made up", "sm_90", 232448,
+    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ)),
+)  # fmt: skip
+MI300X = DeviceProperties("an MI300X", "portable", 304, 256 * HZ, 5.3e12, "made up", "gfx942", 65536)
+SMALL = DeviceProperties("a small GPU", "portable", 4, 1e11, 1e11, "made up", "sm_75", 49152)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def test_a_large_problem_gets_the_large_tile_and_a_worker_an_sm():
+    made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100)
+    assert (made.backend, made.variant, made.tile, made.workers) == ("portable", "persistent", (128, 256), 132)
+    assert (made.warps, made.stages) == (8, 3)
+    assert made.schedule.raster.order == "grouped"
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_few_rows_get_a_tile_of_few_rows(m):
+    assert plan(m, 8192, 8192, dtype="bfloat16", device=H100).tile[0] <= 64
+
+
+@pytest.mark.parametrize("device", [H100, MI300X, SMALL], ids=lambda device: device.arch)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rings_fit_the_device(device, dtype):
+    for aligned, tf32 in itertools.product((True, False), repeat=2):
+        problem = Problem(1000, 1000, 1000, 1, dtype, dtype, tf32=tf32, aligned=aligned)
+        for row in tiles(problem, device):
+            assert row.ring_bytes(4 if dtype == "float32" else 2) <= device.shared
+
+
+def test_tiles_are_powers_of_two_that_dot_takes():
+    for row in itertools.chain.from_iterable(TILES.values()):
+        assert all(x & (x - 1) == 0 and x >= 16 for x in row[:3])
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), list(itertools.product((0, 1, 100, 4097), (0, 1, 100, 4096), (0, 1, 64, 1000)))
+)
+def test_every_shape_has_a_plan(m, n, k):
+    for device, dtype in itertools.product((H100, MI300X), DTYPES):
+        made = plan(m, n, k, dtype=dtype, device=device, batch=2)
+        assert made.schedule.grid.num_m * made.tile[0] >= m
+        assert made.explain()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_a_schedule_that_is_asked_for_is_taken(kind):
+    assert plan(1000, 1000, 1000, dtype="float16", device=H100, schedule=kind, workers=7).schedule.kind == kind
+
+
+def test_queues_split_columns():
+    made = plan(1000, 1000, 1000, dtype="float16", device=H100, queues=4)
+    assert (made.schedule.queues, made.schedule.split) == (4, "columns")
+
+
+def test_explain_names_what_was_refused_and_why():
+    text = plan(1000, 1000, 1001, dtype="bfloat16", device=H100).explain()
+    for part in (
+        "refused   static",
+        "refused   vector loads: a stride",
+        "refused   hopper, cdna",
+        "an H100, 132 workers",
+    ):
+        assert part in text
+    assert "vector loads" not in plan(1024, 1024, 1024, dtype="bfloat16", device=H100).explain()
+
+
+def test_what_it_does_not_do_it_says_with_the_way_out():
+    with pytest.raises(NotImplementedError, match=r"float64 on a GPU; .*use torch\.matmul"):
+        plan(10, 10, 10, dtype="float64", device=H100)
+    with pytest.raises(NotImplementedError, match=r"arrival: .*wait for all chunks"):
+        plan(64, 10, 10, dtype="float32", device=H100, arrival=Arrival.uniform(32, 2))
+    with pytest.raises(NotImplementedError, match=r"k=2147483647; .*31 bits"):
+        plan(1, 1, 2**31 - 1, dtype="float16", device=H100)
+    with pytest.raises(ValueError, match=r"tile=\(48, 48\): the portable kernel has 128x256, "):
+        plan(64, 64, 64, dtype="float16", device=H100, tile=(48, 48))
+    with pytest.raises(NotImplementedError, match=r"device='xpu'"):
+        plan(1, 1, 1, device="xpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(NotImplementedError, match="torch sees no GPU here"):
+        plan(1, 1, 1, dtype="float16", device="cuda")
+
+
+def test_alignment_is_what_a_vector_of_16_bytes_needs():
+    assert is_aligned((64, 64), (64, 1), 0, 4096)
+    assert is_aligned((64, 64), (1, 64), 64 * 64, 0)
+    for extents, strides, batch, address in (
+        ((64, 60), (64, 1), 0, 0), ((60, 64), (1, 64), 0, 0), ((64, 64), (72, 1), 0, 0), ((64, 64), (128, 2), 0, 0),
+        ((64, 64), (64, 1), 8, 0), ((64, 64), (64, 1), 0, 2),
+    ):  # fmt: skip
+        assert not is_aligned(extents, strides, batch, address)
+
+
+def layout(a=(0, 64, 1), b=(0, 64, 1), out=(0, 64, 1)):
+    return Layout(a, b, out)
+
+
+def test_offsets_are_wide_only_where_they_leave_31_bits():
+    made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16"), device=H100)
+    assert not constants(made, layout())["WIDE"]
+    assert not constants(made, layout(a=(2**40, 64, 1)))["WIDE"], "a batch's offset is always 64 bits wide"
+    assert constants(made, layout(a=(0, 2**26, 1)))["WIDE"]
+    assert constants(made, layout(out=(0, 1, 2**26)))["WIDE"]
+    assert not constants(made, layout(out=(0, 1, 2**24)))["WIDE"]
+
+
+def test_tf32_only_where_it_is_allowed():
+    for tf32, precision in ((False, "ieee"), (True, "tf32")):
+        made = plan_problem(Problem(64, 64, 64, 1, "float32", "float32", tf32=tf32), device=H100)
+        assert constants(made, layout())["PRECISION"] == precision
+    made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16", tf32=True), device=H100)
+    assert constants(made, layout())["PRECISION"] == "ieee"
+
+
+def test_even_k_means_that_no_step_reads_past_the_end():
+    for k, even in ((0, False), (64, True), (100, False), (128, True)):
+        made = plan_problem(Problem(64, 64, k, 1, "float16", "float16"), device=H100)
+        assert constants(made, layout())["EVEN_K"] == even
