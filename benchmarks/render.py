@@ -52,7 +52,8 @@ def matmul(data: dict[str, Any]) -> str:
             "## CPU, everything arrived",
             f"Against `torch.mm` with the same number of threads ({where(data)}). `auto` is what the plan picks by "
             "itself; "
-            "the others force the persistent workers.",
+            "the others force the persistent workers. Each call follows others whose OpenMP threads spin on for a while, which "
+            "costs the workers the more the shorter the call.",
             table(["M x N x K", "torch.mm, ms", *(f"{kind}, ratio" for kind in kinds)], rows),
         ]
     )
@@ -94,6 +95,31 @@ def stream(data: dict[str, Any]) -> str:
     )
 
 
+def gpu(data: dict[str, Any]) -> str:
+    """The section for ``gpu_matmul.json``."""
+    kinds = list(data["rows"][0]["of_cublas"])
+    rows = [
+        [
+            f"{row['shape']} {row['layout']}",
+            f"{row['tflops']['cublas']:.0f}",
+            f"{row['tflops']['auto']:.0f}",
+            *(f"{row['of_cublas'][kind]:.3f}" for kind in kinds),
+        ]
+        for row in data["rows"]
+    ]
+    host = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in data["host_us"].items())
+    return "\n\n".join(
+        [
+            "## GPU, the portable Triton kernel",
+            f"Against cuBLAS, {data['dtype']}, L2 flushed ({data['device']}, torch {data['torch']}, Triton {data['triton']}, "
+            f"commit `{data['commit']}`, {data['date']}). *nt*: B as it lies in a Linear weight. `auto` takes the queue; on an "
+            "idle GPU `static` is faster. This kernel is the fallback for what the Hopper kernels to come refuse.",
+            table(["M x N x K", "cuBLAS, TFLOP/s", "auto, TFLOP/s", *(f"{kind}, ratio" for kind in kinds)], rows),
+            f"Host microseconds of a call: {host}.",
+        ]
+    )
+
+
 def plot_stream(data: dict[str, Any]) -> None:
     """Streamed beside in turn, and the longer of its two parts."""
     import matplotlib as mpl
@@ -125,7 +151,7 @@ def plot_stream(data: dict[str, Any]) -> None:
 def page() -> str:
     """The whole page."""
     sections = [HEAD]
-    for name, section in (("cpu_matmul", matmul), ("cpu_stream", stream)):
+    for name, section in (("cpu_matmul", matmul), ("cpu_stream", stream), ("gpu_matmul", gpu)):
         path = RESULTS / f"{name}.json"
         if path.exists():
             sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
