@@ -51,8 +51,8 @@ def matmul(data: dict[str, Any]) -> str:
         [
             "## CPU, everything arrived",
             f"Against `torch.mm` with the same number of threads ({where(data)}). `auto` is what the plan picks by "
-            "itself; the others force the persistent workers. Each call follows others whose OpenMP threads spin on for a "
-            "while, which costs the workers the more the shorter the call.",
+            "itself; the others force the persistent workers. Each call follows others whose OpenMP threads spin on for "
+            "a while, which costs the workers the more the shorter the call.",
             table(["M x N x K", "torch.mm, ms", *(f"{kind}, ratio" for kind in kinds)], rows),
         ]
     )
@@ -111,9 +111,9 @@ def gpu(data: dict[str, Any]) -> str:
         [
             "## GPU, the portable Triton kernel",
             f"Against cuBLAS, {data['dtype']}, L2 flushed ({data['device']}, torch {data['torch']}, Triton "
-            f"{data['triton']}, commit `{data['commit']}`, {data['date']}). *nt*: B as it lies in a Linear weight. `auto` "
-            "takes the queue; on an idle GPU `static` is faster. This kernel is the fallback for what the Hopper kernels "
-            "to come refuse.",
+            f"{data['triton']}, commit `{data['commit']}`, {data['date']}). *nt*: B as it lies in a Linear weight. "
+            "`auto` takes the queue; on an idle GPU `static` is faster. This kernel is the fallback for what the "
+            "Hopper kernels to come refuse.",
             table(["M x N x K", "cuBLAS, TFLOP/s", "auto, TFLOP/s", *(f"{kind}, ratio" for kind in kinds)], rows),
             f"Host microseconds of a call: {host}.",
         ]
