@@ -51,7 +51,7 @@ def matmul(data: dict[str, Any]) -> str:
         [
             "## CPU, everything arrived",
             f"Against `torch.mm` with the same number of threads ({where(data)}). `auto` is what the plan picks by "
-            "itself; the others force the persistent workers. Each call follows others whose OpenMP threads spin on for "
+            "itself; the others force the persistent workers. Calls come after others whose OpenMP threads spin on for "
             "a while, which costs the workers the more the shorter the call.",
             table(["M x N x K", "torch.mm, ms", *(f"{kind}, ratio" for kind in kinds)], rows),
         ]
