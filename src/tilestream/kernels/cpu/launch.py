@@ -25,7 +25,7 @@ from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
 from tilestream.runtime import exit
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped
+from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 from tilestream.runtime.workspace import Workspace
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Peek, Schedule, Take
@@ -133,6 +133,8 @@ class Launch:
             raise ArrivalTimeout(
                 self._op, worker, wait.chunk, self._first_not_taken(), waited, self._seconds, argument=argument
             )
+        if self._abort.is_set():
+            raise TilestreamError(f"{self._op}: stopped, because the interpreter exits; what was not computed is NaN")
         if not all(self._done):  # invariant 1, Coverage: cannot be, and must never pass for a result
             self._poison()
             raise AssertionError(f"{self._op}: all workers have left, and {self._first_not_taken()} was not computed")
