@@ -167,3 +167,10 @@ def test_no_tracked_file_names_a_path_of_some_machine():
             if path.search(line):
                 found.append(f"{name}:{number}: {line.strip()[:120].decode(errors='replace')}")
     assert not found, "\n".join(found)
+
+
+def test_importing_the_ops_does_not_import_torchs_compiler() -> None:
+    code = "import sys, torch, tilestream.ops; sys.exit('torch._dynamo' in sys.modules)"
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=False)
+    assert run.returncode == 0, "it takes two seconds"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,7 +115,16 @@ def _see_all(op: str, arrival: FlatArrival | None, waiting: Awaited, end: float,
             )
 
 
-@torch.compiler.disable  # it measures and schedules by itself: nothing in it is for a compiler
+@functools.cache
+def uncompiled_run_plan() -> Callable[..., torch.Tensor]:
+    """`run_plan` for code that is being compiled: it schedules by itself, and nothing in it is for a compiler.
+
+    Not a decorator: that imports torch's compiler, two seconds, for everybody who imports this package's ops.
+    """
+    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(run_plan)
+    return disabled
+
+
 def run_plan(
     plan: Plan,
     a: torch.Tensor,

@@ -153,9 +153,12 @@ class Plan:
         ArrivalTimeout, Exception
             As from `tilestream.matmul`.
         """
-        from tilestream.ops.execute import run_plan  # torch is imported when something is computed, not before
+        import torch  # when something is computed, not before
 
-        result: torch.Tensor = run_plan(
+        from tilestream.ops.execute import run_plan, uncompiled_run_plan
+
+        run = uncompiled_run_plan() if torch.compiler.is_compiling() else run_plan
+        result: torch.Tensor = run(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
             arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
         )  # fmt: skip
