@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 GATE = Path(__file__).parent / "gate.py"
 TRITONS = ("3.6.0", "3.7.1", "3.9.0")
@@ -45,12 +46,14 @@ def triton(version: str) -> str:
     root = Path(os.environ.get("TILESTREAM_TRITONS", Path.home() / ".cache" / "tilestream"))
     home = root / f"triton-{version}-py{sys.version_info.major}.{sys.version_info.minor}"
     python = home / "bin" / "python"
-    if not (home / "ready").exists():
-        venv.create(home, with_pip=True, clear=True)
-        run = subprocess.run([python, "-m", "pip", "install", "-q", f"triton=={version}"], check=False)
-        if run.returncode:
-            pytest.skip(f"no Triton {version} to be had here")
-        (home / "ready").touch()
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / f"{home.name}.lock"):  # tests run in several processes
+        if not (home / "ready").exists():
+            venv.create(home, with_pip=True, clear=True)
+            run = subprocess.run([python, "-m", "pip", "install", "-q", f"triton=={version}"], check=False)
+            if run.returncode:
+                pytest.skip(f"no Triton {version} to be had here")
+            (home / "ready").touch()
     return str(python)
 
 
