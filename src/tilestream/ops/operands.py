@@ -22,6 +22,7 @@ from tilestream.ops.library import (
 )
 from tilestream.plan.plan import SCHEDULES
 from tilestream.plan.problem import dtype_name
+from tilestream.runtime import exit
 
 #: Public names of the activations.
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -184,7 +185,11 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
     elif len(full) > 2:
         a, b = _batched(op, "a", a, batch, options.arrival), _batched(op, "b", b, batch, None)
     residual = residual.reshape(canonical) if residual is not None else None
-    result = _call(a, b, residual, canonical, options)
+    if torch.compiler.is_compiling():
+        result = _call(a, b, residual, canonical, options)
+    else:
+        with exit.call():
+            result = _call(a, b, residual, canonical, options)
     return out if out is not None else result.reshape(shape)
 
 

@@ -50,8 +50,8 @@ class Tile(NamedTuple):
         return (self.block_m + self.block_n) * self.block_k * itemsize * self.stages
 
 
-#: By what the inputs allow. Compiled with everything the epilogue has: Triton 3.6 spills nothing but a few bytes, 3.7 and
-#: 3.9 spill 16 to 48 bytes in some of the fp32 tiles and in the 16-row one for sm_90a; the compile gate says which.
+#: By what the inputs allow. Compiled with everything the epilogue has; on sm_90a, Triton 3.7 and 3.9 spill a few bytes
+#: in some of the fp32 tiles, 3.9 also in the 16-row one: the compile gate says which.
 TILES: dict[str, tuple[Tile, ...]] = {
     "16-bit": (
         Tile(128, 256, 64, 8, 3, 0.70),  # accumulator: 128 registers a thread; ring: 144 KiB

@@ -8,8 +8,14 @@ each for a bounded time: a producer that is blocked in a caller's own code is le
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
+
+from tilestream.runtime.errors import TilestreamError
 
 #: Seconds that each is waited for.
 GRACE_SECONDS = 5.0
@@ -22,17 +28,61 @@ class Stoppable(Protocol):
         """Stop, and wait until the threads have left, but not longer than ``timeout`` seconds."""
 
 
+_exiting = threading.Event()
+_changed = threading.Condition()
+_calls = 0
 _running: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 
 def register(stoppable: Stoppable) -> None:
-    """Stop ``stoppable`` at exit, if it is still alive then."""
+    """Stop ``stoppable`` at exit, if it is still alive then.
+
+    Raises
+    ------
+    TilestreamError
+        If that moment has passed: nobody may begin any more.
+    """
+    if _exiting.is_set():
+        raise TilestreamError("the interpreter exits; nothing is launched any more")
     _running.add(stoppable)
 
 
+@contextlib.contextmanager
+def call() -> Iterator[None]:
+    """A call of an op, seen from outside of it: at exit, whoever is inside is waited for.
+
+    Raises
+    ------
+    TilestreamError
+        If the interpreter exits already.
+    """
+    global _calls
+    with _changed:
+        if _exiting.is_set():
+            raise TilestreamError("the interpreter exits; nothing is launched any more")
+        _calls += 1
+    try:
+        yield
+    finally:
+        with _changed:
+            _calls -= 1
+            _changed.notify_all()
+
+
 def _stop_all() -> None:
+    with _changed:
+        _exiting.set()
     for stoppable in list(_running):
         stoppable.stop_at_exit(GRACE_SECONDS)
+    with _changed:
+        _changed.wait_for(lambda: not _calls, GRACE_SECONDS)
+
+
+def _after_fork() -> None:
+    global _changed, _calls
+    _changed, _calls = threading.Condition(), 0  # the parent's other threads are not here
 
 
 atexit.register(_stop_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
