@@ -666,3 +666,12 @@ def test_a_waiting_worker_does_not_spin():
     with pytest.raises(ts.ArrivalTimeout):
         ts.matmul(rand(M, K), rand(K, N), arrival=arrival, workers=4, deadline=1.0)
     assert time.process_time() - cpu < 0.6, "four workers spent CPU time while they waited a second"
+
+
+def test_words_that_no_tile_waits_for_are_named_by_their_argument_too():
+    # No rows of x, so no tile: the weight's words are seen all the same before they are zeroed.
+    words = torch.zeros(2, dtype=torch.int32)
+    columns = ts.Arrival.uniform(20, 2, signals=words)
+    with pytest.raises(ts.ArrivalTimeout) as caught:
+        ts.linear(rand(0, K), rand(40, K), weight_arrival=columns, deadline=0.02)
+    assert (caught.value.argument, caught.value.chunk) == ("weight_arrival", 0)

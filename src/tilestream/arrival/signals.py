@@ -19,6 +19,8 @@ from collections.abc import Callable, MutableSequence
 from enum import Enum, auto
 from typing import ClassVar
 
+from tilestream.runtime.errors import ProducerStopped
+
 #: How often a caller's own signal words are looked at: at first, and at the least after a long time of nothing.
 POLL_SECONDS = (0.0002, 0.004)
 #: Longest sleep in one go: what the system's clocks take; whoever is woken by it goes on waiting.
@@ -142,6 +144,10 @@ class Signals:
             if self._error == (epoch, error):
                 self._error = (epoch, again)
         return error
+
+    def failure(self, epoch: int) -> BaseException:
+        """What a wait that ended as `Outcome.FAILED` shall raise."""
+        return self.take_error(epoch) or ProducerStopped("the producer failed, and began anew")
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
         """Whether the chunk has arrived in epoch ``epoch`` (now where None)."""

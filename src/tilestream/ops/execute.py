@@ -18,7 +18,7 @@ from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.plan.problem import Problem, dtype_name
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped
+from tilestream.runtime.errors import ArrivalTimeout
 from tilestream.runtime.workspace import workspace
 from tilestream.schedule.schedule import Schedule
 from tilestream.trace.record import current as current_recorder
@@ -79,9 +79,10 @@ def execute(
                     op, plan.schedule, plan.gate, body, scratch,
                     incoming=incoming, deadline=deadline, threads=threads, recorder=recorder, label=plan.label,
                 ).run()  # fmt: skip
-    for arrival, waiting in zip((rows, columns), incoming, strict=True):
-        if waiting is not None and waiting.signals.self_reset:
-            _see_all(op, arrival, waiting, end, deadline)
+    arguments = ("arrival", "weight_arrival")
+    for argument, arrival, waiting in zip(arguments, (rows, columns), incoming, strict=True):
+        if arrival is not None and waiting is not None and waiting.signals.self_reset:
+            _see_all(op, argument, arrival, waiting, end, deadline)
 
 
 def _inline(schedule: Schedule, body: GemmBody) -> None:
@@ -97,22 +98,20 @@ def _inline(schedule: Schedule, body: GemmBody) -> None:
                 raise
 
 
-def _see_all(op: str, arrival: FlatArrival | None, waiting: Awaited, end: float, deadline: float) -> None:
+def _see_all(op: str, argument: str, arrival: FlatArrival, waiting: Awaited, end: float, deadline: float) -> None:
     """See the signals that no tile had to wait for, too: only then may the words be zeroed (invariant 4).
 
     A chunk without rows, or an output without columns: a signal that comes after the zeroing would count for the next
     call.
     """
-    assert arrival is not None
     for chunk in range(arrival.num_chunks):
         begin = time.perf_counter()
         outcome = waiting.signals.wait(chunk, waiting.epoch, end, lambda: False)
         if outcome is Outcome.FAILED:
-            raise waiting.signals.take_error(waiting.epoch) or ProducerStopped("the producer failed, and began anew")
+            raise waiting.signals.failure(waiting.epoch)
         if outcome is Outcome.EXPIRED:
-            raise ArrivalTimeout(
-                op, 0, chunk, "none (a chunk that no tile reads)", time.perf_counter() - begin, deadline
-            )
+            waited, item = time.perf_counter() - begin, "none (a chunk that no tile reads)"
+            raise ArrivalTimeout(op, 0, chunk, item, waited, deadline, argument=argument)
 
 
 @functools.cache

@@ -80,6 +80,8 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
 
 
 def _run(
+    out: torch.Tensor,
+    fresh: bool,
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
@@ -87,20 +89,24 @@ def _run(
     alpha: float,
     beta: float,
     activation: str,
-    out: torch.Tensor,
+    out_dtype: torch.dtype | None,
     schedule: str,
     workers: int,
-    rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None,
+    row_signals: torch.Tensor | None = None,
+    row_arrival: Sequence[int] = (),
+    column_signals: torch.Tensor | None = None,
+    column_arrival: Sequence[int] = (),
     deadline: float | None = None,
     op: str = "matmul",
-    fresh: bool = False,
 ) -> None:
+    """What every op does, given its arguments in the schema's order: those without arrival leave the last six away."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation)
     if not fresh:
         refuse_overlap(out, epilogue, a=a, b=b)
+    rows = FlatArrival.from_ints(row_arrival, row_signals)
+    columns = FlatArrival.from_ints(column_arrival, column_signals)
     if out.is_cuda:
         refuse_gpu_arrival(op, rows is not None or columns is not None)
         gpu.run(a, b, out, epilogue, schedule, workers)
@@ -111,88 +117,16 @@ def _run(
     execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op)
 
 
-def _gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    alpha: float,
-    beta: float,
-    activation: str,
-    out_dtype: torch.dtype | None,
-    schedule: str,
-    workers: int,
-) -> torch.Tensor:
-    out = _output(a, b, out_dtype)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, fresh=True)
+def _gemm(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
+    out = _output(a, b, others[5])
+    _run(out, True, a, b, *others)
     return out
 
 
-def _gemm_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    alpha: float,
-    beta: float,
-    activation: str,
-    out_dtype: torch.dtype | None,
-    schedule: str,
-    workers: int,
-    out: torch.Tensor,
-) -> None:
-    _check_out(out, a, b, out_dtype)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers)
-
-
-def _gemm_arriving(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    alpha: float,
-    beta: float,
-    activation: str,
-    out_dtype: torch.dtype | None,
-    schedule: str,
-    workers: int,
-    row_signals: torch.Tensor | None,
-    row_arrival: Sequence[int],
-    column_signals: torch.Tensor | None,
-    column_arrival: Sequence[int],
-    deadline: float,
-    op: str,
-) -> torch.Tensor:
-    out = _output(a, b, out_dtype)
-    rows = FlatArrival.from_ints(row_arrival, row_signals)
-    columns = FlatArrival.from_ints(column_arrival, column_signals)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline, op)
-    return out
-
-
-def _gemm_arriving_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    alpha: float,
-    beta: float,
-    activation: str,
-    out_dtype: torch.dtype | None,
-    schedule: str,
-    workers: int,
-    row_signals: torch.Tensor | None,
-    row_arrival: Sequence[int],
-    column_signals: torch.Tensor | None,
-    column_arrival: Sequence[int],
-    deadline: float,
-    op: str,
-    out: torch.Tensor,
-) -> None:
-    _check_out(out, a, b, out_dtype)
-    rows = FlatArrival.from_ints(row_arrival, row_signals)
-    columns = FlatArrival.from_ints(column_arrival, column_signals)
-    _run(a, b, bias, residual, alpha, beta, activation, out, schedule, workers, rows, columns, deadline, op)
+def _gemm_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
+    *inputs, out = others
+    _check_out(out, a, b, inputs[5])
+    _run(out, False, a, b, *inputs)
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
@@ -214,8 +148,8 @@ def _clear_signals(signals: torch.Tensor) -> None:
 for _device in ("CPU", "CUDA"):
     library.impl("gemm", _gemm, _device)
     library.impl("gemm_out", _gemm_out, _device)
-    library.impl("gemm_arriving", _gemm_arriving, _device)
-    library.impl("gemm_arriving_out", _gemm_arriving_out, _device)
+    library.impl("gemm_arriving", _gemm, _device)
+    library.impl("gemm_arriving_out", _gemm_out, _device)
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
 
 

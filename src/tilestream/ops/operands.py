@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.kernels.epilogue import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.ops.execute import refuse_gpu_arrival
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
@@ -25,7 +26,7 @@ from tilestream.plan.problem import dtype_name
 from tilestream.runtime import exit
 
 #: Public names of the activations.
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
 
 #: Devices that an op takes: those of the backends (ROCm's GPUs are "cuda" to torch), and the one that computes nothing.
 _DEVICES = ("cpu", "cuda", "meta")

@@ -25,7 +25,7 @@ from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
 from tilestream.runtime import exit
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.runtime.errors import ArrivalTimeout, TilestreamError
 from tilestream.runtime.workspace import Workspace
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Peek, Schedule, Take
@@ -263,8 +263,7 @@ class Launch:
         elif outcome is Outcome.FAILED:
             with self._lock:
                 if self._error is None:
-                    error = incoming.signals.take_error(incoming.epoch)
-                    self._error = error or ProducerStopped("the producer failed, and began anew")
+                    self._error = incoming.signals.failure(incoming.epoch)
             self._stop()
         return 0
 
