@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
+from tilestream.arrival import Gate
 from tilestream.schedule import Cursor, Schedule, WorkItem, take
 from tilestream.schedule.schedule import Peek, Take
 
-TOOK, PEEKED, ITEM, STOPPED = range(4)
+TOOK, PEEKED, ITEM, STOPPED, GATE = range(5)
 
 
 def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkItem]:
@@ -16,7 +18,7 @@ def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkIt
     Asserts that the device asked the same questions of the same queues in the same order, got the same items from the
     answers, and stopped where the host stops.
     """
-    records = iter(log)
+    records = iter([row for row in log if row[0] != GATE])
     items: list[WorkItem] = []
     cursor = Cursor()
     while True:
@@ -46,3 +48,17 @@ def check_order(schedule: Schedule, logs: list[list[list[int]]]) -> None:
     tickets = Counter((row[1], row[2]) for log in logs for row in log if row[0] == TOOK)
     assert all(times == 1 for times in tickets.values()), "a ticket was given twice"
     assert Counter(items) == Counter(schedule.items())
+
+
+def check_gates(gate: Gate, schedule: Schedule, logs: list[list[list[int]]]) -> None:
+    """At its gate every item looked at just the chunks that `Gate.needs` names."""
+    by_key = {(item.tile, item.k_begin): item for item in schedule.items()}
+    for log in logs:
+        for (kind, tile, k_begin, *_), row in pairwise(log):
+            if kind == ITEM:
+                assert row[:2] == [GATE, 0]
+                needs = gate.needs(by_key[tile, k_begin])
+                for operand, chunks in ((0, gate.rows), (1, gate.columns)):
+                    mine = [need.chunk for need in needs if need.operand == operand]
+                    if chunks is not None:
+                        assert row[2 + 2 * operand : 4 + 2 * operand] == [mine[0], mine[-1]]

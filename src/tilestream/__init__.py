@@ -17,12 +17,14 @@ from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, Tilestrea
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in
     from tilestream.ops import addmm, bmm, linear, matmul, mm
+    from tilestream.runtime.channel import check
 
 _LAZY = {
     "Stream": "tilestream.arrival.stream",
     "stream_in": "tilestream.arrival.stream",
     "addmm": "tilestream.ops",
     "bmm": "tilestream.ops",
+    "check": "tilestream.runtime.channel",
     "linear": "tilestream.ops",
     "matmul": "tilestream.ops",
     "mm": "tilestream.ops",
@@ -38,6 +40,7 @@ __all__ = [
     "__version__",
     "addmm",
     "bmm",
+    "check",
     "linear",
     "matmul",
     "mm",

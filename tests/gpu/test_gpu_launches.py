@@ -38,7 +38,7 @@ def test_device_order_is_the_hosts(kind, workers, queues):
         out = torch.full((m, n), float("nan"), dtype=a.dtype, device="cuda")
         probe = Probe(workers, 4096, a.device)
         launch = GemmLaunch(plan, Layout((0, *a.stride()), (0, *b.stride()), (0, *out.stride())))
-        launch(a, b, out, Epilogue(), probe)
+        launch(a, b, out, Epilogue(), probe=probe)
         check_order(plan.schedule, [probe.log(worker) for worker in range(workers)])
         check(out, Maths(a, b))
 

@@ -39,6 +39,7 @@ class Arrival:
         bounds: tuple[int, ...] = (),
         pivot: int = 0,
         signals: torch.Tensor | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         if bool(rows_per_chunk) == bool(bounds) or (bounds and len(bounds) != num_chunks + 1):
             raise ValueError("Arrival: chunks are uniform or ragged; make one with Arrival.uniform or Arrival.ragged")
@@ -53,11 +54,16 @@ class Arrival:
         self._num_chunks = num_chunks
         self._pivot = pivot
         self._tensor = signals
-        self._signals = Signals(num_chunks, None if signals is None else _words(signals))
+        self._signals = _make_signals(num_chunks, signals, device)
 
     @classmethod
     def uniform(
-        cls, rows_per_chunk: int, num_chunks: int, pivot: int = 0, signals: torch.Tensor | None = None
+        cls,
+        rows_per_chunk: int,
+        num_chunks: int,
+        pivot: int = 0,
+        signals: torch.Tensor | None = None,
+        device: str | torch.device | None = None,
     ) -> Arrival:
         """``num_chunks`` chunks of ``rows_per_chunk`` rows; the last has what is left of the input's rows.
 
@@ -74,11 +80,14 @@ class Arrival:
             They are zeroed by the call that has seen them all, those of chunks without rows included. After an
             `ArrivalTimeout` they are left as they are: zero them when your producers have stopped. None: tilestream
             keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours.
+        device
+            Where our words are, which is where the input is: ``"cuda"``, ``"cuda:1"``; None: on the CPU, or where
+            ``signals`` are. On a GPU a signal is issued on the current stream, see `signal`.
 
         Raises
         ------
         ValueError
-            If a number is out of range, or ``signals`` has the wrong shape.
+            If a number is out of range, or ``signals`` has the wrong shape or device.
         TypeError
             If ``signals`` has the wrong dtype.
         """
@@ -86,17 +95,23 @@ class Arrival:
             if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
                 raise ValueError(f"{name}={value!r}: a uniform arrival has a positive whole number of them")
         index = operator.index
-        return cls(index(num_chunks), rows_per_chunk=index(rows_per_chunk), pivot=pivot, signals=signals)
+        return cls(index(num_chunks), rows_per_chunk=index(rows_per_chunk), pivot=pivot, signals=signals, device=device)
 
     @classmethod
-    def ragged(cls, bounds: Sequence[int], pivot: int = 0, signals: torch.Tensor | None = None) -> Arrival:
+    def ragged(
+        cls,
+        bounds: Sequence[int],
+        pivot: int = 0,
+        signals: torch.Tensor | None = None,
+        device: str | torch.device | None = None,
+    ) -> Arrival:
         """Chunk ``c`` has rows ``bounds[c]`` to ``bounds[c + 1]``; chunks may be empty.
 
         Parameters
         ----------
         bounds
             ``num_chunks + 1`` rows: from 0, never falling, the last one the number of rows of the input.
-        pivot, signals
+        pivot, signals, device
             As for `uniform`.
 
         Raises
@@ -108,7 +123,7 @@ class Arrival:
             chunks = Chunks(tuple(operator.index(bound) for bound in bounds))
         except TypeError:
             raise TypeError(f"bounds={bounds!r}; they are whole numbers of rows") from None
-        return cls(chunks.count, bounds=chunks.bounds, pivot=pivot, signals=signals)
+        return cls(chunks.count, bounds=chunks.bounds, pivot=pivot, signals=signals, device=device)
 
     @property
     def num_chunks(self) -> int:
@@ -136,6 +151,11 @@ class Arrival:
         return self._tensor
 
     @property
+    def device(self) -> str:
+        """Where the signals are: ``"cpu"``, ``"cuda:0"``."""
+        return self._signals.device
+
+    @property
     def key(self) -> int:
         """What a registered op knows the signals by."""
         return self._signals.key
@@ -147,7 +167,10 @@ class Arrival:
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When each chunk of this epoch was signalled, on `time.perf_counter`'s clock; None where not yet."""
+        """When each chunk of this epoch was signalled, on `time.perf_counter`'s clock; None where not yet.
+
+        On a GPU all are None: signals are written there without the host.
+        """
         return self._signals.times
 
     @property
@@ -161,6 +184,10 @@ class Arrival:
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
         """Say that chunk ``chunk`` is there. Call it after its rows were written, from any thread.
+
+        On a GPU: after its rows' copy was issued, on the same stream, which must be the current one. The signal is
+        written when the stream gets there; no kernel and no SM is needed for it. Under capture it becomes a part of
+        the graph.
 
         Parameters
         ----------
@@ -185,7 +212,11 @@ class Arrival:
         return self._signals.arrived(chunk)
 
     def advance(self) -> int:
-        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`."""
+        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`.
+
+        On a GPU it also ends the quarantine of captured launches (see `tilestream.check`): call it when the producers
+        of the replay that failed have stopped. What must be zeroed is, on the current stream.
+        """
         return self._signals.advance()
 
     def chunks(self, rows: int) -> Chunks:
@@ -200,9 +231,10 @@ class Arrival:
 
     def __repr__(self) -> str:
         shape = f"rows_per_chunk={self._rows_per_chunk}" if self._rows_per_chunk else "ragged"
-        here = sum(self.arrived(c) for c in range(self._num_chunks))
+        where = f", device={self.device}" if self.device != "cpu" else ""
         return (
-            f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, arrived={here}, epoch={self.epoch})"
+            f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, "
+            f"arrived={self._signals.num_arrived}, epoch={self.epoch}{where})"
         )
 
 
@@ -225,10 +257,30 @@ def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[
     return chunks
 
 
+def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:
+    """Signals where the input is."""
+    if words is None and (device is None or str(device) == "cpu"):
+        return Signals(num_chunks)
+    import torch
+
+    where = words.device if words is not None else torch.device(str(device))
+    if words is not None and device is not None and torch.device(device).type != where.type:
+        raise ValueError(f"device={str(device)!r}: the signals are on {where}; they are where the input is")
+    if where.type == "cuda":
+        from tilestream.arrival.device import DeviceSignals
+
+        if not torch.cuda.is_available():
+            raise NotImplementedError(f"device={str(device)!r}: torch sees no GPU here; leave device= away")
+        if str(where) == "cuda":
+            where = torch.device("cuda", torch.cuda.current_device())
+        return DeviceSignals(num_chunks, where, words)
+    if where.type != "cpu":
+        raise NotImplementedError(f"device={str(device)!r}; inputs arrive on the CPU and on CUDA and ROCm GPUs")
+    return Signals(num_chunks, None if words is None else _words(words))
+
+
 def _words(signals: torch.Tensor) -> MutableSequence[int]:
     """The words of a caller's tensor, as integers: read and written without torch, in any of its modes."""
-    if signals.device.type != "cpu" or not signals.numel():
-        return signals  # type: ignore[return-value]  # an int tensor is indexed like a list
     array = ctypes.c_int32 * signals.numel()
     words: MutableSequence[int] = array.from_address(signals.data_ptr())  # type: ignore[assignment]
     return words

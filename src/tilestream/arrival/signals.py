@@ -47,6 +47,8 @@ class Signals:
         The caller's own words (anything indexed like a list of ints); None for our own.
     """
 
+    #: Where the words are.
+    device = "cpu"
     _keys = itertools.count(1)
     _live: ClassVar[weakref.WeakValueDictionary[int, Signals]] = weakref.WeakValueDictionary()
 
@@ -155,6 +157,11 @@ class Signals:
         if not self._own:
             return int(self._words[chunk]) != 0
         return self._words[chunk] >= (self._epoch if epoch is None else epoch)
+
+    @property
+    def num_arrived(self) -> int:
+        """Chunks that have arrived in this epoch."""
+        return sum(self.arrived(chunk) for chunk in range(self._count))
 
     @property
     def times(self) -> tuple[float | None, ...]:

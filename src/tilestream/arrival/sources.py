@@ -21,7 +21,7 @@ class Source:
 
     #: Arguments of `stream_in` that mean something for this source.
     takes: tuple[str, ...] = ()
-    #: Jobs that may run at once.
+    #: Jobs that may run at once; 0: there is nothing to do but to pass it on, which the caller's thread does.
     readers = 1
     tensor: torch.Tensor
 
@@ -87,9 +87,9 @@ class FileSource(Source):
 
 
 class TensorSource(Source):
-    """A tensor that is copied."""
+    """A tensor that is copied; ``onward`` to a GPU, from where it is."""
 
-    def __init__(self, source: torch.Tensor) -> None:
+    def __init__(self, source: torch.Tensor, onward: bool = False) -> None:
         if source.device.type != "cpu":
             raise ValueError(
                 f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()"
@@ -103,17 +103,23 @@ class TensorSource(Source):
                 f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions"
             )
         self._source = source.detach()
-        self.tensor = _destination(source.shape, source.dtype)
+        self._onward = onward
+        self.tensor = self._source if onward else _destination(source.shape, source.dtype)
+        if onward and source.is_pinned():
+            self.readers = 0
 
     @property
     def how(self) -> str:
         """See `Source`."""
-        return f"a CPU tensor {list(self._source.shape)} {str(self._source.dtype)[6:]}, copied"
+        copied = "" if self._onward else ", copied"
+        return f"a CPU tensor {list(self._source.shape)} {str(self._source.dtype)[6:]}{copied}"
 
     def claim(self, begin: int, end: int) -> Job:
         """See `Source`."""
 
         def copy() -> None:
+            if self._onward:
+                return
             with torch.inference_mode():  # the source may be an inference tensor
                 as_rows(self.tensor)[begin:end].copy_(as_rows(self._source)[begin:end])
 

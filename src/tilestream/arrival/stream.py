@@ -15,12 +15,17 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.files import RangeReader, find_matrix
+from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.sources import FileSource, IteratorSource, Job, Source, TensorSource, row_count
 from tilestream.runtime import exit
+from tilestream.runtime.channel import check_device
 from tilestream.runtime.errors import ProducerStopped
 
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
+
+#: On a GPU a default chunk is a multiple of this many rows: a whole number of tiles, so that none reads two chunks.
+GPU_ROWS = 256
 
 #: What `stream_in` takes.
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
@@ -32,8 +37,8 @@ class _Filling:
     In order also where a later one is there first: a page that two chunks share is read with the earlier one.
     """
 
-    def __init__(self, arrival: Arrival, chunks: Chunks, source: Source) -> None:
-        self._arrival, self._chunks, self._source = arrival, chunks, source
+    def __init__(self, arrival: Arrival, chunks: Chunks, source: Source, landing: Landing) -> None:
+        self._arrival, self._chunks, self._source, self._landing = arrival, chunks, source, landing
         self._epoch = arrival.epoch
         self._lock = threading.Lock()
         self._claimed = 0
@@ -43,8 +48,12 @@ class _Filling:
         self.cpu_seconds = 0.0
         self.started = time.perf_counter()
         readers = min(source.readers, max(chunks.count, 1))
-        self._running = readers
+        self._running = max(readers, 1)
         self._threads: list[threading.Thread] = []
+        landing.begin()
+        if not readers:
+            self._run()
+            return
         exit.register(self)
         try:
             for i in range(readers):
@@ -63,23 +72,30 @@ class _Filling:
 
     @property
     def done(self) -> bool:
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in self._threads) and self._landing.settled(0.0)
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the threads; whether all have ended. A thread of this filling waits for the others only."""
+        """Wait for the threads, and for what they issued; whether all have ended.
+
+        A thread of this filling waits for the others only.
+        """
         end = math.inf if timeout is None else time.perf_counter() + timeout
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
             thread.join(None if timeout is None else max(0.0, end - time.perf_counter()))
-        return not any(thread.is_alive() for thread in others)
+        if any(thread.is_alive() for thread in others):
+            return False
+        return self._landing.settled(None if timeout is None else max(0.0, end - time.perf_counter()))
 
     def _run(self) -> None:
         cpu = time.thread_time()
         try:
-            while (claim := self._claim()) is not None:
-                step, job = claim
-                job()
-                self._deliver(step)
+            with self._landing.issuing():
+                while (claim := self._claim()) is not None:
+                    step, job = claim
+                    job()
+                    self._landing.land(*self._chunks.range_of(self._chunk(step)))
+                    self._deliver(step)
         except BaseException as error:  # whatever it is, the caller that waits for the rest shall see it
             self._arrival.fail(error, epoch=self._epoch)  # before another reader can say that it was stopped
             self.stop.set()
@@ -88,6 +104,7 @@ class _Filling:
                 self.cpu_seconds += time.thread_time() - cpu
                 self._running -= 1
                 if not self._running:
+                    self._landing.end()
                     self._source.close()  # a stream that nobody closes keeps no file open
 
     def _chunk(self, step: int) -> int:
@@ -127,12 +144,12 @@ class Stream:
         The chunks and their signals.
     """
 
-    def __init__(self, arrival: Arrival, source: Source) -> None:
-        self.tensor = source.tensor
+    def __init__(self, arrival: Arrival, source: Source, landing: Landing) -> None:
+        self.tensor = landing.tensor
         self.arrival = arrival
-        self._source = source
-        self._chunks = arrival.chunks(row_count(source.tensor))
-        self._filling = _Filling(arrival, self._chunks, source)
+        self._source, self._landing = source, landing
+        self._chunks = arrival.chunks(row_count(self.tensor))
+        self._filling = _Filling(arrival, self._chunks, source, landing)
 
     @property
     def started(self) -> float:
@@ -152,7 +169,8 @@ class Stream:
     def explain(self) -> str:
         """Where the data comes from, and how."""
         rows = self._chunks.rows
-        return f"{self._source.how}; {rows} rows in {self._chunks.count} chunks"
+        onward = f", {self._landing.how}" if self._landing.how else ""
+        return f"{self._source.how}{onward}; {rows} rows in {self._chunks.count} chunks"
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Wait for the whole tensor and return it.
@@ -162,7 +180,7 @@ class Stream:
         TimeoutError
             If it takes longer than ``timeout`` seconds.
         Exception
-            What the producer raised, if it did.
+            What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
         if not self._filling.join(timeout):
             missing = [c for c in range(self._chunks.count) if not self.arrival.arrived(c)]
@@ -171,13 +189,16 @@ class Stream:
         error = self.arrival._take_error()
         if error is not None:
             raise error
+        if self.tensor.is_cuda:
+            check_device(self.tensor.device.index)
         return self.tensor
 
     def restart(self) -> None:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
         Nobody may still read the tensor, a backward pass included (autograd does not see a file being read into it),
-        and the epoch before must have ended.
+        and the epoch before must have ended. On a GPU, whoever reads it on the current stream is waited for by the
+        copies, not by the caller.
 
         Raises
         ------
@@ -190,7 +211,7 @@ class Stream:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
         self._source.rewind()
         self.arrival.advance()
-        self._filling = _Filling(self.arrival, self._chunks, self._source)
+        self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Stop the producer after the chunk it is at, and let go of the source. True once it has ended.
@@ -224,8 +245,12 @@ def stream_in(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     direct: bool | None = None,
+    device: str | torch.device | None = None,
 ) -> Stream:
     """Start filling a tensor from ``source``, chunk by chunk, in threads of its own; returns at once.
+
+    On a GPU the chunks are copied by its copy engine, in a stream of their own, each followed by its signal, which the
+    GPU writes. A pinned tensor needs no thread: all copies are issued when this returns, none is waited for.
 
     Parameters
     ----------
@@ -241,6 +266,8 @@ def stream_in(
         The chunk that is delivered first, and that the matmul starts from.
     shape, dtype
         Iterable: the shape of the whole, at least 2-D, its leading dimensions counted as rows; and its dtype.
+    device
+        Where the tensor is to be: ``"cpu"``, or a GPU; None: the current GPU for a pinned tensor, else the CPU.
     direct
         File: read past the page cache (True: where possible), through it (False), or whichever is better (None).
 
@@ -261,8 +288,9 @@ def stream_in(
     ...     y = ts.matmul(x.tensor, w, arrival=x.arrival)
     """
     made: Source
+    target = _target(source, device)
     if isinstance(source, torch.Tensor):
-        made = TensorSource(source)
+        made = TensorSource(source, onward=target.type != "cpu")
     elif isinstance(source, str | os.PathLike):
         made = FileSource(RangeReader(find_matrix(source, tensor), direct))
     elif isinstance(source, Iterable):
@@ -276,23 +304,49 @@ def stream_in(
         )
     try:
         _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
-        return Stream(_arrival(made, rows_per_chunk, bounds, pivot), made)
+        arrival = _arrival(made, rows_per_chunk, bounds, pivot, target)
+        return Stream(
+            arrival, made, Landing(made.tensor) if target.type == "cpu" else DeviceLanding(made.tensor, target)
+        )
     except BaseException:
         made.close()
         raise
 
 
-def _arrival(source: Source, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int) -> Arrival:
+def _target(source: Streamable, device: str | torch.device | None) -> torch.device:
+    """Where the tensor is to be."""
+    if device is None:
+        pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()
+        device = "cuda" if pinned else "cpu"
+    target = torch.device(device)
+    if target.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"stream_in: device={str(device)!r}; tensors stream to the CPU and to GPUs")
+    if target.type == "cpu":
+        return target
+    if not torch.cuda.is_available():
+        raise NotImplementedError(f"stream_in: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "stream_in: a CUDA graph is being captured; capture copies of your own, and arrival.signal() after each"
+        )
+    return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _arrival(
+    source: Source, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int, target: torch.device
+) -> Arrival:
     rows = row_count(source.tensor)
     if bounds is not None:
         if rows_per_chunk is not None:
             raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
-        return Arrival.ragged(bounds, pivot)
+        return Arrival.ragged(bounds, pivot, device=target)
     if rows_per_chunk is None:
         rows_per_chunk = default_rows_per_chunk(rows, source.tensor.shape[-1] * source.tensor.element_size())
+        if target.type != "cpu" and rows_per_chunk > GPU_ROWS:
+            rows_per_chunk = GPU_ROWS * math.ceil(rows_per_chunk / GPU_ROWS)
     elif rows_per_chunk < 1:
         raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
-    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
+    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot, device=target)
 
 
 def default_rows_per_chunk(rows: int, row_bytes: int) -> int:

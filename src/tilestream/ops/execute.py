@@ -18,7 +18,7 @@ from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.plan.problem import Problem, dtype_name
-from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
 from tilestream.runtime.workspace import workspace
 from tilestream.schedule.schedule import Schedule
 from tilestream.trace.record import current as current_recorder
@@ -64,7 +64,7 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    incoming = tuple(Awaited(x.signals(), x.epoch) if x is not None else None for x in (rows, columns))
+    incoming = tuple(Awaited(x.signals(op, a.device), x.epoch) if x is not None else None for x in (rows, columns))
     assert len(incoming) == 2
     end = time.perf_counter() + deadline
     recorder = current_recorder()
@@ -110,8 +110,8 @@ def _see_all(op: str, argument: str, arrival: FlatArrival, waiting: Awaited, end
         if outcome is Outcome.FAILED:
             raise waiting.signals.failure(waiting.epoch)
         if outcome is Outcome.EXPIRED:
-            waited, item = time.perf_counter() - begin, "none (a chunk that no tile reads)"
-            raise ArrivalTimeout(op, 0, chunk, item, waited, deadline, argument=argument)
+            waited = time.perf_counter() - begin
+            raise ArrivalTimeout(op, 0, chunk, NO_ITEM, waited, deadline, argument=argument)
 
 
 @functools.cache
@@ -166,21 +166,31 @@ def run_plan(
         raise RuntimeError(
             "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"
         )
-    if device.type == "cuda":
-        refuse_gpu_arrival("plan.run", arrival is not None or weight_arrival is not None)
-        gpu.run(a, b, out, epilogue, plan=plan)
-        return out
     rows = FlatArrival.of(arrival) if arrival is not None else None
     columns = FlatArrival.of(weight_arrival) if weight_arrival is not None else None
+    if device.type == "cuda":
+        if rows is not None or columns is not None or plan.gate is not None:
+            _check_chunks(plan, a, b, rows, columns)
+        gpu.run(
+            a, b, out, epilogue, plan=plan, rows=rows, columns=columns, deadline=check_deadline(deadline), op="plan.run"
+        )
+        return out
     a3, b3, out3 = (t if ndim == 3 else t.unsqueeze(0) for t in (a, b, out))
-    asked = problem_of(a3, b3, out.dtype, rows, columns)
-    if (asked.rows, asked.columns, asked.row_of_batch) != (problem.rows, problem.columns, problem.row_of_batch):
-        raise ValueError("arrival: not the chunks and pivot that the plan was made for; make a plan with this arrival")
+    _check_chunks(plan, a3, b3, rows, columns)
     execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), "plan.run")
     for flat in (rows, columns):
         if flat is not None:
-            flat.signals().clear()
+            flat.signals("plan.run", device).clear()
     return out
+
+
+def _check_chunks(
+    plan: Plan, a: torch.Tensor, b: torch.Tensor, rows: FlatArrival | None, columns: FlatArrival | None
+) -> None:
+    a3, b3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b))
+    problem, asked = plan.problem, problem_of(a3, b3, a.dtype, rows, columns)
+    if (asked.rows, asked.columns, asked.row_of_batch) != (problem.rows, problem.columns, problem.row_of_batch):
+        raise ValueError("arrival: not the chunks and pivot that the plan was made for; make a plan with this arrival")
 
 
 def make_epilogue(
@@ -210,12 +220,3 @@ def make_epilogue(
     else:
         residual = None  # beta == 0: not read, so that what is not a number there does not count
     return Epilogue(alpha, bias.detach() if bias is not None else None, residual, beta, activation)
-
-
-def refuse_gpu_arrival(op: str, arriving: bool) -> None:
-    """Raise `NotImplementedError` if operands on a GPU are to arrive."""
-    if arriving:
-        raise NotImplementedError(
-            f"{op}: arrival= with operands on a GPU; in this version only operands on the CPU arrive: wait for all "
-            "chunks and call without arrival=, or stream into CPU memory"
-        )

@@ -59,15 +59,32 @@ class FlatArrival:
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
         return Incoming(chunks, self.pivot)
 
-    def signals(self) -> Signals:
-        """The live signals."""
+    @property
+    def chunking(self) -> tuple[object, ...]:
+        """What does not change from epoch to epoch."""
+        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds
+
+    def signals(self, op: str, device: torch.device) -> Signals:
+        """The live signals of an operand on ``device``; where that is a GPU, `DeviceSignals`.
+
+        Raises
+        ------
+        ValueError
+            If they are no more, or elsewhere.
+        """
         try:
-            return Signals.by_key(self.key)
+            found = Signals.by_key(self.key)
         except KeyError:
             raise ValueError(
-                f"arrival: no arrival with key {self.key} is alive; keep the Arrival (or the Stream) until the "
-                "call has returned"
+                f"{op}: no arrival with key {self.key} is alive; keep the Arrival (or the Stream) until the call has "
+                "returned"
             ) from None
+        if found.device != str(device):
+            raise ValueError(
+                f"{op}: the arrival's signals are on {found.device}, the operands on {device}; make the arrival with "
+                f'device="{device}", as ts.stream_in(..., device="{device}") does'
+            )
+        return found
 
 
 def check_deadline(deadline: float | None) -> float:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from tilestream.kernels.epilogue import Epilogue
+from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
 from tilestream.plan.plan import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
+from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
+    from tilestream.arrival.device import DeviceSignals
+    from tilestream.kernels.portable.launch import Incoming
     from tilestream.plan.plan import Plan
 
-_Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue], None]
+_Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
 
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
 _launches: dict[object, _Launch] = {}
@@ -30,8 +34,14 @@ def run(
     schedule: str = "auto",
     workers: int = 0,
     plan: Plan | None = None,
+    rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None,
+    deadline: float = DEFAULT_DEADLINE,
+    op: str = "matmul",
 ) -> None:
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
+
+    Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
 
     Parameters
     ----------
@@ -39,8 +49,23 @@ def run(
         ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
     plan
         The plan to run; None: one is made, with ``schedule`` and ``workers`` (0: as many as the device has).
+    rows, columns
+        How A's rows and B's columns arrive; None where they are there.
+    deadline, op
+        Seconds that the kernel may wait for them, and who asks.
+
+    Raises
+    ------
+    ArrivalTimeout, Exception
+        What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    if not out.numel():
+    check_device(a.device.index)
+    incoming = None
+    chunking: tuple[object, ...] = ()
+    if rows is not None or columns is not None:
+        incoming = _incoming(a.device, rows, columns, deadline, op)
+        chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
+    elif not out.numel():
         return
     bias, residual = epilogue.bias, epilogue.residual
     key = (
@@ -50,24 +75,24 @@ def run(
         a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
         None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
         None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
-        epilogue.alpha != 1.0, epilogue.activation,
+        epilogue.alpha != 1.0, epilogue.activation, *chunking,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _make(a, b, out, epilogue, schedule, workers, plan)
+        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
     if a.device.index == torch.cuda.current_device():
-        launch(a, b, out, epilogue)
+        launch(a, b, out, epilogue, incoming)
     else:
         with torch.cuda.device(a.device):
-            launch(a, b, out, epilogue)
+            launch(a, b, out, epilogue, incoming)
 
 
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
-    plan: Plan | None,
+    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None,
 ) -> _Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
@@ -85,15 +110,27 @@ def _make(
         batch = a.shape[0] if a.dim() == 3 else 1
         m, k = a.shape[-2:]
         n = b.shape[-1]
+        shared = batch > 1 and a.stride(0) == 0
         problem = Problem(
             m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
-            shared_rows=batch > 1 and a.stride(0) == 0,
+            None if rows is None else rows.incoming(m if shared else batch * m),
+            None if columns is None else columns.incoming(n),
+            shared_rows=shared,
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
             and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
         )  # fmt: skip
         plan = plan_problem(problem, workers or None, schedule, device=device)
     return GemmLaunch(plan, layout)
+
+
+def _incoming(
+    device: torch.device, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str
+) -> Incoming:
+    from tilestream.kernels.portable.launch import Incoming
+
+    words = [None if flat is None else cast("DeviceSignals", flat.signals(op, device)) for flat in (rows, columns)]
+    return Incoming(words[0], words[1], deadline, op)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:

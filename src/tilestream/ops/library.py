@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.ops import gpu
-from tilestream.ops.execute import execute, make_epilogue, problem_of, refuse_gpu_arrival
+from tilestream.ops.execute import execute, make_epilogue, problem_of
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.plan.plan import SCHEDULES, plan_problem
@@ -108,8 +108,7 @@ def _run(
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
     if out.is_cuda:
-        refuse_gpu_arrival(op, rows is not None or columns is not None)
-        gpu.run(a, b, out, epilogue, schedule, workers)
+        gpu.run(a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op)
         return
     a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
     problem = problem_of(a3, b3, out.dtype, rows, columns)
@@ -141,6 +140,8 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 
 def _clear_signals(signals: torch.Tensor) -> None:
+    if signals.is_cuda:
+        return  # by the launch's last worker, and only if all had come
     with torch.inference_mode():  # the words may be an inference tensor
         signals.zero_()
 

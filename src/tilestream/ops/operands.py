@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.kernels.epilogue import ACTIVATIONS as KERNEL_ACTIVATIONS
-from tilestream.ops.execute import refuse_gpu_arrival
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
     clear_signals_op,
@@ -142,12 +141,6 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
     check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    refuse_gpu_arrival(op, options.arriving and a.device.type == "cuda")
-    for arrival in (options.arrival, options.weight_arrival):
-        if arrival is not None and arrival.signals is not None and arrival.signals.device != a.device:
-            raise ValueError(
-                f"{op}: signals are on {arrival.signals.device}, the operands on {a.device}; they are on one device"
-            )
     _refuse_tangents(op, a, b, options.bias, options.residual)
     a, b = autocast(options, a, b)
     if a.dtype != b.dtype:

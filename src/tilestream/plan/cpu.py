@@ -16,11 +16,12 @@ from collections.abc import Iterator
 
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.problem import ITEMSIZE, Incoming, Problem
+from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.raster import first_batch_of, raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import Raster, TileOrder, by_arrival, table_raster
-from tilestream.schedule.schedule import Kind, Schedule, Split
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind, Schedule
 
 #: Share of the nominal peak that a BLAS reaches on large matrices.
 BLAS_EFFICIENCY = 0.45
@@ -60,11 +61,11 @@ def candidates(
     for block_m, block_n in [tile] if tile else _tiles(problem):
         block = (block_m, block_n, BLOCK_K)
         grid = _grid(problem, block)
-        raster = table_raster(order, grid.num_m, grid.num_n) if order is not None else _raster(problem, grid, block)
+        raster = raster_of(problem, grid, block, GROUP, order)
         for kind in kinds:
             count = queues or 1 if kind == "dynamic" else 1
-            split = _split(raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
-            schedule = Schedule(kind, grid, raster, workers, count, split, shares or 0, _first_batch(problem))
+            split = split_of(raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
+            schedule = Schedule(kind, grid, raster, workers, count, split, shares or 0, first_batch_of(problem))
             yield Candidate("workers", block, schedule, _seconds(problem, device, schedule, block))
 
 
@@ -80,45 +81,6 @@ def _blocks(extent: int) -> list[int]:
 
 def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
     return Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-
-
-def _raster(problem: Problem, grid: Grid, block: tuple[int, int, int]) -> Raster:
-    """What arrives is the outer dimension, from the pivot on; else groups of rows swept column by column."""
-    if problem.rows is not None and grid.num_m:
-        # Several batches share one raster, and begin inside different chunks: batches from the pivot's, rows in order.
-        if problem.row_of_batch:
-            return Raster("chunk_major", group=GROUP, band=1)
-        return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, transposed=False)
-    if problem.columns is not None and grid.num_n:
-        return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, transposed=True)
-    return Raster("grouped", group=GROUP)
-
-
-def _first_batch(problem: Problem) -> int:
-    """The batch in which the pivot's first row lies."""
-    if problem.rows is None or not problem.row_of_batch:
-        return 0
-    row, _ = problem.rows.chunks.range_of(problem.rows.pivot)
-    return min(row // problem.m, problem.batch - 1)
-
-
-def _by_chunks(incoming: Incoming, rows: int, block: int, num: int, others: int, *, transposed: bool) -> Raster:
-    """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table."""
-    chunks, pivot = incoming.chunks, incoming.pivot
-    if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
-        first = chunks.pivot_tile(pivot, block, num)
-        return Raster("chunk_major", GROUP, first, min(chunks.rows_per_chunk // block, num), transposed)
-    ready = [
-        max((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
-        for tile in range(num)
-    ]
-    return by_arrival(ready, others, GROUP, transposed)
-
-
-def _split(raster: Raster) -> Split:
-    if raster.order == "table":
-        return "items"
-    return "rows" if raster.transposed else "columns"
 
 
 def _inline_seconds(problem: Problem, device: DeviceProperties, workers: int) -> float:

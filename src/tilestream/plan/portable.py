@@ -13,9 +13,10 @@ from typing import NamedTuple
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.raster import first_batch_of, raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import Raster, TileOrder, table_raster
+from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: Row tiles per group of a raster.
@@ -116,13 +117,14 @@ def candidates(
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        raster = Raster("grouped", group=GROUP)
-        if order is not None:
-            raster = table_raster(order, grid.num_m, grid.num_n)
+        raster = raster_of(problem, grid, block, GROUP, order)
         for kind in kinds:
             several = kind == "dynamic" and queues is not None
-            split: Split = "columns" if several and order is None else "items"
-            schedule = Schedule(kind, grid, raster, workers, (queues or 1) if several else 1, split, shares or 0)
+            split: Split = split_of(raster) if several else "items"
+            schedule = Schedule(
+                kind, grid, raster, workers, (queues or 1) if several else 1, split, shares or 0,
+                first_batch_of(problem),
+            )  # fmt: skip
             seconds = _seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
 
@@ -139,11 +141,6 @@ def _refuse(problem: Problem) -> None:
                 f"{name}={getattr(problem, name)}; the portable kernel counts rows, columns and K in 31 bits: cut the "
                 "operands, or use torch.matmul"
             )
-    if problem.rows is not None or problem.columns is not None:
-        raise NotImplementedError(
-            "arrival: operands that arrive are multiplied on the CPU only in this version: wait for all chunks, then "
-            "call without arrival="
-        )
 
 
 def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:

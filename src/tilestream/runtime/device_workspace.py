@@ -31,7 +31,7 @@ class Words(NamedTuple):
     Attributes
     ----------
     counters
-        ``int64``: a counter a queue and one for those who left, `LINE` apart.
+        ``int64``, `LINE` apart: a counter a queue, one for those who left, the abort word.
     counts, partials
         stream_k: ``int32`` and ``[block_m, block_n]`` of ``float32`` a slot.
     base
@@ -45,6 +45,14 @@ class Words(NamedTuple):
     partials: torch.Tensor | None
     base: int
     reset: int
+
+
+NO_WORDS = Words(None, None, None, 0, 0)
+
+
+def words_of(schedule: Schedule) -> int:
+    """8-byte words that a launch counts with: see `Words`."""
+    return (schedule.queues + 2) * LINE
 
 
 class DeviceWorkspace:
@@ -64,7 +72,7 @@ class DeviceWorkspace:
 
     def open(self, schedule: Schedule, block: tuple[int, int, int]) -> Words:
         """Words for a launch. One base serves all queues: it rises by the most that any of them can."""
-        words = (schedule.queues + 1) * LINE
+        words = words_of(schedule)
         if self._counters is None or self._counters.numel() < words:
             self._counters = torch.zeros(words, dtype=torch.int64, device=self._device)
         counts, partials = None, None
@@ -124,7 +132,7 @@ def captured_words(device: torch.device, schedule: Schedule, block: tuple[int, i
         taken = slab.take(words) if slab is not None else None
         return torch.zeros(words, dtype=torch.int64, device=device) if taken is None else taken
 
-    counters = zeros((schedule.queues + 1) * LINE)
+    counters = zeros(words_of(schedule))
     if not schedule.slots:
         return Words(counters, None, None, 0, 1)
     counts = zeros(-(-schedule.slots // 2)).view(torch.int32)

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+#: What an expiry names where no item was held up.
+NO_ITEM = "none (a chunk that no tile reads)"
+
+
+def tile_name(tile: int, pm: int, pn: int, batch: int | None) -> str:
+    """A tile, for people; ``batch`` None where there is only one."""
+    where = f"batch {batch}, " if batch is not None else ""
+    return f"tile {tile} ({where}row tile {pm}, column tile {pn})"
+
 
 class TilestreamError(Exception):
     """Base of the exceptions that a running kernel reports (bad arguments raise `ValueError` and `TypeError`)."""

@@ -33,7 +33,7 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
     return (0, *x.stride()) if x.dim() == 2 else tuple(x.stride())  # type: ignore[return-value]
 
 
-def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None) -> None:
+def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, incoming=None) -> None:
     """As `tilestream.ops.gpu.run` does it, on CPU tensors."""
     from tilestream.kernels.portable.arguments import Layout
     from tilestream.kernels.portable.launch import GemmLaunch
@@ -45,7 +45,7 @@ def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None) -> 
         None if epilogue.residual is None else strides(epilogue.residual),
         epilogue.alpha != 1, epilogue.activation,
     )  # fmt: skip
-    GemmLaunch(plan, layout)(a, b, out, epilogue, probe)
+    GemmLaunch(plan, layout)(a, b, out, epilogue, incoming, probe)
 
 
 def nan_like(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
 from tilestream.runtime import exit
-from tilestream.runtime.errors import ArrivalTimeout, TilestreamError
+from tilestream.runtime.errors import ArrivalTimeout, TilestreamError, tile_name
 from tilestream.runtime.workspace import Workspace
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Peek, Schedule, Take
@@ -288,8 +288,8 @@ class Launch:
     def _first_not_taken(self) -> str:
         for item in self._schedule.items():
             if not self._done[item.tile]:
-                batch = f"batch {item.batch}, " if self._schedule.grid.batch > 1 else ""
-                return f"tile {item.tile} ({batch}row tile {item.pm}, column tile {item.pn})"
+                batch = item.batch if self._schedule.grid.batch > 1 else None
+                return tile_name(item.tile, item.pm, item.pn, batch)
         return "none"
 
     # Tracing -------------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 ::
 
     for item in schedule:                        # schedule.take
-        acc = 0;  for step in item: acc += A[rows, step] @ B[step, columns]
+        gate.wait(item)                          # gate.pass_gate; no code at all where nothing arrives
+        acc = 0;  for step in item: acc += A[rows, step] @ B[step, columns]        # over: acc = NaN
         whole tile:      out[tile] = epilogue(acc)
         part of a tile:  slot = acc; count; the last to count: out[tile] = epilogue(sum of slots, in K order)
 
-Load and math share one loop, which Triton pipelines; there is no item ring. Nobody waits for anybody.
+Load and math share one loop, which Triton pipelines; there is no item ring. Nobody waits for another worker.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.epilogue import finish
-from tilestream.kernels.portable.schedule import enter, leave, take
+from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
+from tilestream.kernels.portable.schedule import GATE, LINE, enter, leave, note, take
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
-    "first", "band", "capacity", "stride_bias", "alpha", "beta",
+    "first", "band", "first_batch", "capacity", "stride_bias", "alpha", "beta", "row_epoch", "row_key",
+    "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch", "column_epoch", "column_key",
+    "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
 )  # fmt: skip
 
 
@@ -112,14 +117,18 @@ def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def gemm(
     a, b, out, bias, residual, partials, counts, counters, table, probe,
-    base: tl.int64, reset,
+    row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
+    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
+    column_chunks, columns_per_chunk, column_unread,
     m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_on,
     stride_bias, stride_rb, stride_rm, stride_rn, alpha, beta,
-    batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, capacity,
+    batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STRIP: tl.constexpr,
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, PROBE: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * a @ b + bias + beta * residual)``, one resident program a worker.
 
@@ -136,12 +145,26 @@ def gemm(
         Tile ids by position, where the raster is a table.
     probe, capacity
         Records a worker, and room for how many.
+    row_signals, row_epoch, row_quarantine, row_key, row_chunks, rows_per_chunk, row_unread, row_table
+        How A's rows arrive, where ``ROWS`` says that they do (``"uniform"``, ``"ragged"``): see
+        `tilestream.kernels.portable.gate`. The same for B's columns.
+    rows_per_batch, row_tiles_per_batch
+        Rows, and row tiles, from one batch to the next in what arrives; 0 where the batches share A.
+    allowed
+        The launch's deadline, in nanoseconds from a worker's start.
+    records, claims, op
+        Where the record goes, and the op's number in it: see `tilestream.runtime.channel`.
     full_tiles, shares, units
         Tiles done whole, and stream-K's remainder.
     """
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
-    enter(counters, base, worker, queues, KIND == "static")
+    GATED: tl.constexpr = (ROWS != "none") or (COLUMNS != "none")
+    counts_out = reset
+    if GATED:
+        # Words that the last worker out zeroes: a captured launch's, a caller's own.
+        counts_out = tl.where((row_epoch == 0) | (column_epoch == 0), 1, reset)
+    enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
     zero = tl.zeros((), tl.int32)
     ticket = zero
     home_open = zero + 1
@@ -150,19 +173,50 @@ def gemm(
     unit_end = zero
     noted = zero
     found = zero + 1
+    over = zero
+    row_low = zero
+    row_high = zero - 1
+    column_low = zero
+    column_high = zero - 1
+    abort = counters
+    clock = counters
+    begin = tl.zeros((), tl.int64)
+    if GATED:
+        abort = counters + (queues + 1) * LINE
+        clock = claims + LINE
+        begin = present(clock)
+        over = quarantined(
+            reset, worker, row_quarantine, row_key, column_quarantine, column_key, abort, base, records, claims, op,
+            allowed, ROWS, COLUMNS,
+        )  # fmt: skip
     while found != 0:
         found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted = take(
             worker, workers, ticket, home_open, share, unit, unit_end,
             counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
-            band, probe, capacity, noted,
+            band, first_batch, probe, capacity, noted,
             KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
         )  # fmt: skip
         if found != 0:
+            if GATED:
+                over, row_low, row_high, column_low, column_high = pass_gate(
+                    over, worker, batch, pm, pn, (batch * num_m + pm) * num_n + pn, tl.where(batches > 1, batch, -1),
+                    row_low, row_high, column_low, column_high,
+                    row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
+                    column_signals, column_epoch, column_key, columns_per_chunk, column_table,
+                    m, n, abort, base, clock, begin, allowed, records, claims, op,
+                    BLOCK_M, BLOCK_N, ROWS, COLUMNS,
+                )  # fmt: skip
+                noted = note(
+                    probe, capacity, worker, noted, GATE, over, row_low, row_high, column_low, column_high, 0, PROBE
+                )
+                k_end = tl.where(over != 0, k_begin, k_end)
             acc = product(
                 a, b, batch, pm, pn, k_begin, k_end, m, n, k,
                 stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDE, PRECISION,
             )  # fmt: skip
+            if GATED:
+                acc = tl.where(over != 0, float("nan"), acc)
             if parts == 1:
                 finish(
                     acc, batch, pm, pn * BLOCK_N, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
@@ -182,4 +236,13 @@ def gemm(
                             bias, stride_bias, residual, stride_rb, stride_rm, stride_rn, alpha, beta,
                             BLOCK_M, STRIP, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
                         )  # fmt: skip
-    leave(counters, queues, reset, workers, KIND == "static")
+    if GATED:
+        leave_gate(
+            counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begin, allowed,
+            records, claims, op, batches, num_m, num_n,
+            row_signals, row_epoch, row_key, row_quarantine, row_table, row_chunks, row_unread, row_tiles_per_batch,
+            column_signals, column_epoch, column_key, column_quarantine, column_table, column_chunks, column_unread,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        leave(counters, queues, reset, workers, KIND == "static")

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.portable.arguments import Arguments, Layout
+from tilestream.kernels.portable.arguments import NO_GATE, Arguments, GateArguments, Layout, chunk_table
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.kernels.portable.jit import INTERPRETED
 from tilestream.kernels.portable.schedule import RECORD
 from tilestream.plan.plan import Plan
-from tilestream.runtime.device_workspace import Words, captured_words, device_workspace
+from tilestream.runtime.channel import channel
+from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
+from tilestream.runtime.record import op_number
 
-_NO_WORDS = Words(None, None, None, 0, 0)
+#: Tables on their way into captured launches, which copy them at each replay: a graph may live for ever.
+_captured_tables: list[torch.Tensor] = []
+
+
+class Signals(Protocol):
+    """What a launch needs of signals: see `tilestream.arrival.device.DeviceSignals`."""
+
+    def use(self) -> GateWords:
+        """Words for a launch on the current stream."""
+
+
+class Incoming(NamedTuple):
+    """How the operands of a call arrive.
+
+    Attributes
+    ----------
+    rows, columns
+        The signals of A's rows and of B's columns; None where all is there.
+    deadline
+        Seconds from the start of each worker.
+    op
+        For messages.
+    """
+
+    rows: Signals | None
+    columns: Signals | None
+    deadline: float
+    op: str
 
 
 class Probe:
@@ -48,49 +78,79 @@ class GemmLaunch:
         self.plan, self.layout = plan, layout
         self._arguments = Arguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
-        # By (captured or not): under capture arguments that are constants eagerly may be others.
         self._compiled: Callable[..., Any] | None = None
-        self._table: torch.Tensor | None = None
-        self._static = plan.schedule.kind == "static"
+        self._tables = [_Table(plan.schedule.raster.table), *(_Table(chunk_table(plan, i)) for i in (0, 1))]
+        self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, probe: Probe | None = None
-    ) -> None:
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
+        incoming: Incoming | None = None, probe: Probe | None = None,
+    ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
         device = a.device
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        if self._static:
-            self._issue(stream, a, b, out, epilogue, _NO_WORDS, probe)
+        gate = NO_GATE if incoming is None else self._gate(device, incoming)
+        if self._wordless:
+            self._issue(stream, a, b, out, epilogue, NO_WORDS, gate, probe)
         elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             words = captured_words(device, self.plan.schedule, self.plan.block)
-            self._issue(stream, a, b, out, epilogue, words, probe)
+            self._issue(stream, a, b, out, epilogue, words, gate, probe)
         else:
             workspace = device_workspace(device, stream)
             with workspace.lock:
                 words = workspace.open(self.plan.schedule, self.plan.block)
-                self._issue(stream, a, b, out, epilogue, words, probe)
+                self._issue(stream, a, b, out, epilogue, words, gate, probe)
 
     def _issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        probe: Probe | None,
+        gate: GateArguments, probe: Probe | None,
     ) -> None:  # fmt: skip
         operands = (
             a, b, out, epilogue.bias, epilogue.residual, words.partials, words.counts, words.counters,
-            self._tiles(a.device), None if probe is None else probe.words, words.base, words.reset,
+            self._tables[0].on(a.device), None if probe is None else probe.words, words.base, words.reset,
             epilogue.alpha, epilogue.beta,
         )  # fmt: skip
         if probe is not None:
             probing = Arguments(self.plan, self.layout, probe=True)
-            gemm[self._grid](*probing.fill(*operands, probe.capacity), **probing.options)
+            gemm[self._grid](*probing.fill(*operands, probe.capacity, gate), **probing.options)
         elif self._compiled is not None:
-            self._compiled(*self._arguments.fill(*operands), stream=stream)
+            self._compiled(*self._arguments.fill(*operands, 0, gate), stream=stream)
         else:
-            kernel = gemm[self._grid](*self._arguments.fill(*operands), **self._arguments.options)
+            kernel = gemm[self._grid](*self._arguments.fill(*operands, 0, gate), **self._arguments.options)
             self._compiled = None if INTERPRETED else kernel[self._grid]
 
-    def _tiles(self, device: torch.device) -> torch.Tensor | None:
-        """The caller's own order of tiles on the device, made at the first call."""
-        table = self.plan.schedule.raster.table
-        if table is not None and self._table is None:
-            self._table = torch.tensor(table, dtype=torch.int32).to(device)
-        return self._table
+    def _gate(self, device: torch.device, incoming: Incoming) -> GateArguments:
+        rows, columns = (
+            (None, None, 1, 0) if signals is None else signals.use() for signals in (incoming.rows, incoming.columns)
+        )
+        report = channel(device)
+        return GateArguments(
+            rows[0], rows[1], self._tables[1].on(device), columns[0], columns[1], self._tables[2].on(device),
+            report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
+            int(1e9 * incoming.deadline), op_number(incoming.op),
+        )  # fmt: skip
+
+
+class _Table:
+    """Integers that a launch reads from the device's memory, brought there at its first call."""
+
+    def __init__(self, values: Sequence[int] | None) -> None:
+        self._values = values
+        self._there: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """The table on ``device``, for the current stream."""
+        if self._values is None:
+            return None
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._there is None and capturing:
+            # A copy that is captured happens at each replay, and not before: it serves this launch only.
+            source = torch.tensor(self._values, dtype=torch.int32, pin_memory=True, device="cpu")
+            _captured_tables.append(source)
+            return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
+        if self._there is None:
+            with torch.inference_mode(False):
+                self._there = torch.tensor(self._values, dtype=torch.int32, device="cpu").to(device)
+        elif device.type == "cuda":
+            self._there.record_stream(torch.cuda.current_stream(device))
+        return self._there

@@ -12,7 +12,8 @@ All arithmetic is `tilestream.schedule`'s own functions, bound by `tilestream.ke
 what touches memory, and the order of the steps. With a probe, each step writes down what it asked and was told, so
 that a test can lead the host's `take` through the same answers and compare.
 
-Counters (invariant 4): one 64-bit word a queue, a cache line apart. Nothing clears them. A launch counts from
+Counters (invariant 4): one 64-bit word a queue, a cache line apart; behind them two words of the same kind, the count
+of those who left and the abort word. Nothing clears them. A launch counts from
 ``base``: a worker raises a counter to it by an atomic max before its first add there, which the read of a victim's
 counter does by itself. So ``add`` alone gives tickets, whatever launches before left behind, as long as it was at most
 ``base``. A captured launch owns its words and counts from 0; `leave` restores them.
@@ -49,6 +50,8 @@ TOOK: tl.constexpr = tl.constexpr(0)
 PEEKED: tl.constexpr = tl.constexpr(1)
 ITEM: tl.constexpr = tl.constexpr(2)
 STOPPED: tl.constexpr = tl.constexpr(3)
+#: After an item: whether the launch is over, and the chunks of rows and of columns that it reads, first and last.
+GATE: tl.constexpr = tl.constexpr(4)
 
 
 # The probe -----------------------------------------------------------------------------------------------------------
@@ -139,26 +142,42 @@ def draw(
 
 
 @triton.jit
-def enter(counters, base, worker, queues, STATIC: tl.constexpr):
-    """Raise the worker's own counter to ``base``."""
+def enter(counters, base, worker, queues, counts_out, STATIC: tl.constexpr, GATED: tl.constexpr):
+    """Raise to ``base`` what this worker adds to: its own counter, and where it is used the count of those who left."""
     if not STATIC:
         tl.atomic_max(counters + home_queue(worker, queues) * LINE, base, sem="relaxed")
+    if GATED:
+        if counts_out != 0:
+            tl.atomic_max(counters + queues * LINE, base, sem="relaxed")
+
+
+@triton.jit
+def count_out(counters, queues, base, workers):
+    """Count oneself as gone; whether one was the last.
+
+    The add is a release of all that a worker did to the words and, for the last one, an acquire: nobody touches them
+    after he has counted himself. Drained workers count too.
+    """
+    return tl.atomic_add(counters + queues * LINE, 1, sem="acq_rel") - base == workers - 1
+
+
+@triton.jit
+def restore(counters, queues, GATED: tl.constexpr):
+    """Zero a captured launch's words: the counters, the count of those who left, and the abort word behind them."""
+    words = queues + 1
+    if GATED:
+        words += 1
+    for word in range(words):
+        tl.store(counters + word * LINE, tl.zeros((), tl.int64))
 
 
 @triton.jit
 def leave(counters, queues, reset, workers, STATIC: tl.constexpr):
-    """After STOP: where the words are a captured launch's own, the last worker out restores them.
-
-    The word behind the last queue's counts those who left, drained workers too. Its add is a release of all that a
-    worker did to the counters and, for the last one, an acquire: nobody touches them after he has counted himself.
-    """
+    """After STOP: where the words are a captured launch's own, the last worker out restores them."""
     if not STATIC:
         if reset != 0:
-            exits = counters + queues * LINE
-            if tl.atomic_add(exits, 1, sem="acq_rel") == workers - 1:
-                for queue in range(queues):
-                    tl.store(counters + queue * LINE, tl.zeros((), tl.int64))
-                tl.store(exits, tl.zeros((), tl.int64))
+            if count_out(counters, queues, 0, workers):
+                restore(counters, queues, False)
 
 
 # Rasters and items ---------------------------------------------------------------------------------------------------
@@ -219,7 +238,7 @@ def tile_of_ticket(
 def take(
     worker, workers, ticket, home_open, share, unit, unit_end,
     counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first, band,
-    probe, capacity, noted,
+    first_batch, probe, capacity, noted,
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
     PROBE: tl.constexpr,
 ):  # fmt: skip
@@ -284,6 +303,7 @@ def take(
                 0, position, 1, num_m, num_n, full_tiles, table, group, first, band, "items", ORDER, TRANSPOSED
             )
     if found != 0:
+        batch = (batch + first_batch) % batches
         noted = note(
             probe, capacity, worker, noted, ITEM, (batch * num_m + pm) * num_n + pn, k_begin, k_end, part, parts, slot,
             PROBE,

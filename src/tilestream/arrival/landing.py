@@ -1,0 +1,93 @@
+"""Where a stream's rows land: in the tensor that the source fills, or beyond it, on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from contextlib import AbstractContextManager
+
+import torch
+
+from tilestream.arrival.sources import as_rows
+
+
+class Landing:
+    """The rows are where they shall be as soon as the source has brought them.
+
+    Attributes
+    ----------
+    tensor
+        What the stream fills.
+    how
+        For people; empty where nothing happens here.
+    """
+
+    how = ""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def begin(self) -> None:
+        """A filling begins; called by whoever begins it."""
+
+    def issuing(self) -> AbstractContextManager[object]:
+        """Wherein rows land and chunks are signalled."""
+        return contextlib.nullcontext()
+
+    def land(self, begin: int, end: int) -> None:
+        """Rows [begin, end) have been brought."""
+
+    def end(self) -> None:
+        """Everything has been brought and signalled."""
+
+    def settled(self, timeout: float | None) -> bool:
+        """Wait until what was landed is there, at most ``timeout`` seconds; whether it is."""
+        return True
+
+
+class DeviceLanding(Landing):
+    """Rows go on to a GPU, by its copy engine, in the order of a stream of their own.
+
+    A signal that is issued after a copy is written when the copy is done. Neither takes an SM (invariant 10). Whoever
+    reads the tensor on the stream that was current when the filling began is waited for before it is overwritten.
+    """
+
+    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
+        self._host = as_rows(host)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._landed = torch.cuda.Event()
+        # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
+        self.tensor.record_stream(self._stream)
+        self.how = f"copied to {device}" + ("" if host.is_pinned() else " from memory that is not pinned")
+
+    def begin(self) -> None:
+        """See `Landing`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def issuing(self) -> AbstractContextManager[object]:
+        """See `Landing`."""
+        return torch.cuda.stream(self._stream)
+
+    def land(self, begin: int, end: int) -> None:
+        """See `Landing`."""
+        with torch.inference_mode():
+            as_rows(self.tensor)[begin:end].copy_(self._host[begin:end], non_blocking=True)
+
+    def end(self) -> None:
+        """See `Landing`."""
+        self._landed.record(self._stream)
+
+    def settled(self, timeout: float | None) -> bool:
+        """See `Landing`."""
+        if timeout is None:
+            self._landed.synchronize()
+            return True
+        end = time.perf_counter() + timeout
+        while not self._landed.query():
+            if time.perf_counter() >= end:
+                return False
+            time.sleep(0.0002)
+        return True

@@ -1,0 +1,57 @@
+"""Which raster, for problems whose operands may arrive: what every backend's policy asks."""
+
+from __future__ import annotations
+
+from tilestream.plan.problem import Incoming, Problem
+from tilestream.schedule.grid import Grid
+from tilestream.schedule.order import Raster, TileOrder, by_arrival, table_raster
+from tilestream.schedule.schedule import Split
+
+
+def raster_of(
+    problem: Problem, grid: Grid, block: tuple[int, int, int], group: int, order: TileOrder | None = None
+) -> Raster:
+    """What arrives is the outer dimension, from the pivot on; else groups of ``group`` rows swept column by column.
+
+    A caller's own ``order`` goes before either.
+    """
+    if order is not None:
+        return table_raster(order, grid.num_m, grid.num_n)
+    if problem.rows is not None and grid.num_m:
+        # Several batches share one raster, and begin inside different chunks: batches from the pivot's, rows in order.
+        if problem.row_of_batch:
+            return Raster("chunk_major", group=group, band=1)
+        return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False)
+    if problem.columns is not None and grid.num_n:
+        return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, group, transposed=True)
+    return Raster("grouped", group=group)
+
+
+def first_batch_of(problem: Problem) -> int:
+    """The batch that a schedule begins with: the one in which the pivot's first row lies."""
+    if problem.rows is None or not problem.row_of_batch:
+        return 0
+    row, _ = problem.rows.chunks.range_of(problem.rows.pivot)
+    return min(row // problem.m, problem.batch - 1)
+
+
+def _by_chunks(
+    incoming: Incoming, rows: int, block: int, num: int, others: int, group: int, *, transposed: bool
+) -> Raster:
+    """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table."""
+    chunks, pivot = incoming.chunks, incoming.pivot
+    if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
+        first = chunks.pivot_tile(pivot, block, num)
+        return Raster("chunk_major", group, first, min(chunks.rows_per_chunk // block, num), transposed)
+    ready = [
+        max((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
+        for tile in range(num)
+    ]
+    return by_arrival(ready, others, group, transposed)
+
+
+def split_of(raster: Raster) -> Split:
+    """What several queues split: the dimension that does not arrive, so that a late chunk idles nobody's queue."""
+    if raster.order == "table":
+        return "items"
+    return "rows" if raster.transposed else "columns"

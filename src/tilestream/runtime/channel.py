@@ -1,0 +1,110 @@
+"""The error channel: how a kernel tells the host that it gave up waiting, with nobody waiting for the kernel.
+
+One a device: a ring of records in pinned host memory, which GPUs write directly, and a counter of records on the
+device. The host looks at one word of it at each call on that device and at `check` (invariant 5), and raises what it
+finds. The words of a record are told in `tilestream.runtime.record`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+from tilestream.runtime.device_workspace import LINE
+from tilestream.runtime.record import FIELDS, RECORDS, Record
+
+_Words = ctypes.c_int64 * (FIELDS * RECORDS)
+
+
+class Channel:
+    """The records of one device. Made on first use.
+
+    Attributes
+    ----------
+    records
+        ``int64[RECORDS * FIELDS]`` in pinned host memory: what a kernel is given.
+    claims
+        ``int64`` on the device: records claimed so far, and a cache line further the clock of the gates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        gpu = device.type == "cuda"
+        with torch.inference_mode(False):
+            self.records = torch.zeros(FIELDS * RECORDS, dtype=torch.int64, pin_memory=gpu, device="cpu")
+            self.claims = torch.zeros(2 * LINE, dtype=torch.int64, device=device)
+        if gpu:
+            torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
+        self._words = _Words.from_address(self.records.data_ptr())
+        self._raised = 0
+        self._lock = threading.Lock()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a record that was not raised yet. One look at one word."""
+        return self._words[self._raised % RECORDS * FIELDS] > self._raised
+
+    def take(self) -> Record | None:
+        """The oldest record that was not raised yet; where more than `RECORDS` have come since, a younger one."""
+        with self._lock:
+            at = self._raised % RECORDS * FIELDS
+            number = self._words[at]
+            if number <= self._raised:
+                return None
+            self._raised = number
+            return Record(*self._words[at + 1 : at + 1 + len(Record._fields)])
+
+    def check(self) -> None:
+        """Raise the oldest record that was not raised yet."""
+        if self.pending:
+            record = self.take()
+            if record is not None:
+                raise record.error()
+
+
+_lock = threading.Lock()
+_channels: dict[int | None, Channel] = {}
+
+
+def channel(device: torch.device) -> Channel:
+    """The channel of ``device``."""
+    found = _channels.get(device.index)
+    if found is None:
+        with _lock:
+            found = _channels.get(device.index)
+            if found is None:
+                found = _channels[device.index] = Channel(device)
+    return found
+
+
+def check_device(index: int | None) -> None:
+    """Raise what the device with this index has reported; nothing is made where nothing was launched."""
+    found = _channels.get(index)
+    if found is not None:
+        found.check()
+
+
+def check() -> None:
+    """Raise what a GPU has reported: the oldest report that was not raised yet.
+
+    A launch on a GPU returns before it has run. If a chunk does not arrive before its deadline, what was not computed
+    becomes NaN, the kernel ends, and it leaves a report, which is raised by the next call of an op on that device, or
+    here. This looks at what was reported so far and waits for nothing: after ``torch.cuda.synchronize()`` it speaks for
+    all that was launched.
+
+    Raises
+    ------
+    ArrivalTimeout
+        A chunk did not arrive.
+    TilestreamError
+        A captured launch was replayed on signals that an expiry had left behind.
+    Exception
+        What the producer of a chunk reported.
+
+    Examples
+    --------
+    >>> check()
+    """
+    for found in list(_channels.values()):
+        found.check()

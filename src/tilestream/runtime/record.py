@@ -1,0 +1,93 @@
+"""What a kernel writes down when it gives up waiting: the record, and what is made of it. No torch here.
+
+A launch that gives up writes one record of `FIELDS` 64-bit words into a ring of `RECORDS`, in host memory that the GPU
+sees. The first word is its number, from 1, and is written last, as a release; the others are those of `Record`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilestream.arrival.signals import Signals
+from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout, TilestreamError, tile_name
+
+#: Words of a record, and how many the ring holds.
+FIELDS = 16
+RECORDS = 64
+
+#: Why a launch gave up.
+EXPIRED, FAILED, QUARANTINED = 3, 4, 5
+
+#: The ops whose names a record can hold, by number.
+_OPS: dict[str, int] = {}
+
+
+def op_number(op: str) -> int:
+    """The number by which a kernel knows ``op``."""
+    return _OPS.setdefault(op, len(_OPS))
+
+
+class Record(NamedTuple):
+    """A record's words after its number.
+
+    Attributes
+    ----------
+    why
+        `EXPIRED`, `FAILED` or `QUARANTINED`.
+    op
+        See `op_number`.
+    worker
+        Who found it.
+    operand
+        0 where A's rows were waited for, 1 where B's columns.
+    chunk
+        The chunk that was not there.
+    key, epoch
+        Of the signals.
+    tile, batch, pm, pn
+        The tile of the first item that this worker did not compute; ``tile`` is -1 where it was none, ``batch`` where
+        there is only one.
+    waited, allowed
+        Nanoseconds it waited for this chunk, and the launch's deadline.
+    """
+
+    why: int
+    op: int
+    worker: int
+    operand: int
+    chunk: int
+    key: int
+    epoch: int
+    tile: int
+    batch: int
+    pm: int
+    pn: int
+    waited: int
+    allowed: int
+
+    def error(self) -> BaseException:
+        """The exception that says so."""
+        op = next((name for name, number in _OPS.items() if number == self.op), "matmul")
+        argument = "weight_arrival" if self.operand else "arrival"
+        try:
+            signals = Signals.by_key(self.key)
+        except KeyError:
+            signals = None
+        cause = signals.error(self.epoch or signals.epoch) if signals is not None else None
+        if self.why == FAILED and signals is not None:
+            return signals.failure(self.epoch)
+        if self.why == QUARANTINED:
+            return TilestreamError(
+                f"{op}: a captured launch was replayed after a replay in which {argument}'s chunks were missing; its "
+                "result is NaN. When the producers of that replay have stopped, call arrival.advance(), then replay"
+            )
+        error = ArrivalTimeout(
+            op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, argument=argument
+        )
+        error.__cause__ = cause
+        return error
+
+    def _item(self) -> str:
+        if self.tile < 0:
+            return NO_ITEM
+        return tile_name(self.tile, self.pm, self.pn, self.batch if self.batch >= 0 else None)

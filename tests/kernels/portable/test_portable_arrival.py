@@ -1,0 +1,281 @@
+"""The gate in Triton's interpreter: what has come, what never comes, and the words that are left behind.
+
+Programs run one after the other there, so all signals are set before the launch, or never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from interpreted import DEVICE, KINDS, nan_like, run, small_tiles
+
+from device_order import check_gates, check_order
+from error_rule import Maths, check, rand
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.device import GateWords
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.problem import Incoming as Chunked
+from tilestream.plan.problem import Problem
+from tilestream.runtime.channel import channel
+from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+from tilestream.runtime.errors import ArrivalTimeout, TilestreamError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    small_tiles(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_pending():
+    yield
+    assert not channel(CPU).pending
+
+
+@dataclass
+class Words:
+    """Signals as a launch sees them; ``epoch`` 0: any word will do."""
+
+    chunks: int
+    epoch: int = 1
+    key: int = 10**6  # nobody's
+    words: torch.Tensor = field(init=False)
+    quarantine: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = torch.zeros(self.chunks, dtype=torch.int32)
+        self.quarantine = torch.zeros(1, dtype=torch.int32)
+
+    def arrive(self, *but: int, value: int = 0) -> Words:
+        self.words[:] = value or self.epoch or 1
+        self.words[list(but)] = 0
+        return self
+
+    def use(self) -> GateWords:
+        return GateWords(self.words, self.quarantine, self.epoch, self.key)
+
+
+def plan_for(
+    m: int, n: int, k: int, kind: str, *, batch: int = 1, rows=None, columns=None, pivot=0, workers=3, **how
+) -> Plan:
+    problem = Problem(
+        m, n, k, batch, "float32", "float32",
+        None if rows is None else Chunked(rows, pivot), None if columns is None else Chunked(columns, pivot), **how,
+    )  # fmt: skip
+    return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE)
+
+
+def incoming(rows=None, columns=None, deadline=0.05):
+    from tilestream.kernels.portable.launch import Incoming
+
+    return Incoming(rows, columns, deadline, "matmul")
+
+
+def tiles_of(plan: Plan, out: torch.Tensor, chunk: int, operand: int = 0) -> torch.Tensor:
+    """Where ``out`` reads chunk ``chunk``, by tiles."""
+    gate = plan.gate
+    mask = torch.zeros_like(out, dtype=torch.bool).view(plan.problem.batch, plan.problem.m, plan.problem.n)
+    for item in plan.schedule.items():
+        if any(wait.chunk == chunk and wait.operand == operand for wait in gate.needs(item)):
+            block = plan.tile
+            mask[item.batch, item.pm * block[0] :, item.pn * block[1] :][: block[0], : block[1]] = True
+    return mask.view(out.shape)
+
+
+CHUNKS = {
+    "tiles": Chunks.uniform(70, 16),
+    "odd": Chunks.uniform(70, 13),
+    "wide": Chunks.uniform(70, 48),
+    "ragged": Chunks((0, 5, 5, 37, 38, 70)),
+    "empty ends": Chunks((0, 0, 33, 70, 70)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_every_pivot_and_the_order_of_the_gate(chunks, kind):
+    from tilestream.kernels.portable.launch import Probe
+
+    a, b = rand(70, 40), rand(40, 33)
+    for pivot in range(CHUNKS[chunks].count):
+        plan = plan_for(70, 33, 40, kind, rows=CHUNKS[chunks], pivot=pivot)
+        probe, out = Probe(plan.workers, 400, CPU), nan_like(a, b)
+        run(plan, a, b, out, probe=probe, incoming=incoming(Words(CHUNKS[chunks].count, 3).arrive()))
+        check(out, Maths(a, b))
+        logs = [probe.log(worker) for worker in range(plan.workers)]
+        check_gates(plan.gate, plan.schedule, logs)
+        check_order(plan.schedule, logs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunks", ["tiles", "odd", "ragged"])
+def test_a_chunk_that_never_comes(chunks, kind):
+    cut = CHUNKS[chunks]
+    b = rand(40, 33)
+    for missing in range(cut.count):
+        begin, end = cut.range_of(missing)
+        source = rand(70, 40, seed=missing)
+        a = source.clone()
+        a[begin:end] = float("nan")
+        plan = plan_for(70, 33, 40, kind, rows=cut, pivot=min(1, missing))
+        out, words = torch.zeros(70, 33), Words(cut.count, 7).arrive(missing)
+        run(plan, a, b, out, Epilogue(activation="relu"), incoming=incoming(words))
+        late = tiles_of(plan, out, missing)
+        assert out[late].isnan().all(), "a tile of the missing chunk is a number"
+        there = ~out.isnan()
+        want = torch.relu(source @ b)
+        torch.testing.assert_close(out[there], want[there])
+        if begin == end:
+            assert there.all(), "nobody waits for a chunk without rows"
+            continue
+        with pytest.raises(ArrivalTimeout, match=r"did not arrive within the deadline of 0\.05 s") as caught:
+            channel(CPU).check()
+        error = caught.value
+        assert (error.op, error.chunk, error.argument) == ("matmul", missing, "arrival")
+        assert 0 < error.waited < 5
+        assert 0 <= error.worker < 3
+        assert error.item in {
+            f"tile {i.tile} (row tile {i.pm}, column tile {i.pn})" for i in plan.schedule.items() if missing in
+            {need.chunk for need in plan.gate.needs(i)}
+        }  # fmt: skip
+        # The next call on the same words is right.
+        words.arrive(value=8)
+        run(plan, source, b, out, incoming=incoming(replace_epoch(words, 8)))
+        check(out, Maths(source, b))
+
+
+def replace_epoch(words: Words, epoch: int) -> Words:
+    words.epoch = epoch
+    return words
+
+
+def test_signals_of_an_earlier_epoch_have_not_arrived():
+    a, b = rand(40, 20), rand(20, 20)
+    plan = plan_for(40, 20, 20, "dynamic", rows=Chunks.uniform(40, 20))
+    out = nan_like(a, b)
+    run(plan, a, b, out, incoming=incoming(Words(2, 5).arrive(value=4)))
+    assert out.isnan().all()
+    with pytest.raises(ArrivalTimeout):
+        channel(CPU).check()
+    run(plan, a, b, out, incoming=incoming(Words(2, 5).arrive(value=6)))
+    check(out, Maths(a, b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_and_columns(kind):
+    a, b = rand(3, 20, 24), rand(3, 24, 37)
+    rows, columns = Chunks.uniform(60, 13), Chunks((0, 16, 16, 37))
+    for pivot in range(5):
+        plan = plan_for(20, 37, 24, kind, batch=3, rows=rows, pivot=pivot)
+        out = nan_like(a, b)
+        run(plan, a, b, out, incoming=incoming(Words(5).arrive()))
+        check(out, Maths(a, b))
+    plan = plan_for(20, 37, 24, kind, batch=3, columns=columns)
+    out = torch.zeros(3, 20, 37)
+    run(plan, a, b, out, incoming=incoming(columns=Words(3).arrive(2)))
+    late = tiles_of(plan, out, 2, operand=1)
+    assert out[late].isnan().all()
+    with pytest.raises(ArrivalTimeout, match="weight_arrival's chunk 2") as caught:
+        channel(CPU).check()
+    assert "batch " in caught.value.item
+    both = replace(plan.problem, rows=Chunked(rows))
+    plan = plan_problem.__wrapped__(both, 3, kind, device=DEVICE)
+    run(plan, a, b, out, incoming=incoming(Words(5).arrive(), Words(3).arrive()))
+    check(out, Maths(a, b))
+
+
+def test_shared_rows():
+    a, b = rand(1, 20, 24).expand(3, -1, -1), rand(3, 24, 17)
+    plan = plan_for(20, 17, 24, "dynamic", batch=3, rows=Chunks.uniform(20, 7), shared_rows=True)
+    out = nan_like(a, b)
+    run(plan, a, b, out, incoming=incoming(Words(3).arrive()))
+    check(out, Maths(a, b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callers_words_are_zeroed_once_all_were_seen(kind):
+    a, b = rand(40, 20), rand(20, 20)
+    chunks = Chunks((0, 20, 20, 40))
+    plan = plan_for(40, 20, 20, kind, rows=chunks)
+    for value in (1, -5):
+        out, words = nan_like(a, b), Words(3, 0).arrive(value=value)
+        run(plan, a, b, out, incoming=incoming(words))
+        check(out, Maths(a, b))
+        assert not words.words.any()
+        assert not words.quarantine.any()
+    # A chunk without rows: no tile waits for it, but nobody may zero the words before it has come.
+    out, words = nan_like(a, b), Words(3, 0).arrive(1)
+    run(plan, a, b, out, incoming=incoming(words))
+    check(out, Maths(a, b))
+    assert words.words.tolist() == [1, 0, 1]
+    with pytest.raises(ArrivalTimeout, match="no tile reads") as caught:
+        channel(CPU).check()
+    assert caught.value.chunk == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_launch_restores_its_words_and_quarantines_its_signals(kind, monkeypatch):
+    a, b = rand(40, 33), rand(33, 40)
+    plan = plan_for(40, 40, 33, kind, rows=Chunks((0, 20, 20, 40)))
+    own = captured_words(CPU, plan.schedule, plan.block)
+    space = DeviceWorkspace(CPU)
+    monkeypatch.setattr(space, "open", lambda *_: own)
+    monkeypatch.setattr("tilestream.kernels.portable.launch.device_workspace", lambda *_: space)
+    words, out = Words(3, 0), nan_like(a, b)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        run(plan, a, b, out, incoming=incoming(words.arrive()))
+        check(out, Maths(a, b))
+        assert not words.words.any()
+        assert not own.counters.any()
+    run(plan, a, b, out, incoming=incoming(words.arrive(0)))
+    assert words.words.tolist() == [0, 1, 1], "left as they are"
+    assert not own.counters.any()
+    assert own.counts is None or not own.counts.any()
+    with pytest.raises(ArrivalTimeout):
+        channel(CPU).check()
+    for _ in range(2):  # what is left behind must not be taken for news
+        run(plan, a, b, out, incoming=incoming(words.arrive()))
+        assert out.isnan().all()
+        assert words.words.all()
+        with pytest.raises(TilestreamError, match=r"call arrival\.advance"):
+            channel(CPU).check()
+    words.quarantine.zero_()
+    run(plan, a, b, out, incoming=incoming(words.arrive()))
+    check(out, Maths(a, b))
+
+
+def test_a_failed_producer_ends_the_launch_at_once():
+    a, b = rand(40, 20), rand(20, 20)
+    plan = plan_for(40, 20, 20, "dynamic", rows=Chunks.uniform(40, 20))
+    words, out = Words(2, 4).arrive(), nan_like(a, b)
+    words.words[1] = -4
+    run(plan, a, b, out, incoming=incoming(words, deadline=1000.0))
+    assert out[:16].isfinite().all() or out.isnan().all()
+    assert out[20:].isnan().all()
+    with pytest.raises(ArrivalTimeout):  # nobody knows these signals, so no exception of their producer's
+        channel(CPU).check()
+
+
+def test_more_expiries_than_the_ring_holds():
+    from tilestream.runtime.record import RECORDS
+
+    a, b = rand(16, 16), rand(16, 16)
+    plan = plan_for(16, 16, 16, "dynamic", rows=Chunks.uniform(16, 16), workers=1)
+    for _ in range(RECORDS + 3):
+        run(plan, a, b, nan_like(a, b), incoming=incoming(Words(1), deadline=1e-6))
+    raised = 0
+    while channel(CPU).pending:
+        with pytest.raises(ArrivalTimeout):
+            channel(CPU).check()
+        raised += 1
+        assert raised <= RECORDS
+    assert raised
+    out = nan_like(a, b)
+    run(plan, a, b, out, incoming=incoming(Words(1).arrive()))
+    check(out, Maths(a, b))
