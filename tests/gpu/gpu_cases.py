@@ -142,3 +142,23 @@ WORKER_CASES = [
     replace(Case(1100, 1300, 512, BF16, "nt"), workers=workers, schedule=schedule)
     for workers, schedule in itertools.product(WORKERS, ("static", "dynamic", "stream_k"))
 ]
+
+# Arrivals ------------------------------------------------------------------------------------------------------------
+
+#: One shape for all: its tiles straddle the chunks of `odd`, which are no multiple of any tile.
+M, N, K = 1000, 1040, 512
+KINDS = ("static", "dynamic", "stream_k")
+UNIFORM = {"uniform": 128, "odd": 150}
+BOUNDS = (0, 10, 10, 300, 301, 777, M)
+BOUNDS_N = (0, 100, 100, 611, N)
+
+
+def arrivals(chunking: str, device: str = "cuda"):
+    """An `Arrival` of `M` rows for each pivot."""
+    from tilestream.arrival import Arrival
+
+    if chunking == "ragged":
+        return (Arrival.ragged(BOUNDS, pivot, device=device) for pivot in range(len(BOUNDS) - 1))
+    size = UNIFORM[chunking]
+    count = -(-M // size)
+    return (Arrival.uniform(size, count, pivot, device=device) for pivot in range(count))

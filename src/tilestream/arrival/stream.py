@@ -144,12 +144,12 @@ class Stream:
         The chunks and their signals.
     """
 
-    def __init__(self, arrival: Arrival, source: Source, landing: Landing) -> None:
-        self.tensor = landing.tensor
+    def __init__(self, arrival: Arrival, source: Source, landing: Landing | None = None) -> None:
+        self._source, self._landing = source, landing or Landing(source.tensor)
+        self.tensor = self._landing.tensor
         self.arrival = arrival
-        self._source, self._landing = source, landing
         self._chunks = arrival.chunks(row_count(self.tensor))
-        self._filling = _Filling(arrival, self._chunks, source, landing)
+        self._filling = _Filling(arrival, self._chunks, source, self._landing)
 
     @property
     def started(self) -> float:
@@ -305,9 +305,7 @@ def stream_in(
     try:
         _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
         arrival = _arrival(made, rows_per_chunk, bounds, pivot, target)
-        return Stream(
-            arrival, made, Landing(made.tensor) if target.type == "cpu" else DeviceLanding(made.tensor, target)
-        )
+        return Stream(arrival, made, None if target.type == "cpu" else DeviceLanding(made.tensor, target))
     except BaseException:
         made.close()
         raise

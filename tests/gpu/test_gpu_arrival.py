@@ -1,0 +1,432 @@
+"""Operands that arrive on a GPU: each chunk late in turn, every pivot, ragged, missing; graphs; streams."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import pytest
+import torch
+from gpu_cases import KINDS, K, M, N, arrivals
+
+import tilestream as ts
+from device_order import check_gates, check_order
+from error_rule import Maths, check
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.ops.flat import FlatArrival
+
+BF16 = torch.bfloat16
+BLOCKING = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+#: A launch that waits for what is issued after it cannot be had where each launch is waited for: it expires.
+launch_first = pytest.mark.skipif(BLOCKING, reason="launches before its chunks are issued")
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_reported():
+    yield
+    torch.cuda.synchronize()
+    ts.check()
+
+
+def pinned(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(BF16).pin_memory()
+
+
+def weight(k: int = K, n: int = N) -> torch.Tensor:
+    return torch.randn(k, n, device="cuda").to(BF16)
+
+
+class Feed:
+    """A tensor of NaN on the GPU, filled from pinned memory chunk by chunk on a stream of its own."""
+
+    def __init__(self, arrival: ts.Arrival, source: torch.Tensor) -> None:
+        self.arrival, self.source = arrival, source
+        self.bounds = arrival.chunks(source.shape[:-1].numel()).bounds
+        self.rows = source.view(-1, source.shape[-1])
+        self.tensor = torch.full(source.shape, float("nan"), dtype=source.dtype, device="cuda")
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, chunk: int) -> None:
+        begin, end = self.bounds[chunk : chunk + 2]
+        into = self.tensor.view(self.rows.shape)
+        into[begin:end].copy_(self.rows[begin:end], non_blocking=True)
+        self.arrival.signal(chunk)
+
+    def __call__(self, *chunks: int, pause: float = 0.0) -> Feed:
+        with torch.cuda.stream(self.stream):
+            for chunk in chunks:
+                self.copy(chunk)
+                if pause:
+                    self.stream.synchronize()
+                    time.sleep(pause)
+        return self
+
+
+def in_order(arrival: ts.Arrival) -> list[int]:
+    return [(arrival.pivot + i) % arrival.num_chunks for i in range(arrival.num_chunks)]
+
+
+@launch_first
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunking", ["uniform", "odd", "ragged"])
+def test_every_pivot_with_the_kernel_waiting(chunking, kind):
+    source, b = pinned(M, K), weight()
+    maths = Maths(source.cuda(), b)
+    for arrival in arrivals(chunking):
+        feed = Feed(arrival, source)
+        out = torch.full((M, N), float("nan"), dtype=BF16, device="cuda")
+        ts.matmul(feed.tensor, b, out=out, arrival=arrival, schedule=kind)
+        feed(*in_order(arrival), pause=0.0005)
+        check(out, maths)
+        assert all(arrival.arrived(chunk) for chunk in range(arrival.num_chunks))
+
+
+@launch_first
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunking", ["uniform", "odd", "ragged"])
+def test_each_chunk_late_in_turn(chunking, kind):
+    source, b = pinned(M, K), weight()
+    maths = Maths(source.cuda(), b)
+    arrival = next(iter(arrivals(chunking)))
+    for late in range(arrival.num_chunks):
+        feed = Feed(arrival, source)
+        out = torch.full((M, N), float("nan"), dtype=BF16, device="cuda")
+        ts.matmul(feed.tensor, b, out=out, arrival=arrival, schedule=kind)
+        feed(*(chunk for chunk in in_order(arrival) if chunk != late))
+        time.sleep(0.003)
+        feed(late)
+        check(out, maths)
+        arrival.advance()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunking", ["uniform", "odd", "ragged"])
+def test_a_chunk_that_never_comes_and_the_call_after_it(chunking, kind):
+    source, b = pinned(M, K), weight()
+    want = source.cuda().float() @ b.float()
+    arrival = next(iter(arrivals(chunking)))
+    plan = ts.plan(M, N, K, dtype=BF16, device="cuda", schedule=kind, arrival=arrival)
+    chunks = arrival.chunks(M)
+    for missing in range(arrival.num_chunks):
+        if chunks.bounds[missing] == chunks.bounds[missing + 1]:
+            continue
+        feed = Feed(arrival, source)(*(chunk for chunk in in_order(arrival) if chunk != missing))
+        out = torch.zeros(M, N, dtype=BF16, device="cuda")
+        begin = time.perf_counter()
+        plan.run(feed.tensor, b, out=out, arrival=arrival, deadline=0.05)
+        torch.cuda.synchronize()
+        assert 0.04 < time.perf_counter() - begin < 5
+        # What reads the chunk is NaN, whole tiles of it; what is a number is right.
+        first, last = chunks.bounds[missing : missing + 2]
+        assert out[first:last].isnan().all()
+        there = ~out.isnan()
+        assert ((out.float() - want)[there].abs() < 0.02 * want.abs().max()).all()
+        with pytest.raises(ts.ArrivalTimeout, match=r"within the deadline of 0\.05 s") as caught:
+            ts.check()
+        error = caught.value
+        assert (error.op, error.chunk, error.argument) == ("plan.run", missing, "arrival")
+        assert 0 < error.waited < 5
+        assert 0 <= error.worker < plan.workers
+        assert error.item.startswith("tile ")
+        ts.check()  # once is enough
+        arrival.advance()
+        feed = Feed(arrival, source)(*in_order(arrival))
+        check(plan.run(feed.tensor, b, arrival=arrival), Maths(source.cuda(), b))
+        arrival.advance()
+
+
+def test_what_was_reported_is_raised_by_the_next_call_before_it_launches():
+    source, b = pinned(M, K), weight()
+    arrival = next(iter(arrivals("uniform")))
+    feed = Feed(arrival, source)(0)
+    ts.matmul(feed.tensor, b, arrival=arrival, deadline=0.02)
+    torch.cuda.synchronize()
+    x = torch.randn(M, K, device="cuda").to(BF16)
+    out = torch.full((M, N), 7.0, dtype=BF16, device="cuda")
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.matmul(x, b, out=out)
+    torch.cuda.synchronize()
+    assert (out == 7).all()
+    check(ts.matmul(x, b, out=out), Maths(x, b))
+
+
+@launch_first
+def test_many_epochs_of_one_arrival():
+    source, b = pinned(M, K), weight()
+    arrival = next(iter(arrivals("odd")))
+    want = ts.matmul(source.cuda(), b, schedule="static")
+    feed = Feed(arrival, source)
+    wrong = torch.zeros((), device="cuda")
+    for i in range(200):
+        feed.tensor.fill_(float("nan"))
+        feed.stream.wait_stream(torch.cuda.current_stream())
+        if i % 2:
+            feed(*in_order(arrival))
+        out = ts.matmul(feed.tensor, b, arrival=arrival, schedule=KINDS[i % 3])
+        if not i % 2:
+            feed(*in_order(arrival))
+        wrong += (out - want).abs().max().nan_to_num(1e9) > 1
+        arrival.advance()
+    assert wrong.item() == 0
+
+
+@launch_first
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
+    from tilestream.kernels.portable.arguments import Layout
+    from tilestream.kernels.portable.launch import GemmLaunch, Incoming, Probe
+
+    source, b = pinned(M, K), weight()
+    for chunking in ("uniform", "ragged"):
+        for arrival in list(arrivals(chunking))[:2]:
+            plan = ts.plan(M, N, K, dtype=BF16, device="cuda", schedule=kind, arrival=arrival, workers=37)
+            feed = Feed(arrival, source)
+            out = torch.full((M, N), float("nan"), dtype=BF16, device="cuda")
+            probe = Probe(37, 512, out.device)
+            signals = FlatArrival.of(arrival).signals("matmul", out.device)
+            launch = GemmLaunch(plan, Layout((0, *feed.tensor.stride()), (0, *b.stride()), (0, *out.stride())))
+            launch(feed.tensor, b, out, Epilogue(), Incoming(signals, None, 5.0, "matmul"), probe)
+            feed(*in_order(arrival), pause=0.0003)
+            check(out, Maths(source.cuda(), b))
+            logs = [probe.log(worker) for worker in range(37)]
+            check_order(plan.schedule, logs)
+            check_gates(plan.gate, plan.schedule, logs)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 64, 131, 132])
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers(kind, workers):
+    source, b = pinned(M, K), weight()
+    arrival = next(iter(arrivals("uniform")))
+    feed = Feed(arrival, source)(*in_order(arrival))
+    check(ts.matmul(feed.tensor, b, arrival=arrival, schedule=kind, workers=workers), Maths(source.cuda(), b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_arrive_and_batches(kind):
+    w, x, bias = pinned(N, K), torch.randn(3, 70, K, device="cuda").to(BF16), torch.randn(N, device="cuda").to(BF16)
+    for arrival in (
+        ts.Arrival.uniform(256, -(-N // 256), 2, device="cuda"),
+        ts.Arrival.ragged(BOUNDS_N, device="cuda"),
+    ):
+        feed = Feed(arrival, w)(*in_order(arrival))
+        out = ts.linear(x, feed.tensor, bias, activation="gelu", weight_arrival=arrival, schedule=kind)
+        check(out, Maths(x, w.cuda().t(), bias, activation="gelu"))
+    a, b = pinned(5, 130, K), torch.randn(5, K, 140, device="cuda").to(BF16)
+    for pivot in range(5):
+        arrival = ts.Arrival.uniform(150, 5, pivot, device="cuda")
+        feed = Feed(arrival, a)(*in_order(arrival))
+        check(ts.bmm(feed.tensor, b, arrival=arrival, schedule=kind), Maths(a.cuda(), b))
+
+
+@launch_first
+def test_two_streams_and_both_operands():
+    sources, weights = [pinned(M, K) for _ in range(2)], [pinned(N, K) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        results, feeds = [], []
+        for source, w, stream in zip(sources, weights, streams, strict=True):
+            rows, columns = ts.Arrival.uniform(128, 8, 3, device="cuda"), ts.Arrival.uniform(100, 11, device="cuda")
+            with torch.cuda.stream(stream):
+                feeds += [Feed(rows, source), Feed(columns, w)]
+                results.append(
+                    ts.linear(feeds[-2].tensor, feeds[-1].tensor, arrival=rows, weight_arrival=columns, workers=60)
+                )
+        for feed in reversed(feeds):
+            feed(*in_order(feed.arrival))
+        torch.cuda.synchronize()
+        for source, w, out in zip(sources, weights, results, strict=True):
+            check(out, Maths(source.cuda(), w.cuda().t()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callers_own_words(kind):
+    source, b = pinned(M, K), weight()
+    words = torch.zeros(8, dtype=torch.int32, device="cuda")
+    arrival = ts.Arrival.uniform(128, 8, 5, signals=words)
+    for value in (1, 3, -2):
+        tensor = source.cuda()
+        words.fill_(value)
+        check(ts.matmul(tensor, b, arrival=arrival, schedule=kind), Maths(tensor, b))
+        assert not words.any()
+    words[:7] = 1
+    out = ts.matmul(tensor, b, arrival=arrival, schedule=kind, deadline=0.02)
+    torch.cuda.synchronize()
+    assert out[7 * 128 :].isnan().all()
+    assert words.tolist() == [1] * 7 + [0], "left as they are"
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.check()
+    words.fill_(1)
+    check(ts.matmul(tensor, b, arrival=arrival, schedule=kind), Maths(tensor, b))
+    # A chunk without rows is waited for too, by nobody's tile.
+    words = torch.tensor([1, 0, 1, 1], dtype=torch.int32, device="cuda")
+    arrival = ts.Arrival.ragged([0, 512, 512, 600, M], signals=words)
+    check(ts.matmul(tensor, b, arrival=arrival, schedule=kind, deadline=0.02), Maths(tensor, b))
+    assert words.tolist() == [1, 0, 1, 1]
+    with pytest.raises(ts.ArrivalTimeout, match="no tile reads"):
+        ts.check()
+
+
+@launch_first
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunking", ["uniform", "ragged"])
+def test_a_hundred_replays_with_the_copies_in_the_graph(chunking, kind):
+    source, b = pinned(M, K), weight()
+    arrival = list(arrivals(chunking))[1]
+    feed = Feed(arrival, source)(*in_order(arrival))
+    ts.matmul(feed.tensor, b, arrival=arrival, schedule=kind)  # compiled before it is captured
+    torch.cuda.synchronize()
+
+    def capture(*chunks):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            feed.tensor.fill_(float("nan"))
+            feed.stream.wait_stream(torch.cuda.current_stream())
+            feed(*chunks)
+            out = ts.matmul(feed.tensor, b, arrival=arrival, schedule=kind, deadline=0.2)
+            torch.cuda.current_stream().wait_stream(feed.stream)
+        return graph, out
+
+    graph, out = capture(*in_order(arrival))
+    for i in range(100):
+        source.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        if i % 20 == 0:
+            check(out, Maths(source.cuda(), b))
+        assert not out.isnan().any()
+    ts.check()
+    lacking, lost = capture(*in_order(arrival)[:-1])
+    lacking.replay()
+    torch.cuda.synchronize()
+    assert lost.isnan().any()
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.check()
+    graph.replay()  # under quarantine
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(ts.TilestreamError, match=r"arrival\.advance"):
+        ts.check()
+    arrival.advance()
+    graph.replay()
+    torch.cuda.synchronize()
+    check(out, Maths(source.cuda(), b))
+
+
+class TestStreamIn:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_pinned(self, kind):
+        source, b = pinned(M, K), weight()
+        with ts.stream_in(source, rows_per_chunk=128, pivot=3) as x:
+            assert x.tensor.device == b.device
+            assert "copied to cuda:0" in x.explain()
+            for i in range(20):
+                out = ts.matmul(x.tensor, b, arrival=x.arrival, schedule=kind)
+                check(out, Maths(source.cuda(), b)) if i % 10 == 0 else x.wait(5)
+                assert not out.isnan().any()
+                source.normal_()
+                x.restart()
+
+    def test_other_sources(self, tmp_path):
+        import numpy as np
+
+        data, b = torch.randn(M, K), torch.randn(K, N, device="cuda")
+        np.save(tmp_path / "x.npy", data.numpy())
+        blocks = (data[i : i + 100] for i in range(0, M, 100))
+        for stream in (
+            ts.stream_in(data, device="cuda"),
+            ts.stream_in(tmp_path / "x.npy", device="cuda"),
+            ts.stream_in(blocks, shape=(M, K), dtype=torch.float32, device="cuda"),
+        ):
+            with stream as x:
+                out = ts.matmul(x.tensor, b, arrival=x.arrival)
+                check(out, Maths(data.cuda(), b))
+                x.wait(5)
+
+    @launch_first
+    def test_a_producer_that_fails_ends_the_launch_at_once(self):
+        def blocks():
+            yield torch.randn(512, K)
+            time.sleep(0.05)
+            raise OSError("the disk is gone")
+
+        b = torch.randn(K, N, device="cuda")
+        begin = time.perf_counter()
+        with ts.stream_in(blocks(), shape=(M, K), dtype=torch.float32, device="cuda", rows_per_chunk=128) as x:
+            out = ts.matmul(x.tensor, b, arrival=x.arrival)
+            torch.cuda.synchronize()
+        assert time.perf_counter() - begin < 5
+        assert out[512:].isnan().all()
+        with pytest.raises(OSError, match="the disk is gone"):
+            ts.check()
+
+    def test_memory_is_not_taken_back_while_the_copies_are_in_flight(self):
+        source = pinned(4096, 4096)
+        for _ in range(5):
+            x = ts.stream_in(source, rows_per_chunk=64)
+            del x
+            gc.collect()
+            fresh = torch.zeros(4096, 4096, device="cuda", dtype=BF16)
+            torch.cuda.synchronize()
+            assert not fresh.any()
+
+    def test_refused_under_capture(self):
+        source = pinned(256, 64)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            torch.zeros(1, device="cuda")
+            with pytest.raises(RuntimeError, match="captured"):
+                ts.stream_in(source)
+            with pytest.raises(RuntimeError, match="captured"):
+                ts.Arrival.uniform(64, 4, device="cuda")
+
+
+def test_gradients_and_compilation():
+    source, b = pinned(M, K), weight().requires_grad_()
+    with ts.stream_in(source, rows_per_chunk=128) as x:
+        ts.matmul(x.tensor, b, arrival=x.arrival).float().sum().backward()
+        x.wait(5)
+        want = source.cuda().float().sum(0)[:, None].expand(K, N)
+        torch.testing.assert_close(b.grad.float(), want, rtol=2e-2, atol=0.02 * want.abs().max().item())
+        compiled = torch.compile(
+            lambda t, w, arrival: ts.matmul(t, w, arrival=arrival, activation="relu") * 2, backend="aot_eager"
+        )
+        for _ in range(3):
+            x.restart()
+            out = compiled(x.tensor, b.detach(), x.arrival)
+            check(out / 2, Maths(source.cuda(), b.detach(), activation="relu"))
+
+
+def test_nothing_is_allocated_but_the_output():
+    source, b = pinned(M, K), weight()
+    with ts.stream_in(source, rows_per_chunk=128) as x:
+        kept = [ts.matmul(x.tensor, b, arrival=x.arrival) for _ in range(2)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kept += [ts.matmul(x.tensor, b, arrival=x.arrival) for _ in range(5)]
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 5
+
+
+def test_signals_elsewhere_are_refused():
+    a, b = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    with pytest.raises(
+        ValueError, match=r"signals are on cpu, the operands on cuda:0; make the arrival with\s+device="
+    ):
+        ts.matmul(a, b, arrival=ts.Arrival.uniform(32, 2))
+    with pytest.raises(ValueError, match="signals are on cuda:0, the operands on cpu"):
+        ts.matmul(a.cpu(), b.cpu(), arrival=ts.Arrival.uniform(32, 2, device="cuda"))
+    with pytest.raises(ValueError, match="not the chunks"):
+        ts.plan(64, 64, 64, device="cuda").run(a, b, arrival=ts.Arrival.uniform(32, 2, device="cuda"))
+
+
+def test_an_empty_output_still_sees_the_callers_signals():
+    words = torch.ones(2, dtype=torch.int32, device="cuda")
+    out = ts.matmul(torch.zeros(64, 8, device="cuda"), torch.zeros(8, 0, device="cuda"),
+                    arrival=ts.Arrival.uniform(32, 2, signals=words))  # fmt: skip
+    assert out.shape == (64, 0)
+    assert not words.any()
