@@ -1,6 +1,6 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [gpu name's properties come from the device]``: needs a GPU only to ask what it is.
+``python tests/gpu/precompile.py``: needs a GPU only to ask what it is.
 Whatever is left out here is compiled when it is launched: nothing but time depends on this.
 """
 
@@ -11,12 +11,12 @@ import multiprocessing
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("src", "tests/gpu", "tests/kernels/portable")]
+sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(ROOT / "tests" / "kernels" / "portable"))
 
 import torch
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, F32, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
@@ -26,8 +26,6 @@ from tilestream.kernels.portable.arguments import Layout, is_aligned
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
-
-Spec = tuple[Any, Layout, bool]
 
 
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -138,7 +136,7 @@ def main() -> None:
     begin = time.monotonic()
     from tilestream.runtime.properties import cuda_properties
 
-    device = replace(cuda_properties(0))
+    device = cuda_properties(0)
     jobs, seen = [], set()
     for one in specs(device):
         options, filled = fill(*one)

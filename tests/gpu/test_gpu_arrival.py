@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from gpu_cases import KINDS, K, M, N, arrivals
+from gpu_cases import BOUNDS_N, KINDS, K, M, N, arrivals
 
 import tilestream as ts
 from device_order import check_gates, check_order

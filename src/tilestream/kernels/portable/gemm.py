@@ -28,6 +28,8 @@ UNSPECIALISED = (
     "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch", "column_epoch", "column_key",
     "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
 )  # fmt: skip
+#: Words that lie anywhere: a caller's own, or slices of ours.
+UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine")
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def gemm(
     a, b, out, bias, residual, partials, counts, counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
