@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "src"))
-sys.path.insert(0, str(ROOT / "tests" / "kernels" / "portable"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
 
 import torch
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, F32, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
