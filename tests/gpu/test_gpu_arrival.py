@@ -15,6 +15,7 @@ from device_order import check_gates, check_order
 from error_rule import Maths, check
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops.flat import FlatArrival
+from tilestream.runtime.streams import lend_to
 
 BF16 = torch.bfloat16
 BLOCKING = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
@@ -46,7 +47,7 @@ class Feed:
         self.bounds = arrival.chunks(source.shape[:-1].numel()).bounds
         self.rows = source.view(-1, source.shape[-1])
         self.tensor = torch.full(source.shape, float("nan"), dtype=source.dtype, device="cuda")
-        self.stream = torch.cuda.Stream()
+        self.stream = lend_to(self, self.tensor.device)  # torch's own may be the one on which the kernel waits
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def copy(self, chunk: int) -> None:

@@ -187,7 +187,8 @@ class Arrival:
 
         On a GPU: after its rows' copy was issued, on the same stream, which must be the current one. The signal is
         written when the stream gets there; no kernel and no SM is needed for it. Under capture it becomes a part of
-        the graph.
+        the graph. That stream must not be the one on which a kernel waits for the chunk; mind that
+        ``torch.cuda.Stream()`` hands out 32 streams over and over.
 
         Parameters
         ----------

@@ -18,6 +18,7 @@ import torch
 from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import stream_write
+from tilestream.runtime.streams import aside
 
 
 class GateWords(NamedTuple):
@@ -134,8 +135,7 @@ class DeviceSignals(Signals):
         super().fail(error, epoch)
         if self._theirs is not None or epoch not in (None, now):
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):  # beside whoever waits
-            stream = torch.cuda.current_stream()
+        with aside(self._device) as stream:  # beside whoever waits
             self._settle(stream)
             for chunk in range(self._count):
                 if self._issued[chunk] < now:
@@ -174,7 +174,7 @@ class DeviceSignals(Signals):
     def _read(self) -> list[int]:
         """The words as they are now, read beside all streams that may wait for them."""
         words = self._eager if self._theirs is None else self._theirs
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
-            self._settle(torch.cuda.current_stream())
+        with aside(self._device) as stream:
+            self._settle(stream)
             found: list[int] = words.cpu().tolist()
         return found

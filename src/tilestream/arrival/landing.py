@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from tilestream.arrival.sources import as_rows
+from tilestream.runtime.streams import lend_to
 
 
 class Landing:
@@ -57,7 +58,7 @@ class DeviceLanding(Landing):
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
         self._host = as_rows(host)
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = lend_to(self, device)
         self._landed = torch.cuda.Event()
         # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
         self.tensor.record_stream(self._stream)

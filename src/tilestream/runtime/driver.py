@@ -1,4 +1,4 @@
-"""What this package asks of a GPU's driver itself: a write to memory in a stream's order, without an SM."""
+"""What this package asks of a GPU's driver itself: a stream of its own, and a write to memory in a stream's order."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Callable
 
 import torch
 
-_Write = Callable[[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint], int]
+_WRITE_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
+_CREATE_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
+#: A stream that the legacy default stream does not wait for, nor it for that: the same number in CUDA and HIP.
+_NON_BLOCKING = 1
 
 
 @functools.cache
-def _stream_write() -> tuple[str, _Write]:
-    """``cuStreamWriteValue32`` or its HIP twin, and its name."""
-    hip = torch.version.hip is not None
-    library, name = ("libamdhip64.so", "hipStreamWriteValue32") if hip else ("libcuda.so.1", "cuStreamWriteValue32_v2")
-    function = getattr(ctypes.CDLL(library), name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint]
-    return name, function
+def _function(cuda: str, hip: str, arguments: tuple[type, ...]) -> Callable[..., int]:
+    """A function of the driver, by its name in CUDA's and in HIP's."""
+    library, name = ("libcuda.so.1", cuda) if torch.version.hip is None else ("libamdhip64.so", hip)
+    function: Callable[..., int] = getattr(ctypes.CDLL(library), name)
+    function.argtypes = arguments  # type: ignore[attr-defined]
+    return function
 
 
 def stream_write(stream: int, address: int, value: int) -> None:
@@ -39,11 +41,26 @@ def stream_write(stream: int, address: int, value: int) -> None:
     RuntimeError
         If the driver refuses.
     """
-    name, write = _stream_write()
-    word = ctypes.c_uint32(value & 0xFFFFFFFF)
-    code = write(ctypes.c_void_p(stream), ctypes.c_void_p(address), word, ctypes.c_uint(0))
+    write = _function("cuStreamWriteValue32_v2", "hipStreamWriteValue32", _WRITE_ARGUMENTS)
+    code = write(stream, address, value & 0xFFFFFFFF, 0)
     if code:
         raise RuntimeError(
-            f"{name} failed with code {code}: this device or driver has no stream memory operations; signal the chunks "
-            "from a kernel of your own, through signals= of your own"
+            f"the driver's stream write failed with code {code}: this device has no stream memory operations; signal "
+            "the chunks from a kernel of your own, through signals= of your own"
         )
+
+
+def create_stream() -> int:
+    """The handle of a new stream of the current device, which the default stream does not wait for.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver refuses.
+    """
+    create = _function("cuStreamCreate", "hipStreamCreateWithFlags", _CREATE_ARGUMENTS)
+    handle = ctypes.c_void_p()
+    code = create(ctypes.byref(handle), _NON_BLOCKING)
+    if code or not handle.value:
+        raise RuntimeError(f"the driver made no stream: code {code}")
+    return handle.value

@@ -134,7 +134,8 @@ def pass_operand(
         last = tl.load(table + stop - 1)
     state = tl.full((), ARRIVED, tl.int32)
     waited = tl.zeros((), tl.int64)
-    chunk = first
+    # Not `i`: Triton's compiler takes a loop's variable that is set to what it began with for one that never changes.
+    chunk = tl.full((), -1, tl.int32)
     while (i < stop) & (state == ARRIVED):
         chunk = i
         if CHUNKS == "ragged":

@@ -1,0 +1,57 @@
+"""Streams of our own, which nobody else is given.
+
+torch hands out its streams from a pool of 32, over and over: a stream made for copies may be the one on which the
+caller's kernel waits for them, and then they come after it. So ours are made by the driver. They are lent, come back
+when their borrower is gone, and are lent again once they are idle; none is ever destroyed, since torch's allocator
+remembers which streams used its memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from tilestream.runtime.driver import create_stream
+
+_lock = threading.Lock()
+_idle: dict[int, list[torch.cuda.Stream]] = {}
+
+
+def lend(device: torch.device) -> torch.cuda.Stream:
+    """An idle stream of ``device``. Give it back with `give_back`, or tie it to its borrower with `lend_to`."""
+    index = device.index
+    with _lock:
+        for i, stream in enumerate(_idle.get(index, [])):
+            if stream.query():
+                return _idle[index].pop(i)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the device's context
+        return torch.cuda.ExternalStream(create_stream(), device=device)
+
+
+def give_back(stream: torch.cuda.Stream) -> None:
+    """The borrower needs ``stream`` no more; what it was given may still be under way."""
+    with _lock:
+        _idle.setdefault(stream.device.index, []).append(stream)
+
+
+def lend_to(borrower: object, device: torch.device) -> torch.cuda.Stream:
+    """`lend`, for as long as ``borrower`` is alive."""
+    stream = lend(device)
+    weakref.finalize(borrower, give_back, stream)
+    return stream
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Make a stream the current one that nobody else is on, for the length of the block."""
+    stream = lend(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        give_back(stream)
