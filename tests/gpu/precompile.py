@@ -92,9 +92,9 @@ def specs(device: DeviceProperties) -> list[tuple[Any, Layout, tuple[int, ...], 
 
 
 def fill(plan: Any, layout: Layout, address: tuple[int, ...], biased: bool) -> tuple[Any, ...]:
-    from gate import Pointer
+    from gate import Pointer, gate_arguments
 
-    from tilestream.kernels.portable.arguments import Arguments, GateArguments
+    from tilestream.kernels.portable.arguments import Arguments
 
     problem, schedule = plan.problem, plan.schedule
     words = schedule.kind != "static" or plan.gate is not None
@@ -102,17 +102,12 @@ def fill(plan: Any, layout: Layout, address: tuple[int, ...], biased: bool) -> t
     def pointer(there: Any, dtype: str, at: int = 0) -> Any:
         return Pointer(dtype, at) if there else None
 
-    gates: list[Any] = []
-    for incoming in (problem.rows, problem.columns):
-        ragged = incoming is not None and not incoming.chunks.rows_per_chunk
-        gates += [pointer(incoming, "int32"), pointer(incoming, "int32", 4), pointer(ragged, "int32")]
-    gates += [pointer(plan.gate, "int64"), pointer(plan.gate, "int64")]
     arguments = Arguments(plan, layout)
     return arguments.options, arguments.fill(
         Pointer(problem.dtype, address[0]), Pointer(problem.dtype, address[1]), Pointer(problem.out_dtype, address[2]),
         pointer(layout.bias, problem.dtype), pointer(layout.residual, problem.dtype),
         pointer(schedule.slots, "float32"), pointer(schedule.slots, "int32"), pointer(words, "int64"),
-        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, 0, GateArguments(*gates),
+        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, 0, gate_arguments(plan),
     )  # fmt: skip
 
 

@@ -196,8 +196,6 @@ def test_torch_compile():
 
 def test_what_is_not_done_raises_before_anything_runs():
     a, b = operands(64, 64, 64)
-    with pytest.raises(NotImplementedError, match="arrival= with operands on a GPU"):
-        ts.matmul(a, b, arrival=ts.Arrival.uniform(32, 2))
     with pytest.raises(NotImplementedError, match="float64 on a GPU"):
         ts.matmul(a.double(), b.double())
     with pytest.raises(ValueError, match="one device"):

@@ -20,7 +20,9 @@ HERE = Path(__file__).parent / "portable"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("file", "least"), [("test_portable_gemm.py", 90), ("test_portable_order.py", 60)])
+@pytest.mark.parametrize(
+    ("file", "least"), [("test_portable_gemm.py", 90), ("test_portable_order.py", 60), ("test_portable_arrival.py", 35)]
+)
 def test_in_the_interpreter(file, least):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],

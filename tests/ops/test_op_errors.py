@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilestream as ts
 from error_rule import nans, rand
+from tilestream.ops.flat import FlatArrival
 
 A, B = rand(6, 5), rand(5, 4)
 #: (name, call, exception, what the message says)
@@ -110,15 +111,32 @@ def test_tensors_elsewhere_raise_with_the_way_out(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_arrival_on_a_gpu_raises_with_the_way_out(op):
+def test_gpu_operands_are_taken(op):
     with FakeTensorMode(allow_non_fake_inputs=True):
         a, b = torch.empty(6, 5, device="cuda"), torch.empty(5, 4, device="cuda")
-        if op in ("matmul", "linear"):
-            with pytest.raises(
-                NotImplementedError, match=rf"{op}: arrival= with operands on a GPU; .*wait for all chunks"
-            ):
-                getattr(ts, op)(a, b if op == "matmul" else b.t(), arrival=ts.Arrival.uniform(3, 2))
         assert OPS[op](a, b).device.type == "cuda" if op != "addmm" else True
+
+
+def test_signals_elsewhere_are_named_with_the_way_out():
+    arrival = ts.Arrival.uniform(3, 2)
+    flat = FlatArrival.of(arrival)
+    told = r'linear: the arrival.s signals are on cpu, the operands on cuda:1; .*device="cuda:1"'
+    with pytest.raises(ValueError, match=told):
+        flat.signals("linear", torch.device("cuda:1"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_arrival_on_a_gpu_that_is_not_there():
+    with pytest.raises(NotImplementedError, match="device='cuda:3'; torch sees no GPU here"):
+        ts.Arrival.uniform(3, 2, device="cuda:3")
+    with pytest.raises(NotImplementedError, match="device='xpu'; inputs arrive on the CPU and on CUDA and ROCm GPUs"):
+        ts.Arrival.ragged([0, 3], device="xpu")
+    with pytest.raises(ValueError, match="device='cuda': the signals are on cpu"):
+        ts.Arrival.uniform(3, 2, device="cuda", signals=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="stream_in: device='cuda'; torch sees no GPU here"):
+        ts.stream_in(torch.zeros(3, 2), device="cuda")
+    with pytest.raises(NotImplementedError, match="stream_in: device='xpu'"):
+        ts.stream_in(torch.zeros(3, 2), device="xpu")
 
 
 @pytest.mark.parametrize("which", ["b", "bias", "residual", "out"])
@@ -158,7 +176,7 @@ def test_a_dead_arrival_is_named():
     arrival = ts.Arrival.uniform(3, 2)
     ints = [arrival.key, 1, 0, 2, 3]
     del arrival
-    with pytest.raises(ValueError, match=r"arrival: no arrival with key \d+ is alive; keep the Arrival"):
+    with pytest.raises(ValueError, match=r"mm: no arrival with key \d+ is alive; keep the Arrival"):
         torch.ops.tilestream.gemm_arriving(
             A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, None, ints, None, [], 1.0, "mm"
         )

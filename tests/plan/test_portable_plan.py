@@ -83,8 +83,6 @@ def test_explain_names_what_was_refused_and_why():
 def test_what_it_does_not_do_it_says_with_the_way_out():
     with pytest.raises(NotImplementedError, match=r"float64 on a GPU; .*use torch\.matmul"):
         plan(10, 10, 10, dtype="float64", device=H100)
-    with pytest.raises(NotImplementedError, match=r"arrival: .*wait for all chunks"):
-        plan(64, 10, 10, dtype="float32", device=H100, arrival=Arrival.uniform(32, 2))
     with pytest.raises(NotImplementedError, match=r"k=2147483647; .*31 bits"):
         plan(1, 1, 2**31 - 1, dtype="float16", device=H100)
     with pytest.raises(ValueError, match=r"tile=\(48, 48\): the portable kernel has 128x256, "):
@@ -134,3 +132,18 @@ def test_even_k_means_that_no_step_reads_past_the_end():
     for k, even in ((0, False), (64, True), (100, False), (128, True)):
         made = plan_problem(Problem(64, 64, k, 1, "float16", "float16"), device=H100)
         assert constants(made, layout())["EVEN_K"] == even
+
+
+def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():
+    rows = plan(4096, 4096, 1024, dtype="bfloat16", device=H100, arrival=Arrival.uniform(512, 8, pivot=3))
+    raster = rows.schedule.raster
+    assert (raster.order, raster.first, raster.band) == ("chunk_major", 3 * 512 // rows.tile[0], 512 // rows.tile[0])
+    assert rows.gate is not None
+    assert "rows in 8 chunks of 512 rows, pivot 3; a tile waits for the chunks it reads" in rows.explain()
+    columns = plan(4096, 4096, 1024, dtype="bfloat16", device=H100, weight_arrival=Arrival.ragged([0, 100, 4096]))
+    assert columns.schedule.raster.order == "table"
+    split = plan(4096, 4096, 64, dtype="bfloat16", device=H100, queues=2, weight_arrival=Arrival.uniform(512, 8))
+    assert split.schedule.split == "rows", "a late chunk of columns must idle nobody's queue"
+    batches = plan(100, 64, 64, batch=3, dtype="float16", device=H100, arrival=Arrival.uniform(70, 5, pivot=2))
+    assert batches.schedule.first_batch == 1
+    assert plan(64, 64, 64, device=H100).gate is None

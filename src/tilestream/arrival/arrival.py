@@ -271,7 +271,7 @@ def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | tor
         from tilestream.arrival.device import DeviceSignals
 
         if not torch.cuda.is_available():
-            raise NotImplementedError(f"device={str(device)!r}: torch sees no GPU here; leave device= away")
+            raise NotImplementedError(f"device={str(device)!r}; torch sees no GPU here: leave device= away")
         if str(where) == "cuda":
             where = torch.device("cuda", torch.cuda.current_device())
         return DeviceSignals(num_chunks, where, words)

@@ -8,9 +8,10 @@ What is compiled of each tile of `tilestream.plan.portable.TILES`, for each devi
 * ``worst``: stream_k, K uneven, 64-bit offsets, fp32 out, alpha, bias, residual, exact gelu. The other schedules are
   parts of it, as are the other epilogues: what it does not spill, they do not;
 * ``plain``: a queue, even K, no epilogue: what runs most;
-* ``static`` and ``stealing``: the rest of the schedules.
+* ``static`` and ``stealing``: the rest of the schedules;
+* ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
 
-each in the four layouts of the operands (the last two in one).
+each in the four layouts of the operands (the last three in one).
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilestream.kernels.portable.arguments import Arguments, Layout
+from tilestream.arrival.chunks import Chunks
+from tilestream.kernels.portable.arguments import Arguments, GateArguments, Layout
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import Plan, plan_problem
 from tilestream.plan.portable import tiles
-from tilestream.plan.problem import Problem
+from tilestream.plan.problem import Incoming, Problem
 from tilestream.schedule.schedule import Schedule
 
 TARGETS = {
@@ -61,6 +63,9 @@ DEVICES = {
     "gfx950": DeviceProperties("an MI355X", "portable", 256, 5e11, 8e12, "a stub", "gfx950", 163840),
 }
 LAYOUTS = ("nn", "nt", "tn", "tt")
+HOWS = ("worst", "plain", "static", "stealing", "arriving")
+#: What a sample has of each tile: how, layout, aligned.
+SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("worst", "nn", False))
 FULL = {"bias": 1, "scaled": True, "activation": "gelu"}
 
 
@@ -106,9 +111,9 @@ def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, 
     ):
         extent = 4096 if aligned else 4097
         problem = Problem(extent, extent, extent, 1, dtype, dtype, tf32=rounded, aligned=aligned)
-        for row, how in itertools.product(tiles(problem, device), ("worst", "plain", "static", "stealing")):
+        for row, how in itertools.product(tiles(problem, device), HOWS):
             block = (row.block_m, row.block_n)
-            kind = {"worst": "stream_k", "static": "static"}.get(how, "dynamic")
+            kind = {"worst": "stream_k", "arriving": "stream_k", "static": "static"}.get(how, "dynamic")
             plan = plan_problem(problem, None, kind, block, queues=2 if how == "stealing" else None, device=device)
             layouts = LAYOUTS if how in ("worst", "plain") else ("nt",)
             for layout in layouts:
@@ -117,7 +122,7 @@ def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, 
                 # fp16 differs from bf16 in one instruction.
                 if dtype == "float16" and (how, layout) != ("worst", "nt"):
                     continue
-                if what != "all" and (how, layout, aligned) not in (("worst", "nt", True), ("worst", "nn", False)):
+                if what != "all" and (how, layout, aligned) not in SAMPLE:
                     continue
                 if what != "all" and dtype == "float16":
                     continue
@@ -130,10 +135,13 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
     size = 4096 + (0 if aligned else 1)
     strides = {"n": (0, size, 1), "t": (0, 1, size)}
     a, b, out = strides[layout[0]], strides[layout[1]], (0, 4096, 1)
-    if how != "worst":
+    if how not in ("worst", "arriving"):
         return plan, Layout(a, b, out)
     # Uneven K, and an offset past 31 bits: rows of 2**20, as in a view of something wider. A schedule with a remainder.
     problem = replace(plan.problem, k=plan.problem.k + 16, out_dtype="float32")
+    if how == "arriving":
+        rows, columns = Incoming(Chunks.uniform(problem.m, 512)), Incoming(Chunks((0, 5, 5, problem.n)))
+        problem = replace(problem, rows=rows, columns=columns)
     wide = (0, 2**20, 1)
     old = plan.schedule
     schedule = Schedule("stream_k", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers - 1)
@@ -145,12 +153,12 @@ def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
     arguments = Arguments(plan, layout)
     address = 0 if aligned else 2
     problem = plan.problem
-    slots, queue = plan.schedule.slots > 0, plan.schedule.kind != "static"
+    slots, queue = plan.schedule.slots > 0, plan.schedule.kind != "static" or plan.gate is not None
     filled = arguments.fill(
         Pointer(problem.dtype, address), Pointer(problem.dtype, address), Pointer(problem.out_dtype),
         Pointer(problem.dtype) if layout.bias else None, Pointer(problem.dtype) if layout.residual else None,
         Pointer("float32") if slots else None, Pointer("int32") if slots else None, Pointer("int64") if queue else None,
-        None, None, 0, 0, 1.5, 0.5,
+        None, None, 0, 0, 1.5, 0.5, 0, gate_arguments(plan),
     )  # fmt: skip
     triton.runtime.driver.set_active(_NoGpu(TARGETS[target]))
     gemm.device_caches.clear()  # Triton takes a device's target to be for ever
@@ -159,6 +167,17 @@ def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
         if hasattr(kernel, "result"):
             kernel = kernel.result()
     return kernel, said[0]
+
+
+def gate_arguments(plan: Plan) -> GateArguments:
+    """What a launch would be told of what arrives, of no address and no alignment."""
+    pointers: list[Pointer | None] = []
+    for incoming in (plan.problem.rows, plan.problem.columns):
+        words = None if incoming is None else Pointer("int32", 4)
+        table = None if incoming is None or incoming.chunks.rows_per_chunk else Pointer("int32")
+        pointers += [words, words, table]
+    channel = None if plan.gate is None else Pointer("int64")
+    return GateArguments(*pointers, channel, channel)
 
 
 @contextlib.contextmanager
