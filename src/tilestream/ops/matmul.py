@@ -50,10 +50,10 @@ def matmul(
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`.
     workers
-        Workers to use; None: ``torch.get_num_threads()``.
+        Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM.
     deadline
-        Seconds from the call's start after which it waits for no chunk any more; default 30. One bound for all waits,
-        not for each: a stream that takes longer than that needs a longer deadline.
+        Seconds from the call's start (on a GPU: from the kernel's) after which it waits for no chunk any more; default
+        30. One bound for all waits, not for each: a stream that takes longer than that needs a longer deadline.
 
     Returns
     -------
@@ -67,7 +67,8 @@ def matmul(
     NotImplementedError
         For tensors on a device that this version has no backend for.
     ArrivalTimeout
-        If a chunk did not arrive within the deadline. What was not computed is NaN; all workers have left.
+        If a chunk did not arrive within the deadline. What was not computed is NaN; all workers have left. A launch on
+        a GPU returns before it has run: it is raised by the next call on that device, or by `tilestream.check`.
     Exception
         What the producer of a chunk raised.
 
