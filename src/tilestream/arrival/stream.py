@@ -71,8 +71,13 @@ class _Filling:
         self.join(timeout)
 
     @property
+    def issued(self) -> bool:
+        """Whether the threads have ended."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
     def done(self) -> bool:
-        return not any(thread.is_alive() for thread in self._threads) and self._landing.settled(0.0)
+        return self.issued and self._landing.settled(0.0)
 
     def join(self, timeout: float | None) -> bool:
         """Wait for the threads, and for what they issued; whether all have ended.
@@ -197,8 +202,9 @@ class Stream:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
         Nobody may still read the tensor, a backward pass included (autograd does not see a file being read into it),
-        and the epoch before must have ended. On a GPU, whoever reads it on the current stream is waited for by the
-        copies, not by the caller.
+        and the producer must have ended. On a GPU it may be called at once from a pinned source: the copies wait for the
+        copies before them, and for what the current stream was given so far, which must include whoever reads the
+        tensor; the caller waits for neither.
 
         Raises
         ------
@@ -207,7 +213,7 @@ class Stream:
         ValueError
             If the source can be read only once (an iterator).
         """
-        if not self.done:
+        if not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
         self._source.rewind()
         self.arrival.advance()
