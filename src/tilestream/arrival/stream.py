@@ -202,8 +202,8 @@ class Stream:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
         Nobody may still read the tensor, a backward pass included (autograd does not see a file being read into it),
-        and the producer must have ended. On a GPU it may be called at once from a pinned source: the copies wait for the
-        copies before them, and for what the current stream was given so far, which must include whoever reads the
+        and the producer must have ended. On a GPU it may be called at once where the source is pinned: the copies wait
+        for those before them, and for what the current stream was given so far, which must include whoever reads the
         tensor; the caller waits for neither.
 
         Raises
