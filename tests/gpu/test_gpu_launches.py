@@ -156,6 +156,32 @@ def test_caches_hold_no_tensor_alive():
     assert [ref() for ref in refs] == [None] * 3
 
 
+def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
+    from tilestream.ops import again
+
+    a, b = operands(300, 200, 100)
+    bias = torch.randn(200, device="cuda", dtype=a.dtype)
+    for _ in range(3):
+        a.normal_()
+        check(ts.matmul(a, b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
+    known = len(again._known)
+    # What is not alike goes the long way: other strides, addresses, dtypes, workers.
+    check(ts.matmul(a.t().contiguous().t(), b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
+    shifted = torch.empty(300 * 100 + 1, device="cuda", dtype=a.dtype)[1:].view(300, 100).copy_(a)
+    check(ts.matmul(shifted, b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
+    check(ts.matmul(a, b, out_dtype=torch.float32), Maths(a, b, out_dtype=torch.float32))
+    assert len(again._known) == known + 3
+    # Whoever watches torch's dispatcher sees the op; autograd works.
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        ts.matmul(a, b, bias=bias, activation="relu")
+    assert counter.get_total_flops() == 2 * 300 * 200 * 100
+    assert ts.matmul(a, b.clone().requires_grad_(), bias=bias, activation="relu").requires_grad
+    with torch.autocast("cuda", torch.float16):
+        assert ts.matmul(a, b, bias=bias, activation="relu").dtype == torch.float16
+    with torch.inference_mode():
+        assert ts.matmul(a, b, bias=bias, activation="relu").is_inference()
+
+
 def test_opcheck():
     a, b = (t.requires_grad_() for t in operands(70, 90, 40))
     bias = torch.randn(90, device="cuda", dtype=a.dtype, requires_grad=True)

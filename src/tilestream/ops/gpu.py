@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tilestream.kernels.portable.launch import Incoming
     from tilestream.plan.plan import Plan
 
-_Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
 
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
-_launches: dict[object, _Launch] = {}
+_launches: dict[object, Launch] = {}
 _MOST_LAUNCHES = 4096
 
 
@@ -67,6 +67,20 @@ def run(
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():
         return
+    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking)
+    if a.device.index == torch.cuda.current_device():
+        launch(a, b, out, epilogue, incoming)
+    else:
+        with torch.cuda.device(a.device):
+            launch(a, b, out, epilogue, incoming)
+
+
+def find(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
+    plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
+    chunking: tuple[object, ...] = (),
+) -> Launch:  # fmt: skip
+    """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     bias, residual = epilogue.bias, epilogue.residual
     key = (
         a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, out.dtype, a.device,
@@ -83,17 +97,13 @@ def run(
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
-    if a.device.index == torch.cuda.current_device():
-        launch(a, b, out, epilogue, incoming)
-    else:
-        with torch.cuda.device(a.device):
-            launch(a, b, out, epilogue, incoming)
+    return launch
 
 
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None,
-) -> _Launch:  # fmt: skip
+) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
     from tilestream.kernels.portable.launch import GemmLaunch

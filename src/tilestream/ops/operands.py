@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.kernels.epilogue import ACTIVATIONS as KERNEL_ACTIVATIONS
+from tilestream.ops import again
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
     clear_signals_op,
@@ -136,6 +137,16 @@ def autocast(options: Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
 
 def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops."""
+    if torch.compiler.is_compiling() or not isinstance(a, torch.Tensor) or not a.is_cuda:
+        return _multiply(a, b, options)
+    result = again.run(a, b, options)
+    if result is None:
+        result = _multiply(a, b, options)
+        again.remember(a, b, options, result)
+    return result
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor:
     options.check()
     op, out = options.op, options.out
     check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
@@ -78,7 +79,7 @@ class GemmLaunch:
         self.plan, self.layout = plan, layout
         self._arguments = Arguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[[int, list[Any]], None] | None = None
         self._tables = [_Table(plan.schedule.raster.table), *(_Table(chunk_table(plan, i)) for i in (0, 1))]
         self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
@@ -114,10 +115,14 @@ class GemmLaunch:
             probing = Arguments(self.plan, self.layout, probe=True)
             gemm[self._grid](*probing.fill(*operands, probe.capacity, gate), **probing.options)
         elif self._compiled is not None:
-            self._compiled(*self._arguments.fill(*operands, 0, gate), stream=stream)
+            # Addresses and no tensors: the launcher asks the driver about each tensor.
+            filled = [
+                x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self._arguments.fill(*operands, 0, gate)
+            ]
+            self._compiled(stream, filled)
         else:
             kernel = gemm[self._grid](*self._arguments.fill(*operands, 0, gate), **self._arguments.options)
-            self._compiled = None if INTERPRETED else kernel[self._grid]
+            self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
 
     def _gate(self, device: torch.device, incoming: Incoming) -> GateArguments:
         rows, columns = (
@@ -129,6 +134,25 @@ class GemmLaunch:
             report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
             int(1e9 * incoming.deadline), op_number(incoming.op),
         )  # fmt: skip
+
+
+def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
+    """A compiled kernel's own launcher, without what Triton does around it each time."""
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    hooks = triton.knobs.runtime
+
+    def launch(stream: int, filled: list[Any]) -> None:
+        if _calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook):  # a profiler, say
+            kernel[grid](*filled, stream=stream)
+        else:
+            run(*grid, stream, function, metadata, None, None, None, *filled)
+
+    return launch
+
+
+def _calls(hook: Any) -> bool:
+    """Whether one of Triton's hooks does anything."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 class _Table:

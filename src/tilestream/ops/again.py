@@ -1,0 +1,86 @@
+"""A call like an earlier one: what was checked and decided then is looked up, and the launch issued at once.
+
+What a call on GPU operands may do, and which kernel it launches, depends on what its arguments are, not on what is in
+them. The first call with such arguments goes the long way: it is checked, dispatched by torch, planned. Once it has
+gone through, its like goes straight to the launch: of two matrices, with nothing arriving, no residual, and no output
+given (which must be checked for overlap each time); and only if nobody watches torch's dispatcher: a mode, a transform,
+autograd, a compiler, autocast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import forward_ad
+
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.ops import gpu
+from tilestream.runtime.channel import check_device
+from tilestream.runtime.properties import allows_tf32
+
+if TYPE_CHECKING:
+    from tilestream.ops.operands import Options
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: By all that the checks and the plan depend on.
+_known: dict[object, gpu.Launch] = {}
+_MOST = 4096
+
+
+def run(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor | None:
+    """The result, if a call like this went through before; else None, and nothing has happened."""
+    key = _key(a, b, options)
+    launch = None if key is None else _known.get(key)
+    if launch is None:
+        return None
+    check_device(a.device.index)
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=options.out_dtype)
+    launch(a, b, out, _epilogue(options), None)
+    return out
+
+
+def remember(a: torch.Tensor, b: torch.Tensor, options: Options, result: torch.Tensor) -> None:
+    """Remember that such a call went through."""
+    key = _key(a, b, options)
+    if key is None or not result.numel():
+        return
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[key] = gpu.find(a, b, result, _epilogue(options), options.schedule, options.workers or 0)
+
+
+def _epilogue(options: Options) -> Epilogue:
+    return Epilogue(options.alpha, options.bias, None, 1.0, options.activation or "none")
+
+
+def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
+    """What the checks and the plan of this call depend on; None for a call that always goes the long way."""
+    bias = options.bias
+    if (
+        type(a) not in _PLAIN
+        or type(b) not in _PLAIN
+        or not a.is_cuda
+        or a.dim() != 2
+        or b.dim() != 2
+        or options.out is not None
+        or options.residual is not None
+        or options.arriving
+        or a.device.index != torch.cuda.current_device()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
+        or a.is_neg()
+        or b.is_neg()
+        or (bias is not None and (type(bias) not in _PLAIN or bias.is_neg()))
+    ):
+        return None
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    return (
+        options.op, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, b.device,
+        a.data_ptr() % 16, b.data_ptr() % 16,
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16 == 0),
+        options.alpha, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
+    )  # fmt: skip
