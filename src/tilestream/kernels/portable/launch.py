@@ -79,7 +79,7 @@ class GemmLaunch:
         self.plan, self.layout = plan, layout
         self._arguments = Arguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
-        self._compiled: Callable[[int, list[Any]], None] | None = None
+        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
         self._tables = [_Table(plan.schedule.raster.table), *(_Table(chunk_table(plan, i)) for i in (0, 1))]
         self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
@@ -116,10 +116,9 @@ class GemmLaunch:
             gemm[self._grid](*probing.fill(*operands, probe.capacity, gate), **probing.options)
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
-            filled = [
-                x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self._arguments.fill(*operands, 0, gate)
-            ]
-            self._compiled(stream, filled)
+            if gate is not NO_GATE:
+                gate = GateArguments(*map(_address, gate))
+            self._compiled(stream, self._arguments.fill(*map(_address, operands), 0, gate))
         else:
             kernel = gemm[self._grid](*self._arguments.fill(*operands, 0, gate), **self._arguments.options)
             self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
@@ -136,18 +135,22 @@ class GemmLaunch:
         )  # fmt: skip
 
 
-def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
+def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
     """A compiled kernel's own launcher, without what Triton does around it each time."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     hooks = triton.knobs.runtime
 
-    def launch(stream: int, filled: list[Any]) -> None:
+    def launch(stream: int, filled: tuple[Any, ...]) -> None:
         if _calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook):  # a profiler, say
             kernel[grid](*filled, stream=stream)
         else:
             run(*grid, stream, function, metadata, None, None, None, *filled)
 
     return launch
+
+
+def _address(x: Any) -> Any:
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
 def _calls(hook: Any) -> bool:
