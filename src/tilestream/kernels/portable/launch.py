@@ -118,7 +118,7 @@ class GemmLaunch:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             if gate is not NO_GATE:
                 gate = GateArguments(*map(_address, gate))
-            self._compiled(stream, self._arguments.fill(*map(_address, operands), 0, gate))
+            self._compiled(stream, self._arguments.fill(*map(_address, operands), gate=gate))
         else:
             kernel = gemm[self._grid](*self._arguments.fill(*operands, 0, gate), **self._arguments.options)
             self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
