@@ -107,7 +107,7 @@ def fill(plan: Any, layout: Layout, address: tuple[int, ...], biased: bool) -> t
         Pointer(problem.dtype, address[0]), Pointer(problem.dtype, address[1]), Pointer(problem.out_dtype, address[2]),
         pointer(layout.bias, problem.dtype), pointer(layout.residual, problem.dtype),
         pointer(schedule.slots, "float32"), pointer(schedule.slots, "int32"), pointer(words, "int64"),
-        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, 0, gate_arguments(plan),
+        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
 from tilestream.arrival.chunks import Chunks
@@ -203,6 +203,10 @@ class Arrival:
             If that epoch has not begun yet.
         """
         self._signals.set(chunk, epoch)
+
+    def _signaller(self) -> Callable[[int], None]:
+        """`signal` for many chunks of this epoch in a row; on a GPU, all on the stream that is current now."""
+        return self._signals.setter()
 
     def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
         """Say that what is missing will not come: ``error`` is raised in the call that waits for it."""

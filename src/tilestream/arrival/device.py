@@ -11,6 +11,7 @@ quarantine word, and is not to be had again before `advance` (invariant 6).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -116,18 +117,30 @@ class DeviceSignals(Signals):
         if epoch is not None and epoch < now:
             return  # too late to count, and it must not take a word back
         with torch.cuda.device(self._device):
+            self.setter()(chunk)
+
+    def setter(self) -> Callable[[int], None]:
+        """`set` for many chunks of the present epoch in a row, on the stream that is current now."""
+        now, issued = self.epoch, self._issued
+        with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             self._settle(stream)
-            words, value = self._eager, now
-            if self._theirs is not None:
-                words, value = self._theirs, 1
-                words.record_stream(stream)
-            elif torch.cuda.is_current_stream_capturing():
-                words, value = self._captured, 1
-                self._was_captured = True
-            else:
-                self._issued[chunk] = now
-            stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, value)
+            captured = torch.cuda.is_current_stream_capturing()
+        words, value = self._eager, now
+        if self._theirs is not None:
+            words, value = self._theirs, 1
+            words.record_stream(stream)
+        elif captured:
+            words, value = self._captured, 1
+            self._was_captured = True
+        handle, address, ours = stream.cuda_stream, words.data_ptr(), words is self._eager
+
+        def write(chunk: int) -> None:
+            if ours:
+                issued[chunk] = now
+            stream_write(handle, address + 4 * chunk, value)
+
+        return write
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: the chunks whose signals were not issued are signalled as failed, at once."""

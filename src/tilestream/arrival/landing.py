@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilestream.arrival.sources import as_rows
+from tilestream.runtime.driver import copy_in
 from tilestream.runtime.streams import lend_to
+
+if TYPE_CHECKING:
+    from tilestream.arrival.arrival import Arrival
+    from tilestream.arrival.chunks import Chunks
 
 
 class Landing:
@@ -37,6 +44,10 @@ class Landing:
 
     def land(self, begin: int, end: int) -> None:
         """Rows [begin, end) have been brought."""
+
+    def land_all(self, chunks: Chunks, order: Sequence[int], arrival: Arrival) -> bool:
+        """All rows are there: land and signal them all, in this order of their chunks. False: nothing was done."""
+        return False
 
     def end(self) -> None:
         """Everything has been brought and signalled."""
@@ -76,6 +87,27 @@ class DeviceLanding(Landing):
         """See `Landing`."""
         with torch.inference_mode():
             as_rows(self.tensor)[begin:end].copy_(self._host[begin:end], non_blocking=True)
+
+    def land_all(self, chunks: Chunks, order: Sequence[int], arrival: Arrival) -> bool:
+        """See `Landing`.
+
+        Copies go to the driver without torch, which would take longer to issue one than a small chunk takes to copy.
+        The last one is torch's, so that its allocator knows until when the source is in use (invariant 9).
+        """
+        if not self._host.is_contiguous() or not self._host.is_pinned():
+            return False
+        to, source, stream = self.tensor.data_ptr(), self._host.data_ptr(), self._stream.cuda_stream
+        size = self._host.shape[1] * self._host.element_size()
+        bounds, signal = chunks.bounds, arrival._signaller()
+        last = next((chunk for chunk in reversed(order) if bounds[chunk] < bounds[chunk + 1]), -1)
+        for chunk in order:
+            begin, end = bounds[chunk], bounds[chunk + 1]
+            if chunk == last:
+                self.land(begin, end)
+            elif begin < end:
+                copy_in(stream, to + begin * size, source + begin * size, (end - begin) * size)
+            signal(chunk)
+        return True
 
     def end(self) -> None:
         """See `Landing`."""

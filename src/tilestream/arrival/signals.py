@@ -113,6 +113,10 @@ class Signals:
                 self._times[chunk] = time.perf_counter()
             self._bell.notify_all()
 
+    def setter(self) -> Callable[[int], None]:
+        """`set` for many chunks of the present epoch in a row."""
+        return self.set
+
     def _check(self, chunk: int) -> None:
         if not 0 <= chunk < self._count:
             raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")

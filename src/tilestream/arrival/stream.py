@@ -96,6 +96,8 @@ class _Filling:
         cpu = time.thread_time()
         try:
             with self._landing.issuing():
+                if not self._threads and self._land_all():
+                    return
                 while (claim := self._claim()) is not None:
                     step, job = claim
                     job()
@@ -111,6 +113,11 @@ class _Filling:
                 if not self._running:
                     self._landing.end()
                     self._source.close()  # a stream that nobody closes keeps no file open
+
+    def _land_all(self) -> bool:
+        """Issue everything at once, if the source has nothing to do and the landing can."""
+        order = [self._chunk(step) for step in range(self._chunks.count)]
+        return self._source.readers == 0 and self._landing.land_all(self._chunks, order, self._arrival)
 
     def _chunk(self, step: int) -> int:
         return (self._arrival.pivot + step) % self._chunks.count

@@ -158,7 +158,7 @@ def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
         Pointer(problem.dtype, address), Pointer(problem.dtype, address), Pointer(problem.out_dtype),
         Pointer(problem.dtype) if layout.bias else None, Pointer(problem.dtype) if layout.residual else None,
         Pointer("float32") if slots else None, Pointer("int32") if slots else None, Pointer("int64") if queue else None,
-        None, None, 0, 0, 1.5, 0.5, 0, gate_arguments(plan),
+        None, None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan),
     )  # fmt: skip
     triton.runtime.driver.set_active(_NoGpu(TARGETS[target]))
     gemm.device_caches.clear()  # Triton takes a device's target to be for ever

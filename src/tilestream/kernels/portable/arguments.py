@@ -110,16 +110,19 @@ class Arguments:
         #: How the kernel is compiled.
         self.options = {"num_warps": plan.warps, "num_stages": plan.stages}
 
-    def fill(
-        self, a: Any, b: Any, out: Any, bias: Any, residual: Any, partials: Any, counts: Any, counters: Any,
-        table: Any, probe: Any, base: int, reset: int, alpha: float, beta: float, capacity: int = 0,
-        gate: GateArguments = NO_GATE,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """All of them, in the kernel's order. Tensors, or whatever stands in for them."""
+    def fill(self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE) -> tuple[Any, ...]:
+        """All of them, in the kernel's order.
+
+        Parameters
+        ----------
+        operands
+            a, b, out, bias, residual, partials, counts, counters, table, probe (tensors, addresses, or whatever stands
+            in for them), base, reset, alpha, beta.
+        """
+        base, reset, alpha, beta = operands[10:]
         return (
-            a, b, out, bias, residual, partials, counts, counters, table, probe, *gate[:8], base, reset, *gate[8:],
-            *self._numbers,
-            alpha, beta, *self._schedule, capacity, *self._constants,
+            *operands[:10], *gate[:8], base, reset, *gate[8:], *self._numbers, alpha, beta, *self._schedule, capacity,
+            *self._constants,
         )  # fmt: skip
 
 

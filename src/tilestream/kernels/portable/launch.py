@@ -113,14 +113,14 @@ class GemmLaunch:
         )  # fmt: skip
         if probe is not None:
             probing = Arguments(self.plan, self.layout, probe=True)
-            gemm[self._grid](*probing.fill(*operands, probe.capacity, gate), **probing.options)
+            gemm[self._grid](*probing.fill(*operands, capacity=probe.capacity, gate=gate), **probing.options)
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             if gate is not NO_GATE:
                 gate = GateArguments(*map(_address, gate))
             self._compiled(stream, self._arguments.fill(*map(_address, operands), gate=gate))
         else:
-            kernel = gemm[self._grid](*self._arguments.fill(*operands, 0, gate), **self._arguments.options)
+            kernel = gemm[self._grid](*self._arguments.fill(*operands, gate=gate), **self._arguments.options)
             self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
 
     def _gate(self, device: torch.device, incoming: Incoming) -> GateArguments:
