@@ -16,6 +16,10 @@ from tilestream.plan.problem import Incoming
 from tilestream.schedule.grid import WorkItem
 
 _INT31 = 2**31
+#: Registers that a thread can have, and an SM. A worker has an SM to itself, and may take them all: not told so, ptxas
+#: spills a few bytes, in one tile or another of each version, to get down to a count with which several workers fit.
+_MOST_REGISTERS = 255
+_SM_REGISTERS = 2**16
 
 Strides = tuple[int, int, int]
 
@@ -108,7 +112,7 @@ class Arguments:
         )  # fmt: skip
         self._constants = tuple(constants(plan, layout, probe).values())
         #: How the kernel is compiled.
-        self.options = {"num_warps": plan.warps, "num_stages": plan.stages}
+        self.options = options(plan)
 
     def fill(self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE) -> tuple[Any, ...]:
         """All of them, in the kernel's order.
@@ -124,6 +128,14 @@ class Arguments:
             *operands[:10], *gate[:8], base, reset, *gate[8:], *self._numbers, alpha, beta, *self._schedule, capacity,
             *self._constants,
         )  # fmt: skip
+
+
+def options(plan: Plan) -> dict[str, int]:
+    """How the kernel is compiled."""
+    made = {"num_warps": plan.warps, "num_stages": plan.stages}
+    if plan.device.arch.startswith("sm_"):
+        made["maxnreg"] = min(_MOST_REGISTERS, _SM_REGISTERS // (32 * plan.warps))
+    return made
 
 
 def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]:
