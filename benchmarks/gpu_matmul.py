@@ -7,9 +7,6 @@ commit where the tree is a copy without its history.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -17,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
 
 import tilestream as ts
-from harness import RESULTS, _git, errors
+from harness import GPU_PEAK, errors, gpu_record
 
 SHAPES = [
     (4096, 4096, 4096),
@@ -31,8 +27,6 @@ SHAPES = [
     (512, 8192, 8192),
     (64, 8192, 8192),
 ]
-#: Above this a figure is an error: dense bf16 of an H100 or H200, TFLOP/s, rounded up.
-PEAK = 1000.0
 
 
 def interleave(functions: dict[str, Callable[[], object]], rounds: int = 15, warmup: int = 3) -> dict[str, float]:
@@ -88,7 +82,7 @@ def row(m: int, n: int, k: int, layout: str) -> dict[str, object]:
     figures = errors(ts.mm(a, b)[:rows], torch.mm(a, b)[:rows], reference)
     milliseconds = interleave(functions)
     tflops = {name: 2e-9 * m * n * k / ms for name, ms in milliseconds.items()}
-    if max(tflops.values()) > PEAK:
+    if max(tflops.values()) > GPU_PEAK:
         raise AssertionError(f"{m}x{n}x{k}: {tflops}, above the peak: the answer or the timing is wrong")
     made = ts.plan(m, n, k, dtype=a.dtype, device="cuda")
     return {
@@ -130,25 +124,11 @@ def main() -> None:
         ),
         "plan.run, out=": host_us(lambda: made.run(a, b, out=out)),
     }
-    data = {
-        "name": "gpu_matmul",
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "tilestream": ts.__version__,
-        "commit": os.environ.get("COMMIT") or _git("rev-parse", "--short", "HEAD"),
-        "date": time.strftime("%Y-%m-%d"),
-        "dtype": "bfloat16",
-        "host_us": {name: round(value, 1) for name, value in host.items()},
-        "tiles_4096": tiles(4096, 4096, 4096),
-        "rows": rows,
-    }
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "gpu_matmul.json"
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    extra = {"host_us": {name: round(value, 1) for name, value in host.items()}, "tiles_4096": tiles(4096, 4096, 4096)}
+    gpu_record("gpu_matmul", rows, Path(sys.argv[1]) if len(sys.argv) > 1 else None, **extra)
     for one in rows:
         print(one["shape"], one["layout"], one["plan"], one["tflops"], one["of_cublas"])
-    print(data["host_us"], data["tiles_4096"])
+    print(extra)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the device's name.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import statistics
@@ -22,17 +23,28 @@ import tilestream as ts
 from tilestream.plan import cpu_properties
 
 RESULTS = Path(__file__).parent / "results"
+#: Dense bf16 of an H100 or H200, TFLOP/s, rounded up: a figure above it is an error.
+GPU_PEAK = 1000.0
 
 
-def interleave(functions: dict[str, Callable[[], Any]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def interleave(
+    functions: dict[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    before: Callable[[str], Any] = lambda _: None,
+    after: Callable[[str], Any] = lambda _: None,
+) -> dict[str, list[float]]:
     """Seconds of each call, the functions taken in turn, so that a slow minute hits all of them.
 
     In another order each round: OpenMP's threads spin for a while after a call that used them, at the cost of whoever
-    comes next.
+    comes next. ``before`` and ``after`` are given the function's name, and cost nothing.
     """
-    for function in functions.values():
+    for name, function in functions.items():
         for _ in range(warmup):
+            before(name)
             function()
+            after(name)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     shuffle = random.Random(0).shuffle
     names = list(functions)
@@ -40,9 +52,11 @@ def interleave(functions: dict[str, Callable[[], Any]], *, rounds: int, warmup: 
         shuffle(names)
         for name in names:
             function = functions[name]
+            before(name)
             begin = time.perf_counter()
             function()
             seconds[name].append(time.perf_counter() - begin)
+            after(name)
     return seconds
 
 
@@ -101,6 +115,28 @@ def record(name: str, rows: list[dict[str, Any]], **extra: Any) -> Path:
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def gpu_record(name: str, rows: list[dict[str, Any]], path: Path | None = None, **extra: Any) -> Path:
+    """`record` for a GPU. COMMIT names the commit where the tree is a copy without its history."""
+    import triton
+
+    data = {
+        "name": name,
+        "device": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "tilestream": ts.__version__,
+        "commit": os.environ.get("COMMIT") or _git("rev-parse", "--short", "HEAD"),
+        "date": time.strftime("%Y-%m-%d"),
+        "dtype": "bfloat16",
+        **extra,
+        "rows": rows,
+    }
+    path = path or RESULTS / f"{name}.json"
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return path
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,12 +23,13 @@ def test_the_performance_page_is_made_from_the_records() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_the_check_of_that_page_can_fail(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import render
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("render")
+
+
+def test_the_check_of_that_page_can_fail(tmp_path: Path, render: ModuleType) -> None:
     assert render.page() != render.page().replace("1", "2")
     (tmp_path / "performance.md").write_text(render.page().replace("1", "2"), encoding="utf-8")
     before, render.PAGE = render.PAGE, tmp_path / "performance.md"
@@ -35,6 +39,22 @@ def test_the_check_of_that_page_can_fail(tmp_path: Path) -> None:
             render.main()
     finally:
         render.PAGE, sys.argv = before, arguments
+
+
+def test_the_page_has_the_sections_of_the_records_there_are(
+    tmp_path: Path, render: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    assert render.page().strip() == render.HEAD.strip()
+    ways = {"copy": 5.0, "multiply": 4.0, "torch.mm": 3.5, "in turn": 8.5, "by chunks": 5.5, "streamed": 5.25}
+    row = {"shape": "16384x8192x8192", "ms": ways, "of_larger": 1.05, "of_in_turn": 5.25 / 8.5, "copy_gb_per_s": 53.7}
+    about = {"device": "Some GPU", "torch": "2.11", "triton": "3.6", "commit": "abc", "date": "then"}
+    record = {**about, "dtype": "bfloat16", "rows": [row, {**row, "copy_gb_per_s": 55.2}]}
+    (tmp_path / "gpu_stream.json").write_text(json.dumps(record), encoding="utf-8")
+    text = render.page()
+    assert "at 54 to 55 GB/s" in text
+    assert "Some GPU, torch 2.11, Triton 3.6, commit `abc`, then" in text
+    assert "| 16384x8192x8192 | 5.00 | 4.00 | 3.50 | 8.50 | 5.50 | 5.25 | 1.050 | 1.619 | 1.048 |" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,7 +1,6 @@
 import json
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 import tilestream as ts
-from tilestream.cli.demo import measure, report, source
+from tilestream.cli.demo import file_bench, measure, source
+from tilestream.cli.demo.settings import Settings
 
-QUICK = ("--repeats", 2)
+QUICK = ("--repeats", 2, "--device", "cpu")
+WAYS = {"read", "multiply", "torch", "sequential", "streamed"}
 
 
 @pytest.fixture
@@ -63,7 +64,9 @@ def test_end_to_end_on_a_file_of_its_own(demo, tmp_path, monkeypatch):
     assert figures["problem"]["n"] % 16 == 0
     assert figures["versions"]["torch"] == torch.__version__
     assert figures["device"]
-    for way in measure.WAYS:
+    assert figures["samples_ms"].keys() == figures["median_ms"].keys() == WAYS
+    assert figures["gb_per_s"]["read"] == pytest.approx(1024 * 128 * 4e-6 / figures["median_ms"]["read"])
+    for way in WAYS:
         assert len(figures["samples_ms"][way]) == 2
         assert min(figures["samples_ms"][way]) <= figures["median_ms"][way] <= max(figures["samples_ms"][way])
     assert "cached" in demo().stdout
@@ -144,8 +147,7 @@ def test_a_matmul_that_does_not_wait_is_found(demo, safetensors, monkeypatch):
     monkeypatch.setattr(ts.Stream, "wait", late_wait)
     monkeypatch.setattr(ts, "matmul", lambda a, b, *, out, **_: torch.mm(a, b, out=out))
     # Nor does it leave a trace.
-    monkeypatch.setattr(measure.Bench, "_trace_of", lambda self, recorder: None)
-    monkeypatch.setattr("tilestream.cli.demo._write_trace", lambda *_: {})
+    monkeypatch.setattr(file_bench.FileBench, "_trace_of", lambda self, recorder: None)
     assert_wrong(demo("-i", safetensors, "--tensor", "acts", "--n", 32))
 
 
@@ -240,7 +242,7 @@ def test_an_out_dir_that_cannot_be_made_is_said_first(cli, tmp_path, safetensors
 
 
 def test_a_matrix_larger_than_memory_is_refused(demo, safetensors, monkeypatch):
-    monkeypatch.setattr(measure, "available_memory", lambda: 1000)
+    monkeypatch.setattr(file_bench, "available_memory", lambda: 1000)
     result = demo("--input", safetensors, "--tensor", "acts")
     assert result.exit_code == 2
     assert "memory" in result.stderr
@@ -280,10 +282,9 @@ def test_where_reads_cannot_be_cold_the_report_says_so(demo, safetensors, monkey
 def test_calibration_balances_reading_and_multiplying(read, speed, least, most):
     class Fake:
         n = 0
-        x = torch.empty(1, 1)
-        source = SimpleNamespace(rows=64, columns=64)
+        x = torch.empty(64, 64)
 
-        def read(self):
+        def bring_alone(self):
             return read
 
         def multiply(self):
@@ -293,39 +294,17 @@ def test_calibration_balances_reading_and_multiplying(read, speed, least, most):
             self.n = n
 
     bench = Fake()
-    n = measure.calibrate(bench)
+    n = file_bench.calibrate(bench)
     assert least <= n <= most
     assert n % 16 == 0
     assert bench.n == n
 
 
-def timings(**seconds):
-    made = measure.Timings()
-    for way in measure.WAYS:
-        made.samples[way] = [seconds[way]]
-    return made
-
-
-def test_overlap_is_the_time_saved_and_its_share_of_what_could_be():
-    made = timings(read=0.1, multiply=0.12, torch=0.1, sequential=0.22, streamed=0.13)
-    assert made.won == pytest.approx(0.09)
-    assert made.hideable == 0.1
-    assert made.larger == 0.12
-    assert "overlap won 90.0 ms" in report._overlap(made)
-    assert "90% of the 100.0 ms" in report._overlap(made)
-
-
-def test_a_loss_is_called_a_loss():
-    made = timings(read=0.1, multiply=0.12, torch=0.1, sequential=0.22, streamed=0.25)
-    assert "no overlap won" in report._overlap(made)
-    assert "30.0 ms longer" in report._overlap(made)
-
-
 def test_the_watcher_sees_chunks_and_tiles_grow(safetensors):
     seen = []
     found = source.open_source(safetensors, "acts")
-    settings = measure.Settings(n=32, repeats=1, rows_per_chunk=64, workers=2)
-    result = measure.run(found, settings, watcher=lambda *now: seen.append(now))
+    settings = Settings(n=32, repeats=1, rows_per_chunk=64, workers=2)
+    result = measure.run(file_bench.FileBench(found, settings), watcher=lambda *now: seen.append(now))
     assert seen == sorted(seen)
     assert seen[-1] == (8, 8, result.trace.tiles, result.trace.tiles)
     assert result.plan.workers == 2

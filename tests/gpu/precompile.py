@@ -87,6 +87,9 @@ def specs(device: DeviceProperties) -> list[tuple[Any, Layout, tuple[int, ...], 
     for layout, rows in itertools.product(("nn", "nt"), (512, 1024)):
         cases.append((Case(16384, 8192, 8192, layout=layout), {"rows": Chunks.uniform(16384, rows)}))
         cases.append((Case(16384, 8192, 8192, layout=layout), {}))
+    # The other shapes of benchmarks/gpu_stream.py, and of tests/gpu/test_gpu_demo.py.
+    for m, n, k, rows in ((8192, 8192, 8192, 512), (16384, 4096, 8192, 512), (4096, 14336, 4096, 1024), (M, N, K, 128)):
+        cases += [(Case(m, n, k), {"rows": Chunks.uniform(m, rows)}), (Case(m, n, k), {})]
     found = [spec(device, case, **how) for case, how in cases]
     return [one for one in found if one is not None]
 

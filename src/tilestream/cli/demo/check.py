@@ -43,7 +43,8 @@ class Checker:
     Parameters
     ----------
     x, w
-        ``[m, k]`` and ``[k, n]``.
+        ``[m, k]`` and ``[k, n]``. ``x`` may be on the CPU while the rest is on a GPU: what is checked is then the copy,
+        too, and only sampled rows are copied once more.
     by_torch
         ``torch.mm(x, w)``: the error to be compared with.
     tile
@@ -118,8 +119,9 @@ class Checker:
 
     def _reference(self, tile: tuple[int, int]) -> torch.Tensor:
         rows, columns = self._slices(tile)
-        x, w = self._x[rows], self._w[:, columns]
-        total = torch.zeros(x.shape[0], w.shape[1], dtype=torch.float64)
+        w = self._w[:, columns]
+        x = self._x[rows].to(w.device)
+        total = torch.zeros(x.shape[0], w.shape[1], dtype=torch.float64, device=w.device)
         for begin in range(0, x.shape[1], _K_BLOCK):
             total.addmm_(x[:, begin : begin + _K_BLOCK].double(), w[begin : begin + _K_BLOCK].double())
         return total

@@ -29,10 +29,26 @@ def load_average() -> float | None:
         return None
 
 
-def versions() -> dict[str, str]:
-    """Versions that a figure depends on."""
+def free_device_memory() -> int:
+    """Bytes of the current GPU's memory that nobody has taken."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return int(free)
+
+
+def versions(*, gpu: bool = False) -> dict[str, str]:
+    """Versions that a figure depends on; ``gpu``: also those of what makes and runs kernels."""
     import torch
 
     from tilestream._version import __version__
 
-    return {"tilestream": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {"tilestream": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if gpu:
+        import triton
+
+        found["triton"] = triton.__version__
+        for name in ("cuda", "hip"):
+            if version := getattr(torch.version, name):
+                found[name] = version
+    return found

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tilestream.cli import ui
 from tilestream.cli.demo.machine import load_average, versions
-from tilestream.cli.demo.measure import WAYS, Result, Timings
+from tilestream.plan.device import cpu_properties
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,52 +17,51 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilestream.cli.demo.check import Verdict
+    from tilestream.cli.demo.measure import Result, Timings
 
 _NAMES = {
     "read": "read alone",
+    "copy": "copy alone",
     "multiply": "multiply alone",
     "torch": "torch.mm alone, for comparison",
     "sequential": "one after the other",
     "streamed": "streamed",
 }
+_DOING = {"read": "reading", "copy": "copying"}
+_N_IS = {
+    "given": "as asked for",
+    "default": "the default",
+    "calibrated": "chosen so that reading and multiplying take about as long",
+}
 _BUSY = 0.6  # processes a core that other programs keep running, from which on times are to be doubted
 
 
-def show(console: Console, result: Result, written: str, files: dict[str, Path | str]) -> None:
+def show(console: Console, result: Result, files: dict[str, Path | str]) -> None:
     """Print the report.
 
     Parameters
     ----------
-    written
-        Where the file comes from.
     files
         What was written: a name for people, and the path, or why there is none.
     """
-    source, timings, plan = result.source, result.timings, result.plan
-    matrix = source.matrix
+    timings, plan, problem = result.timings, result.plan, result.plan.problem
 
     def line(name: str, text: str) -> None:
         console.print(f"[bold]{name:<10}[/bold]", end="")
         console.print(text, markup=False, soft_wrap=True)
 
     console.print()
-    line("file", f"{source.path} ({ui.size(matrix.nbytes)}, {written})")
-    line("read", result.how)
-    line("", source.how)
-    chosen = "chosen so that reading and multiplying take about as long" if result.calibrated else "as asked for"
-    shapes = f"[{source.rows}, {source.columns}] @ [{source.columns}, {result.n}], {matrix.dtype}"
-    line("multiply", f"{shapes}; {result.n} columns: {chosen}")
+    for name, text in result.about:
+        line(name, text)
+    shapes = f"[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}], {problem.dtype}"
+    line("multiply", f"{shapes}; {problem.n} columns: {_N_IS[result.n_is]}")
     console.print(_table(result))
     console.print(_overlap(timings))
-    ratio = timings.median("streamed") / timings.larger
     console.print(
-        f"streamed takes {ratio:.2f} times the larger of reading and multiplying, which no overlap can go below"
+        f"streamed takes {timings.over_larger:.2f} times the larger of {_DOING[timings.bring]} and multiplying, which "
+        "no overlap can go below"
     )
-    busy = load_average()
-    if busy is not None and busy > plan.workers * (1 + _BUSY):
-        console.print(
-            f"[yellow]times are noisy:[/yellow] the load average is {busy:.1f} on {plan.device.workers} cores"
-        )
+    _noise(console, plan.workers)
     console.print()
     _verdict(console, result.verdict)
     console.print()
@@ -72,25 +71,37 @@ def show(console: Console, result: Result, written: str, files: dict[str, Path |
         line(name, str(path))
 
 
+def _noise(console: Console, workers: int) -> None:
+    busy, cores = load_average(), cpu_properties().workers
+    if busy is not None and busy > min(workers, cores) * (1 + _BUSY):
+        console.print(f"[yellow]times are noisy:[/yellow] the load average is {busy:.1f} on {cores} cores")
+
+
+def _rates(result: Result) -> dict[str, float]:
+    """Bytes a second of the input's way, operations a second of those that only multiply."""
+    timings, operations = result.timings, result.plan.floor.operations
+    rates = {timings.bring: result.nbytes / timings.median(timings.bring)}
+    return rates | {way: operations / timings.median(way) for way in ("multiply", "torch")}
+
+
 def _table(result: Result) -> Table:
-    timings, floor = result.timings, result.plan.floor
+    timings = result.timings
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in ("median ms", "least", "most", "rate"):
         table.add_column(name, justify="right")
-    for way in WAYS:
-        median = timings.median(way)
-        if way == "read":
-            rate = f"{result.source.matrix.nbytes / median / 1e9:.2f} GB/s"
-        elif way in ("multiply", "torch"):
-            rate = f"{floor.operations / median / 1e9:.0f} GFLOP/s"
-        else:
-            rate = ""
-        samples = timings.samples[way]
+    rates = _rates(result)
+    words = {way: _operations(rate) for way, rate in rates.items()}
+    words[timings.bring] = f"{rates[timings.bring] / 1e9:.2f} GB/s"
+    for way, samples in timings.samples.items():
         style = "bold" if way == "streamed" else ""
-        times = (ui.milliseconds(median), ui.milliseconds(min(samples)), ui.milliseconds(max(samples)))
-        table.add_row(_NAMES[way], *times, rate, style=style)
+        times = (ui.milliseconds(x) for x in (timings.median(way), min(samples), max(samples)))
+        table.add_row(_NAMES[way], *times, words.get(way, ""), style=style)
     return table
+
+
+def _operations(rate: float) -> str:
+    return f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:.0f} GFLOP/s"
 
 
 def _overlap(timings: Timings) -> str:
@@ -116,29 +127,22 @@ def _verdict(console: Console, verdict: Verdict) -> None:
 
 def figures(result: Result) -> dict[str, Any]:
     """Everything that was measured, and on what, for `json`."""
-    source, timings, verdict, plan = result.source, result.timings, result.verdict, result.plan
+    timings, verdict, plan, problem = result.timings, result.verdict, result.plan, result.plan.problem
+    bring, rates = timings.bring, _rates(result)
     return {
         "device": plan.device.name,
+        "backend": plan.backend,
         "workers": plan.workers,
         "load_average": load_average(),
-        "versions": versions(),
-        "file": {
-            "path": str(source.path),
-            "tensor": source.matrix.name,
-            "shape": list(source.matrix.shape),
-            "dtype": source.matrix.dtype,
-            "bytes": source.matrix.nbytes,
-            "how": result.how,
-            "cold": source.cold,
-            "coldness": source.how,
-        },
+        "versions": versions(gpu=plan.backend != "cpu"),
+        **result.facts,
         "problem": {
-            "m": source.rows,
-            "n": result.n,
-            "k": source.columns,
-            "n_calibrated": result.calibrated,
-            "chunks": result.chunks,
-            "rows_per_chunk": result.rows_per_chunk,
+            "m": problem.m,
+            "n": problem.n,
+            "k": problem.k,
+            "dtype": problem.dtype,
+            "n_calibrated": result.n_is == "calibrated",
+            **_chunks(result),
         },
         "plan": {
             "label": plan.label,
@@ -146,12 +150,14 @@ def figures(result: Result) -> dict[str, Any]:
             "floor_ms": 1e3 * plan.floor.seconds,
             "explain": plan.explain().splitlines(),
         },
-        "median_ms": {way: 1e3 * timings.median(way) for way in WAYS},
-        "samples_ms": {way: [1e3 * seconds for seconds in timings.samples[way]] for way in WAYS},
-        "read_cpu_ms": 1e3 * result.read_cpu,
+        "median_ms": {way: 1e3 * timings.median(way) for way in timings.samples},
+        "samples_ms": {way: [1e3 * seconds for seconds in samples] for way, samples in timings.samples.items()},
+        f"{bring}_cpu_ms": 1e3 * result.bring_cpu,
+        "gb_per_s": {bring: rates[bring] / 1e9},
+        "tflop_per_s": {way: rate / 1e12 for way, rate in rates.items() if way != bring},
         "overlap_won_ms": 1e3 * timings.won,
         "overlap_won_share": timings.won / timings.hideable,
-        "streamed_over_larger": timings.median("streamed") / timings.larger,
+        "streamed_over_larger": timings.over_larger,
         "answer": {
             "right": verdict.right,
             "tiles": verdict.tiles,
@@ -162,3 +168,9 @@ def figures(result: Result) -> dict[str, Any]:
             "each": ["ours", "torch.mm", "allowed"],
         },
     }
+
+
+def _chunks(result: Result) -> dict[str, int]:
+    rows = result.plan.problem.rows
+    assert rows is not None  # it is the streamed matmul's plan
+    return {"chunks": rows.chunks.count, "rows_per_chunk": rows.chunks.rows_per_chunk}

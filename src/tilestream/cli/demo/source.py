@@ -9,7 +9,7 @@ import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilestream.arrival.files import StoredMatrix, drop_from_page_cache, find_matrix
 from tilestream.cli import ui
@@ -50,6 +50,17 @@ class Source:
     def columns(self) -> int:
         """Columns of the matrix."""
         return self.matrix.shape[-1]
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, for JSON."""
+        matrix = self.matrix
+        return {
+            "path": str(self.path),
+            "tensor": matrix.name,
+            "shape": list(matrix.shape),
+            "dtype": matrix.dtype,
+            "bytes": matrix.nbytes,
+        }
 
     def drop(self) -> None:
         """Make the next read cold, where possible."""

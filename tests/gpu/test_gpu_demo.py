@@ -1,0 +1,140 @@
+"""``tilestream demo`` on a GPU: what it says and writes. No time is judged: the shapes are small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from gpu_cases import K, M, N
+
+import tilestream as ts
+
+pytest.importorskip("typer", reason="the command line is an extra")
+pytest.importorskip("rich", reason="the command line is an extra")
+
+from typer.testing import CliRunner
+
+from tilestream.cli.app import app
+from tilestream.cli.demo import machine
+from tilestream.cli.demo.check import Checker
+
+WAYS = ["copy", "multiply", "torch", "sequential", "streamed"]
+SMALL = ("--rows", M, "--n", N, "--k", K, "--rows-per-chunk", 128, "--repeats", 2)
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.timeout(300)
+
+
+def demo(*arguments):
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)])
+
+
+def test_a_small_problem_on_the_gpu_that_auto_finds(tmp_path):
+    result = demo(*SMALL, "--json", tmp_path / "figures.json", "--out-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for words in ("copy alone", "answer right", "copied to cuda:0", "backend   portable", "launches on a GPU are not"):
+        assert words in result.stdout
+    assert not (tmp_path / "out").exists()
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["device"] == torch.cuda.get_device_name()
+    assert figures["versions"]["torch"] == torch.__version__
+    assert figures["versions"].keys() & {"cuda", "hip"}
+    assert figures["versions"]["triton"]
+    assert figures["answer"]["right"]
+    assert figures["answer"]["missing"] == 0
+    assert (figures["problem"]["m"], figures["problem"]["n"], figures["problem"]["k"]) == (M, N, K)
+    assert (figures["problem"]["chunks"], figures["problem"]["dtype"]) == (8, "bfloat16")
+    assert figures["input"]["bytes"] == M * K * 2
+    assert list(figures["samples_ms"]) == WAYS
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in figures["samples_ms"].values())
+    assert figures["gb_per_s"]["copy"] > 0
+    assert figures["tflop_per_s"].keys() == {"multiply", "torch"}
+    assert figures["streamed_over_larger"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])
+def test_schedules_and_workers(schedule):
+    result = demo(*SMALL, "--device", "cuda", "--schedule", schedule, "--workers", 60)
+    assert result.exit_code == 0, result.output
+    assert f"schedule  {schedule}, 60 workers" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_file_of_ones_own(tmp_path, dtype):
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "mine.npy"
+    numpy.save(path, numpy.random.default_rng(0).standard_normal((3, 150, 264)).astype(dtype))
+    result = demo("--device", "cuda", "--input", path, "--n", 200, "--repeats", 1)
+    assert result.exit_code == 0, result.output
+    assert f"[450, 264] @ [264, 200], {dtype}" in result.stdout
+    assert "read into pinned memory first" in result.stdout
+
+
+def test_a_dtype_that_the_gpu_does_not_multiply_is_one_line(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    numpy.save(tmp_path / "f.npy", numpy.ones((64, 32)))
+    result = demo("--device", "cuda", "--input", tmp_path / "f.npy", "--n", 16)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tilestream: dtype: float64 on a GPU")
+
+
+def test_a_wrong_answer_is_status_1(monkeypatch):
+    right = ts.matmul
+
+    def corrupt(a, b, *, out, arrival=None, **options):
+        right(a, b, out=out, arrival=arrival, **options)
+        if arrival is not None:
+            out[300:310, 10:20] = 7.0
+        return out
+
+    monkeypatch.setattr(ts, "matmul", corrupt)
+    result = demo(*SMALL)
+    assert result.exit_code == 1
+    assert "ANSWER WRONG" in result.stdout
+
+
+def test_a_matmul_that_does_not_wait_is_found(monkeypatch):
+    # Launched before the copies, on rows that are still NaN.
+    pending = []
+    restart, wait = ts.Stream.restart, ts.Stream.wait
+
+    def late(self, timeout=None):
+        if pending:
+            restart(pending.pop())
+        return wait(self, timeout)
+
+    monkeypatch.setattr(ts.Stream, "restart", pending.append)
+    monkeypatch.setattr(ts.Stream, "wait", late)
+    monkeypatch.setattr(ts, "matmul", lambda a, b, *, out, **_: torch.mm(a, b, out=out))
+    result = demo(*SMALL)
+    assert result.exit_code == 1
+    assert "ANSWER WRONG" in result.stdout
+
+
+def test_a_gpu_too_small_is_refused(monkeypatch):
+    monkeypatch.setattr(machine, "free_device_memory", lambda: 2**20)
+    result = demo(*SMALL)
+    assert result.exit_code == 2
+    assert "of the GPU's memory" in result.stderr
+
+
+class TestChecker:
+    """The input on the host, the rest on the GPU."""
+
+    def answers(self):
+        x, w = torch.randn(M, K).to(BF16).pin_memory(), torch.randn(K, N, device="cuda").to(BF16)
+        by_torch = torch.mm(x.cuda(), w)
+        return Checker(x, w, by_torch, (128, 256)), by_torch.clone()
+
+    def test_torchs_own_answer_is_right(self):
+        checker, out = self.answers()
+        verdict = checker.check(out)
+        assert verdict.right
+        assert verdict.maximum == verdict.maximum_torch < verdict.maximum_allowed
+
+    @pytest.mark.parametrize("where", [(0, 0), (M - 1, N - 1), (500, 333)])
+    @pytest.mark.parametrize("value", [500.0, float("nan")])
+    def test_one_wrong_element_anywhere_is_found(self, where, value):
+        checker, out = self.answers()
+        out[where] = value
+        assert not checker.check(out).right
