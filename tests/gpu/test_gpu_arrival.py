@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -310,12 +312,104 @@ def test_a_hundred_replays_with_the_copies_in_the_graph(chunking, kind):
     graph.replay()  # under quarantine
     torch.cuda.synchronize()
     assert out.isnan().all()
-    with pytest.raises(ts.TilestreamError, match=r"arrival\.advance"):
+    with pytest.raises(ts.TilestreamError, match=r"arrival\.reset"):
         ts.check()
-    arrival.advance()
+    arrival.advance()  # says nothing to captured launches
+    graph.replay()
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(ts.TilestreamError, match=r"arrival\.reset"):
+        ts.check()
+    arrival.reset()
     graph.replay()
     torch.cuda.synchronize()
     check(out, Maths(source.cuda(), b))
+
+
+@launch_first
+def test_one_launch_a_graph_waits_for_an_arrival():
+    source, b = pinned(M, K), weight()
+    arrival = next(iter(arrivals("uniform")))
+    feed = Feed(arrival, source)(*in_order(arrival))
+    ts.matmul(feed.tensor, b, arrival=arrival)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        feed.stream.wait_stream(torch.cuda.current_stream())
+        feed(*in_order(arrival))
+        out = ts.matmul(feed.tensor, b, arrival=arrival)
+        torch.cuda.current_stream().wait_stream(feed.stream)
+        with pytest.raises(RuntimeError, match="a launch of this graph waits for these signals already"):
+            ts.matmul(feed.tensor, b, arrival=arrival)
+    del arrival, feed.arrival
+    gc.collect()
+    filler = [torch.full((64,), 3, dtype=torch.int32, device="cuda") for _ in range(200)]  # where its words were
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, Maths(source.cuda(), b))
+    assert all((one == 3).all() for one in filler)
+    ts.check()
+
+
+def every_sm_waits(captured: bool) -> None:
+    """All workers wait for one chunk, with nothing left over on any SM; then it comes."""
+    m, n, k = 128 * 17, 256 * 16, 512
+    source, b = pinned(m, k), weight(k, n)
+    arrival = ts.Arrival.uniform(m, 1, device="cuda")
+    plan = ts.plan(m, n, k, dtype=BF16, device="cuda", tile=(128, 256), arrival=arrival)
+    assert plan.schedule.grid.tiles >= plan.workers == torch.cuda.get_device_properties(0).multi_processor_count
+    feed = Feed(arrival, source)(0)
+    plan.run(feed.tensor, b, arrival=arrival)  # compiled
+    torch.cuda.synchronize()
+    arrival.advance()
+    out = torch.full((m, n), float("nan"), dtype=BF16, device="cuda")
+    if not captured:
+        plan.run(feed.tensor, b, out=out, arrival=arrival, deadline=5.0)
+        time.sleep(0.02)
+        feed(0)
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            feed.stream.wait_stream(torch.cuda.current_stream())
+            plan.run(feed.tensor, b, out=out, arrival=arrival, deadline=5.0)
+            with torch.cuda.stream(feed.stream):
+                for _ in range(40):  # long enough for every worker to be there first
+                    feed.tensor.copy_(source, non_blocking=True)
+            feed(0)
+            torch.cuda.current_stream().wait_stream(feed.stream)
+        for _ in range(5):
+            graph.replay()
+    torch.cuda.synchronize()
+    ts.check()
+    check(out, Maths(source.cuda(), b))
+
+
+@launch_first
+@pytest.mark.parametrize("captured", [False, True])
+def test_signals_need_no_sm(captured):
+    every_sm_waits(captured)
+
+
+@launch_first
+def test_one_connection_to_the_device():
+    """As Megatron sets it: all streams' work goes to the device through one queue, in the order of its issue."""
+    code = "import sys; sys.path[:0] = ['tests', 'tests/gpu']; import test_gpu_arrival as t; t.one_connection()"
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def one_connection() -> None:
+    source, b = pinned(M, K), weight()
+    for _ in range(3):
+        with ts.stream_in(source, rows_per_chunk=128) as x:
+            out = ts.matmul(x.tensor, b, arrival=x.arrival, deadline=5.0)
+            after = out * 2  # a successor on the kernel's stream
+            x.wait(10)
+            torch.cuda.synchronize()
+            ts.check()
+            check(after / 2, Maths(source.cuda(), b))
 
 
 class TestStreamIn:
@@ -349,9 +443,11 @@ class TestStreamIn:
                 x.wait(5)
 
     @launch_first
-    def test_a_producer_that_fails_ends_the_launch_at_once(self):
+    @pytest.mark.parametrize("first", [512, 0])
+    def test_a_producer_that_fails_ends_the_launch_at_once(self, first):
         def blocks():
-            yield torch.randn(512, K)
+            if first:
+                yield torch.randn(first, K)
             time.sleep(0.05)
             raise OSError("the disk is gone")
 
@@ -361,7 +457,7 @@ class TestStreamIn:
             out = ts.matmul(x.tensor, b, arrival=x.arrival)
             torch.cuda.synchronize()
         assert time.perf_counter() - begin < 5
-        assert out[512:].isnan().all()
+        assert out[first:].isnan().all()
         with pytest.raises(OSError, match="the disk is gone"):
             ts.check()
 
@@ -411,6 +507,18 @@ def test_nothing_is_allocated_but_the_output():
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         kept += [ts.matmul(x.tensor, b, arrival=x.arrival) for _ in range(5)]
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 5
+
+
+@launch_first
+def test_a_signal_behind_its_launch_is_refused():
+    a, b = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    arrival = ts.Arrival.uniform(32, 2, device="cuda")
+    ts.matmul(a, b, arrival=arrival, deadline=0.05)
+    with pytest.raises(RuntimeError, match="on the stream on which a launch already waits"):
+        arrival.signal(0)
+    torch.cuda.synchronize()
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.check()
 
 
 def test_signals_elsewhere_are_refused():

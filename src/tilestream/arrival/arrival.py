@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
 from tilestream.arrival.chunks import Chunks
@@ -204,12 +204,12 @@ class Arrival:
         """
         self._signals.set(chunk, epoch)
 
-    def _signaller(self) -> Callable[[int], None]:
-        """`signal` for many chunks of this epoch in a row; on a GPU, all on the stream that is current now."""
-        return self._signals.setter()
-
     def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
-        """Say that what is missing will not come: ``error`` is raised in the call that waits for it."""
+        """Say that what is missing will not come: ``error`` is raised in the call that waits for it.
+
+        On a GPU by the next call, or by `tilestream.check`. There, launches that wait for a caller's own words, and
+        captured ones, are not told: they wait until their deadline.
+        """
         self._signals.fail(error, epoch)
 
     def arrived(self, chunk: int) -> bool:
@@ -217,12 +217,16 @@ class Arrival:
         return self._signals.arrived(chunk)
 
     def advance(self) -> int:
-        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`.
-
-        On a GPU it also ends the quarantine of captured launches (see `tilestream.check`): call it when the producers
-        of the replay that failed have stopped. What must be zeroed is, on the current stream.
-        """
+        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`."""
         return self._signals.advance()
+
+    def reset(self) -> None:
+        """Start afresh after a captured launch has missed a chunk: on a GPU, zero what its graph's signals left behind.
+
+        Until then each replay gives NaN and an error, since signals of the replay that failed could be taken for news.
+        Call it when the producers of that replay have stopped, on a stream that comes before the next replay.
+        """
+        self._signals.reset()
 
     def chunks(self, rows: int) -> Chunks:
         """The chunks of an input of ``rows`` rows.
@@ -236,11 +240,9 @@ class Arrival:
 
     def __repr__(self) -> str:
         shape = f"rows_per_chunk={self._rows_per_chunk}" if self._rows_per_chunk else "ragged"
-        where = f", device={self.device}" if self.device != "cpu" else ""
-        return (
-            f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, "
-            f"arrived={self._signals.num_arrived}, epoch={self.epoch}{where})"
-        )
+        # On a GPU it is not asked how many have arrived: that would wait for the device.
+        where = f"device={self.device}" if self.device != "cpu" else f"arrived={sum(self._signals.state())}"
+        return f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, {where}, epoch={self.epoch})"
 
 
 def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int]) -> Chunks:
@@ -269,7 +271,8 @@ def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | tor
     import torch
 
     where = words.device if words is not None else torch.device(str(device))
-    if words is not None and device is not None and torch.device(device).type != where.type:
+    asked = where if device is None else torch.device(device)
+    if asked.type != where.type or asked.index not in (None, where.index):
         raise ValueError(f"device={str(device)!r}: the signals are on {where}; they are where the input is")
     if where.type == "cuda":
         from tilestream.arrival.device import DeviceSignals

@@ -5,21 +5,24 @@ chunk. Issuing it costs no SM and waits for nothing (invariant 10).
 
 Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so under capture a
 signal goes to a second set of words, as the value 1, and the captured launch that has seen all of them zeroes them
-(invariant 4). After a replay in which a chunk was missing these words may hold anything: that launch sets the
-quarantine word, and is not to be had again before `advance` (invariant 6).
+(invariant 4): one launch a graph, then. After a replay in which a chunk was missing these words may hold anything: that
+launch sets the quarantine word, and is not to be had again before `reset` (invariant 6).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import stream_write
+from tilestream.runtime.driver import capture_id, stream_write
 from tilestream.runtime.streams import aside
+
+#: Words that captured launches and signals know by address: a graph may live for ever.
+_captured_stores: list[torch.Tensor] = []
 
 
 class GateWords(NamedTuple):
@@ -43,6 +46,13 @@ class GateWords(NamedTuple):
     key: int
 
 
+class _Last(NamedTuple):
+    """Where a chunk was last signalled, and the moment after it."""
+
+    stream: int
+    event: torch.cuda.Event
+
+
 class DeviceSignals(Signals):
     """The signal words of one input on a GPU.
 
@@ -55,6 +65,9 @@ class DeviceSignals(Signals):
     words
         The caller's own ``int32[count]`` there; None for ours.
     """
+
+    #: Signals of producers that failed, until a launch has reported it: the exception shall outlive the arrival.
+    _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
     def __init__(self, count: int, device: torch.device, words: torch.Tensor | None = None) -> None:
         super().__init__(count)
@@ -77,112 +90,205 @@ class DeviceSignals(Signals):
             self._streams: set[int] = {torch.cuda.current_stream().cuda_stream}
             self._zeroed.record()
         self._issued = [0] * count
-        self._was_captured = False
+        self._last: list[_Last | None] = [None] * count
+        self._waiting: tuple[int, int] | None = None
+        self._capture = 0
+        self._streamed = False
 
     @property
     def self_reset(self) -> bool:
         """Whether an eager call that has seen all chunks zeroes the words."""
         return self._theirs is not None
 
+    def filled_by_stream(self) -> None:
+        """These are the signals of a `tilestream.Stream`: its copies are in no graph."""
+        self._streamed = True
+
+    # Launches ------------------------------------------------------------------------------------------------------
+
     def use(self) -> GateWords:
-        """What a launch on the current stream waits for; eager or captured as the stream is."""
+        """What a launch on the current stream waits for; eager or captured as the stream is.
+
+        Raises
+        ------
+        RuntimeError
+            If it is captured, and nobody would signal, or another launch of that graph zeroes the signals.
+        """
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
+        captured = torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._enter_graph(stream)
         if self._theirs is not None:
             self._theirs.record_stream(stream)
-            self._was_captured |= torch.cuda.is_current_stream_capturing()
             return GateWords(self._theirs, self._quarantine, 0, self.key)
-        if torch.cuda.is_current_stream_capturing():
-            self._was_captured = True
+        if captured:
             return GateWords(self._captured, self._quarantine, 0, self.key)
+        self._waiting = stream.cuda_stream, self.epoch
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
+
+    def _enter_graph(self, stream: torch.cuda.Stream) -> None:
+        if self._streamed:
+            raise RuntimeError(
+                "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it; capture copies of "
+                "your own, and arrival.signal() of an Arrival behind each"
+            )
+        graph = capture_id(stream.cuda_stream)
+        if graph == self._capture:
+            raise RuntimeError(
+                "arrival: a launch of this graph waits for these signals already, and zeroes them when it has seen "
+                "them; give the second launch an Arrival of its own, and signal both, or make the two matmuls one"
+            )
+        self._capture = graph
+        _captured_stores.append(self._store)
+        if self._theirs is not None:
+            _captured_stores.append(self._theirs)
 
     def _settle(self, stream: torch.cuda.Stream) -> None:
         """Before ``stream`` first touches our words: they are zeroed by then, and its use of them is known to torch."""
         if stream.cuda_stream in self._streams:
             return
         with self._bell:
-            self._streams.add(stream.cuda_stream)
-            if not torch.cuda.is_current_stream_capturing():  # torch synchronises before it captures
-                stream.wait_event(self._zeroed)
             # Freed words are not handed out again before this stream is past its use of them (invariant 9).
             self._store.record_stream(stream)
+            if torch.cuda.is_current_stream_capturing():
+                return  # torch synchronises before it captures: they are zeroed
+            stream.wait_event(self._zeroed)
+            self._streams.add(stream.cuda_stream)
+
+    # Producers -----------------------------------------------------------------------------------------------------
 
     def set(self, chunk: int, epoch: int | None = None) -> None:
-        """Issue the signal of chunk ``chunk`` on the current stream of the words' device."""
-        self._check(chunk)
-        now = self.epoch
-        if epoch is not None and epoch > now:
-            raise ValueError(f"signal: epoch={epoch}; the present epoch is {now}: advance() begins the next")
-        if epoch is not None and epoch < now:
-            return  # too late to count, and it must not take a word back
-        with torch.cuda.device(self._device):
-            self.setter()(chunk)
+        """Issue the signal of chunk ``chunk`` on the current stream of the words' device.
 
-    def setter(self) -> Callable[[int], None]:
-        """`set` for many chunks of the present epoch in a row, on the stream that is current now."""
-        now, issued = self.epoch, self._issued
+        Raises
+        ------
+        RuntimeError
+            If a launch that waits for it was issued on this stream before: neither would ever come to its end.
+        """
+        self._check(chunk)
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             self._settle(stream)
-            captured = torch.cuda.is_current_stream_capturing()
-        words, value = self._eager, now
-        if self._theirs is not None:
-            words, value = self._theirs, 1
+            if torch.cuda.is_current_stream_capturing() or self._theirs is not None:
+                self._set_flag(chunk, stream)
+                return
+            with self._bell:
+                value = self._epoch if epoch is None else epoch
+                if value > self._epoch:
+                    raise ValueError(
+                        f"signal: epoch={epoch}; the present epoch is {self._epoch}: advance() begins the next"
+                    )
+                if self._issued[chunk] >= value:
+                    return  # a late one must not take a word back
+                if self._waiting == (stream.cuda_stream, value):
+                    raise RuntimeError(
+                        f"signal: chunk {chunk} is signalled on the stream on which a launch already waits for it, and "
+                        "would come after it; copy and signal on a stream of their own, or before the launch"
+                    )
+                self._follow(chunk, stream)
+                stream_write(stream.cuda_stream, self._eager.data_ptr() + 4 * chunk, value)
+                self._issued[chunk] = value
+                event = torch.cuda.Event()
+                event.record(stream)
+                self._last[chunk] = _Last(stream.cuda_stream, event)
+
+    def _set_flag(self, chunk: int, stream: torch.cuda.Stream) -> None:
+        """Under capture, and for a caller's own words: not an epoch, but 1."""
+        words = self._captured if self._theirs is None else self._theirs
+        if torch.cuda.is_current_stream_capturing():
+            if torch.version.hip is not None:
+                raise NotImplementedError(
+                    "signal: under capture, HIP writes a stream's value at once and not in the graph; replay the "
+                    "matmul alone, and signal words of your own (signals=) from a kernel"
+                )
+            _captured_stores.append(words)
+        else:
             words.record_stream(stream)
-        elif captured:
-            words, value = self._captured, 1
-            self._was_captured = True
-        handle, address, ours = stream.cuda_stream, words.data_ptr(), words is self._eager
+        stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, 1)
+
+    def _follow(self, chunk: int, stream: torch.cuda.Stream) -> None:
+        """Come after an earlier epoch's signal of this chunk, which would take the word back if it came later."""
+        last = self._last[chunk]
+        if last is not None and last.stream != stream.cuda_stream:
+            stream.wait_event(last.event)
+
+    def set_in_row(self, order: Sequence[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
+        """`set` for all of these chunks of the present epoch, on the stream that is current now, at less cost.
+
+        Returns
+        -------
+        write, end
+            ``write(chunk)`` issues a signal; ``end()`` comes after the last.
+        """
+        stream, now = torch.cuda.current_stream(self._device), self.epoch
+        self._settle(stream)
+        for chunk in order:
+            self._follow(chunk, stream)
+        handle, address, issued = stream.cuda_stream, self._eager.data_ptr(), self._issued
 
         def write(chunk: int) -> None:
-            if ours:
-                issued[chunk] = now
-            stream_write(handle, address + 4 * chunk, value)
+            issued[chunk] = now
+            stream_write(handle, address + 4 * chunk, now)
 
-        return write
+        def end() -> None:
+            event = torch.cuda.Event()
+            event.record(stream)
+            for chunk in order:
+                self._last[chunk] = _Last(handle, event)
+
+        return write, end
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: the chunks whose signals were not issued are signalled as failed, at once."""
-        now = self.epoch
-        super().fail(error, epoch)
-        if self._theirs is not None or epoch not in (None, now):
-            return
-        with aside(self._device) as stream:  # beside whoever waits
-            self._settle(stream)
-            for chunk in range(self._count):
-                if self._issued[chunk] < now:
-                    stream_write(stream.cuda_stream, self._eager.data_ptr() + 4 * chunk, -now)
+        with self._bell:
+            now = self._epoch
+            super().fail(error, epoch)
+            if self._theirs is not None or epoch not in (None, now):
+                return
+            self._failed[self.key] = self
+            with aside(self._device) as stream:  # beside whoever waits
+                self._settle(stream)
+                for chunk in range(self._count):
+                    if self._issued[chunk] < now:
+                        stream_write(stream.cuda_stream, self._eager.data_ptr() + 4 * chunk, -now)
+
+    def reported(self) -> None:
+        """A launch has reported that the producer failed."""
+        self._failed.pop(self.key, None)
 
     def advance(self) -> int:
-        """Begin a new epoch. What captured launches and a caller's own words hold is zeroed, on the current stream."""
+        """Begin a new epoch. A caller's own words are zeroed, on the current stream."""
         with self._bell:
             self._epoch += 1
-            self._error = None
+        if self._theirs is not None:
+            self._zero(self._theirs)
+        return self._epoch
+
+    def reset(self) -> None:
+        """End the quarantine: zero what captured launches look at, on the current stream."""
+        self._zero(self._quarantine, self._captured if self._theirs is None else self._theirs)
+
+    def _zero(self, *words: torch.Tensor) -> None:
         with torch.cuda.device(self._device), torch.inference_mode():
             self._settle(torch.cuda.current_stream())
-            if self._was_captured:
-                self._captured.zero_()
-                self._quarantine.zero_()
-            if self._theirs is not None:
-                self._theirs.zero_()
-        return self._epoch
+            for word in words:
+                word.zero_()
 
     def clear(self) -> None:
         """Nothing to do: the launch that has seen all signals zeroes a caller's own words."""
 
+    # Looking -------------------------------------------------------------------------------------------------------
+
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
         """Whether the chunk's signal was written by now (eager launches' words). Waits for nothing but the look."""
         self._check(chunk)
-        return self._has_arrived(self._read()[chunk], epoch)
-
-    def _has_arrived(self, word: int, epoch: int | None = None) -> bool:
+        word = self._read()[chunk]
         return word != 0 if self._theirs is not None else word >= (self.epoch if epoch is None else epoch)
 
-    @property
-    def num_arrived(self) -> int:
+    def state(self) -> list[bool]:
         """As of `Signals`, with one look at all."""
-        return sum(map(self._has_arrived, self._read()))
+        return [word != 0 if self._theirs is not None else word >= self.epoch for word in self._read()]
 
     def _read(self) -> list[int]:
         """The words as they are now, read beside all streams that may wait for them."""

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from tilestream.runtime.streams import lend_to
 if TYPE_CHECKING:
     from tilestream.arrival.arrival import Arrival
     from tilestream.arrival.chunks import Chunks
+    from tilestream.arrival.device import DeviceSignals
 
 
 class Landing:
@@ -67,7 +68,7 @@ class DeviceLanding(Landing):
     def __init__(self, host: torch.Tensor, device: torch.device) -> None:
         with torch.inference_mode(False):
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
-        self._host = as_rows(host)
+        self._host = host
         self._device = device
         self._stream = lend_to(self, device)
         self._landed = torch.cuda.Event()
@@ -77,6 +78,8 @@ class DeviceLanding(Landing):
 
     def begin(self) -> None:
         """See `Landing`."""
+        # Once a filling: where rows are no view of the source, this is a copy of it.
+        self._rows = as_rows(self._host)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def issuing(self) -> AbstractContextManager[object]:
@@ -86,7 +89,7 @@ class DeviceLanding(Landing):
     def land(self, begin: int, end: int) -> None:
         """See `Landing`."""
         with torch.inference_mode():
-            as_rows(self.tensor)[begin:end].copy_(self._host[begin:end], non_blocking=True)
+            as_rows(self.tensor)[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
     def land_all(self, chunks: Chunks, order: Sequence[int], arrival: Arrival) -> bool:
         """See `Landing`.
@@ -94,11 +97,12 @@ class DeviceLanding(Landing):
         Copies go to the driver without torch, which would take longer to issue one than a small chunk takes to copy.
         The last one is torch's, so that its allocator knows until when the source is in use (invariant 9).
         """
-        if not self._host.is_contiguous() or not self._host.is_pinned():
+        if not self._rows.is_contiguous() or not self._rows.is_pinned():
             return False
-        to, source, stream = self.tensor.data_ptr(), self._host.data_ptr(), self._stream.cuda_stream
-        size = self._host.shape[1] * self._host.element_size()
-        bounds, signal = chunks.bounds, arrival._signaller()
+        to, source, stream = self.tensor.data_ptr(), self._rows.data_ptr(), self._stream.cuda_stream
+        size = self._rows.shape[1] * self._rows.element_size()
+        bounds = chunks.bounds
+        signal, signalled = cast("DeviceSignals", arrival._signals).set_in_row(order)
         last = next((chunk for chunk in reversed(order) if bounds[chunk] < bounds[chunk + 1]), -1)
         for chunk in order:
             begin, end = bounds[chunk], bounds[chunk + 1]
@@ -107,6 +111,7 @@ class DeviceLanding(Landing):
             elif begin < end:
                 copy_in(stream, to + begin * size, source + begin * size, (end - begin) * size)
             signal(chunk)
+        signalled()
         return True
 
     def end(self) -> None:

@@ -60,6 +60,8 @@ class Signals:
         self._bell = threading.Condition()
         self._error: tuple[int, BaseException] | None = None
         self._times: list[float | None] = [None] * count
+        #: The last epoch whose producer's exception was raised.
+        self.raised = 0
         self.key = next(self._keys)
         """Names these signals in the arguments of a registered op, which takes integers; never given twice."""
         self._live[self.key] = self
@@ -113,10 +115,6 @@ class Signals:
                 self._times[chunk] = time.perf_counter()
             self._bell.notify_all()
 
-    def setter(self) -> Callable[[int], None]:
-        """`set` for many chunks of the present epoch in a row."""
-        return self.set
-
     def _check(self, chunk: int) -> None:
         if not 0 <= chunk < self._count:
             raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
@@ -141,6 +139,7 @@ class Signals:
         error = self.error(epoch)
         if error is None:
             return None
+        self.raised = max(self.raised, epoch)
         try:
             again = copy.copy(error)
             again.__cause__ = error.__cause__
@@ -162,10 +161,19 @@ class Signals:
             return int(self._words[chunk]) != 0
         return self._words[chunk] >= (self._epoch if epoch is None else epoch)
 
-    @property
-    def num_arrived(self) -> int:
-        """Chunks that have arrived in this epoch."""
-        return sum(self.arrived(chunk) for chunk in range(self._count))
+    def state(self) -> list[bool]:
+        """Whether each chunk has arrived in this epoch."""
+        return [self.arrived(chunk) for chunk in range(self._count)]
+
+    def filled_by_stream(self) -> None:
+        """These are the signals of a `tilestream.Stream`."""
+
+    def reported(self) -> None:
+        """A launch has reported that the producer failed."""
+
+    def reset(self) -> None:
+        """Zero a caller's own words, whatever was seen of them."""
+        self.clear()
 
     @property
     def times(self) -> tuple[float | None, ...]:

@@ -32,9 +32,10 @@ Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
 
 
 class _Filling:
-    """One filling of the tensor: the threads that bring its chunks, and signal them in order.
+    """One filling of the tensor: the threads that bring its chunks, and land and signal them in order.
 
-    In order also where a later one is there first: a page that two chunks share is read with the earlier one.
+    In order also where a later one is there first: a page that two chunks share is read with the earlier one, so that
+    the later is complete only when that is, too.
     """
 
     def __init__(self, arrival: Arrival, chunks: Chunks, source: Source, landing: Landing) -> None:
@@ -95,17 +96,17 @@ class _Filling:
     def _run(self) -> None:
         cpu = time.thread_time()
         try:
-            with self._landing.issuing():
-                if not self._threads and self._land_all():
-                    return
-                while (claim := self._claim()) is not None:
-                    step, job = claim
-                    job()
-                    self._landing.land(*self._chunks.range_of(self._chunk(step)))
-                    self._deliver(step)
+            if not self._threads and self._land_all():
+                return
+            while (claim := self._claim()) is not None:
+                step, job = claim
+                job()
+                self._deliver(step)
         except BaseException as error:  # whatever it is, the caller that waits for the rest shall see it
-            self._arrival.fail(error, epoch=self._epoch)  # before another reader can say that it was stopped
-            self.stop.set()
+            try:
+                self._arrival.fail(error, epoch=self._epoch)  # before another reader can say that it was stopped
+            finally:
+                self.stop.set()
         finally:
             with self._lock:
                 self.cpu_seconds += time.thread_time() - cpu
@@ -117,7 +118,10 @@ class _Filling:
     def _land_all(self) -> bool:
         """Issue everything at once, if the source has nothing to do and the landing can."""
         order = [self._chunk(step) for step in range(self._chunks.count)]
-        return self._source.readers == 0 and self._landing.land_all(self._chunks, order, self._arrival)
+        if self._source.readers:
+            return False
+        with self._landing.issuing():
+            return self._landing.land_all(self._chunks, order, self._arrival)
 
     def _chunk(self, step: int) -> int:
         return (self._arrival.pivot + step) % self._chunks.count
@@ -135,9 +139,12 @@ class _Filling:
     def _deliver(self, step: int) -> None:
         with self._lock:
             self._brought.add(step)
-            while self._signalled in self._brought:
-                self._arrival.signal(self._chunk(self._signalled), epoch=self._epoch)
-                self._signalled += 1
+            with self._landing.issuing():
+                while self._signalled in self._brought:
+                    chunk = self._chunk(self._signalled)
+                    self._landing.land(*self._chunks.range_of(chunk))
+                    self._arrival.signal(chunk, epoch=self._epoch)
+                    self._signalled += 1
             last = self._signalled == self._chunks.count
         if last:
             self._source.end()
@@ -160,6 +167,7 @@ class Stream:
         self._source, self._landing = source, landing or Landing(source.tensor)
         self.tensor = self._landing.tensor
         self.arrival = arrival
+        arrival._signals.filled_by_stream()
         self._chunks = arrival.chunks(row_count(self.tensor))
         self._filling = _Filling(arrival, self._chunks, source, self._landing)
 
@@ -195,7 +203,7 @@ class Stream:
             What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
         if not self._filling.join(timeout):
-            missing = [c for c in range(self._chunks.count) if not self.arrival.arrived(c)]
+            missing = [c for c, there in enumerate(self.arrival._signals.state()) if not there]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
         error = self.arrival._take_error()

@@ -35,8 +35,10 @@ _ARRIVING = (
 library = torch.library.Library("tilestream", "DEF")
 library.define(f"gemm({_OPERANDS}, {_HOW}) -> Tensor")
 library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out) -> ()")
-library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}) -> Tensor")
-library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out) -> ()")
+# A graph that torch.compile captures by itself would replay without the signals, which are issued outside of it.
+_alone = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}) -> Tensor", tags=_alone)
+library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out) -> ()", tags=_alone)
 library.define("clear_signals(Tensor(a!) signals) -> ()")
 
 gemm_op = torch.ops.tilestream.gemm.default
@@ -140,8 +142,6 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 
 def _clear_signals(signals: torch.Tensor) -> None:
-    if signals.is_cuda:
-        return  # by the launch's last worker, and only if all had come
     with torch.inference_mode():  # the words may be an inference tensor
         signals.zero_()
 

@@ -219,7 +219,7 @@ def _call(
             gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into)
             result = into
         for words in (arriving[0], arriving[2]):
-            if words is not None:
+            if isinstance(words, torch.Tensor) and not words.is_cuda:  # there the launch does it
                 clear_signals_op(words)
     elif into is None:
         result = gemm_op(*operands)

@@ -46,21 +46,31 @@ class Channel:
         return self._words[self._raised % RECORDS * FIELDS] > self._raised
 
     def take(self) -> Record | None:
-        """The oldest record that was not raised yet; where more than `RECORDS` have come since, a younger one."""
+        """The oldest record that was not raised yet; where more than `RECORDS` have come since, of those that are left.
+
+        None where there is none.
+        """
         with self._lock:
-            at = self._raised % RECORDS * FIELDS
-            number = self._words[at]
-            if number <= self._raised:
-                return None
-            self._raised = number
-            return Record(*self._words[at + 1 : at + 1 + len(Record._fields)])
+            while True:
+                at = self._raised % RECORDS * FIELDS
+                number = self._words[at]
+                if number <= self._raised:
+                    return None
+                if number > self._raised + 1:  # overwritten: go on with the oldest that is left
+                    self._raised = number - RECORDS
+                    continue
+                record = Record(*self._words[at + 1 : at + 1 + len(Record._fields)])
+                if self._words[at] == number:  # else it was overwritten meanwhile
+                    self._raised = number
+                    return record
 
     def check(self) -> None:
         """Raise the oldest record that was not raised yet."""
-        if self.pending:
+        while self.pending:
             record = self.take()
-            if record is not None:
-                raise record.error()
+            error = None if record is None else record.error()
+            if error is not None:
+                raise error
 
 
 _lock = threading.Lock()

@@ -24,6 +24,16 @@ def _function(cuda: str, hip: str, arguments: tuple[type, ...]) -> Callable[...,
     return function
 
 
+def _bind_context() -> None:
+    """Make the device's context this thread's own: a fresh thread has none until CUDA's runtime was used in it."""
+    if torch.version.hip is not None:
+        return
+    context = ctypes.c_void_p()
+    _function("cuCtxGetCurrent", "", (ctypes.POINTER(ctypes.c_void_p),))(ctypes.byref(context))
+    if not context.value:
+        torch.cuda.cudart().cudaMemGetInfo(torch.cuda.current_device())
+
+
 def stream_write(stream: int, address: int, value: int) -> None:
     """Write a 32-bit word once all that ``stream`` has been given so far is done and visible.
 
@@ -42,6 +52,7 @@ def stream_write(stream: int, address: int, value: int) -> None:
     RuntimeError
         If the driver refuses.
     """
+    _bind_context()
     write = _function("cuStreamWriteValue32_v2", "hipStreamWriteValue32", _WRITE_ARGUMENTS)
     code = write(stream, address, value & 0xFFFFFFFF, 0)
     if code:
@@ -66,6 +77,16 @@ def copy_in(stream: int, to: int, source: int, size: int) -> None:
         raise RuntimeError(f"the driver's copy to the device failed with code {code}")
 
 
+def capture_id(stream: int) -> int:
+    """A number that is another for each capture; 0 where ``stream`` is in none."""
+    get = _function("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2", (ctypes.c_void_p,) * 6)
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    code = get(stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None)
+    if code:
+        raise RuntimeError(f"the driver does not say what is captured: code {code}")
+    return number.value if status.value == 1 else 0
+
+
 def create_stream() -> int:
     """The handle of a new stream of the current device, which the default stream does not wait for.
 
@@ -74,6 +95,7 @@ def create_stream() -> int:
     RuntimeError
         If the driver refuses.
     """
+    _bind_context()
     create = _function("cuStreamCreate", "hipStreamCreateWithFlags", _CREATE_ARGUMENTS)
     handle = ctypes.c_void_p()
     code = create(ctypes.byref(handle), _NON_BLOCKING)

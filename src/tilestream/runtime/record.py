@@ -6,10 +6,11 @@ sees. The first word is its number, from 1, and is written last, as a release; t
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 from tilestream.arrival.signals import Signals
-from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout, TilestreamError, tile_name
+from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
 
 #: Words of a record, and how many the ring holds.
 FIELDS = 16
@@ -20,11 +21,13 @@ EXPIRED, FAILED, QUARANTINED = 3, 4, 5
 
 #: The ops whose names a record can hold, by number.
 _OPS: dict[str, int] = {}
+_ops_lock = threading.Lock()
 
 
 def op_number(op: str) -> int:
     """The number by which a kernel knows ``op``."""
-    return _OPS.setdefault(op, len(_OPS))
+    with _ops_lock:
+        return _OPS.setdefault(op, len(_OPS))
 
 
 class Record(NamedTuple):
@@ -65,8 +68,8 @@ class Record(NamedTuple):
     waited: int
     allowed: int
 
-    def error(self) -> BaseException:
-        """The exception that says so."""
+    def error(self) -> BaseException | None:
+        """The exception that says so; None if it was raised elsewhere already."""
         op = next((name for name, number in _OPS.items() if number == self.op), "matmul")
         argument = "weight_arrival" if self.operand else "arrival"
         try:
@@ -74,12 +77,15 @@ class Record(NamedTuple):
         except KeyError:
             signals = None
         cause = signals.error(self.epoch or signals.epoch) if signals is not None else None
-        if self.why == FAILED and signals is not None:
-            return signals.failure(self.epoch)
+        if self.why == FAILED:
+            if signals is None:
+                return ProducerStopped(f"{op}: the producer of {argument} failed; its exception went with its Arrival")
+            signals.reported()
+            return None if signals.raised >= self.epoch else signals.failure(self.epoch)
         if self.why == QUARANTINED:
             return TilestreamError(
                 f"{op}: a captured launch was replayed after a replay in which {argument}'s chunks were missing; its "
-                "result is NaN. When the producers of that replay have stopped, call arrival.advance(), then replay"
+                "result is NaN. When the producers of that replay have stopped, call arrival.reset(), then replay"
             )
         error = ArrivalTimeout(
             op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, argument=argument

@@ -17,7 +17,8 @@ import torch
 
 from tilestream.runtime.driver import create_stream
 
-_lock = threading.Lock()
+# Entered again by the thread that is inside: a borrower that the garbage collector finds there gives back.
+_lock = threading.RLock()
 _idle: dict[int, list[torch.cuda.Stream]] = {}
 
 

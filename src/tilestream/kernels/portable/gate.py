@@ -198,14 +198,14 @@ def quarantined(
     none = tl.full((), -1, tl.int32)
     if reset != 0:
         if ROWS != "none":
-            if tl.load(row_quarantine) != 0:
+            if tl.atomic_add(row_quarantine, 0, sem="relaxed") != 0:
                 over = over * 0 + 1
                 end_launch(
                     QUARANTINED, abort, base, records, claims, op, worker, 0, none, row_key, none,
                     none, none, none, none, none, allowed,
                 )  # fmt: skip
         if COLUMNS != "none":
-            if tl.load(column_quarantine) != 0:
+            if tl.atomic_add(column_quarantine, 0, sem="relaxed") != 0:
                 over = over * 0 + 1
                 end_launch(
                     QUARANTINED, abort, base, records, claims, op, worker, 1, none, column_key, none,

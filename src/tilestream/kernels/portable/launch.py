@@ -19,7 +19,9 @@ from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
 from tilestream.runtime.record import op_number
 
-#: Tables on their way into captured launches, which copy them at each replay: a graph may live for ever.
+#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
+_LONGEST_SECONDS = 1e9
+#: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
 
 
@@ -131,7 +133,7 @@ class GemmLaunch:
         return GateArguments(
             rows[0], rows[1], self._tables[1].on(device), columns[0], columns[1], self._tables[2].on(device),
             report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
-            int(1e9 * incoming.deadline), op_number(incoming.op),
+            int(1e9 * min(incoming.deadline, _LONGEST_SECONDS)), op_number(incoming.op),
         )  # fmt: skip
 
 
@@ -170,6 +172,8 @@ class _Table:
         if self._values is None:
             return None
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and self._there is not None:
+            _captured_tables.append(self._there)
         if self._there is None and capturing:
             # A copy that is captured happens at each replay, and not before: it serves this launch only.
             source = torch.tensor(self._values, dtype=torch.int32, pin_memory=True, device="cpu")
