@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 from tilestream.arrival import Gate
 from tilestream.schedule import Cursor, Schedule, WorkItem, take
 from tilestream.schedule.schedule import Peek, Take
 
-TOOK, PEEKED, ITEM, STOPPED, GATE = range(5)
+TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE = range(6)
 
 
 def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkItem]:
@@ -18,7 +17,7 @@ def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkIt
     Asserts that the device asked the same questions of the same queues in the same order, got the same items from the
     answers, and stopped where the host stops.
     """
-    records = iter([row for row in log if row[0] != GATE])
+    records = iter([row for row in log if row[0] not in (WAITED, GATE)])
     items: list[WorkItem] = []
     cursor = Cursor()
     while True:
@@ -51,14 +50,29 @@ def check_order(schedule: Schedule, logs: list[list[list[int]]]) -> None:
 
 
 def check_gates(gate: Gate, schedule: Schedule, logs: list[list[list[int]]]) -> None:
-    """At its gate every item looked at just the chunks that `Gate.needs` names."""
+    """Every item waited for just the chunks that `Gate.needs` names, but for those between the item before's.
+
+    Asserts also that none was waited for after the launch was over.
+    """
     by_key = {(item.tile, item.k_begin): item for item in schedule.items()}
     for log in logs:
-        for (kind, tile, k_begin, *_), row in pairwise(log):
-            if kind == ITEM:
-                assert row[:2] == [GATE, 0]
-                needs = gate.needs(by_key[tile, k_begin])
-                for operand, chunks in ((0, gate.rows), (1, gate.columns)):
-                    mine = [need.chunk for need in needs if need.operand == operand]
-                    if chunks is not None:
-                        assert row[2 + 2 * operand : 4 + 2 * operand] == [mine[0], mine[-1]]
+        seen = {0: (0, -1), 1: (0, -1)}
+        rest = iter(log)
+        for kind, tile, k_begin, *_ in rest:
+            if kind != ITEM:
+                continue
+            waited: list[tuple[int, int]] = []
+            for kind, *values in rest:
+                if kind == GATE:
+                    break
+                assert kind == WAITED
+                assert values[2] == 1, "not arrived"
+                waited.append((values[0], values[1]))
+            assert values[0] == 0, "over"
+            needs = [(need.operand, need.chunk) for need in gate.needs(by_key[tile, k_begin])]
+            expected = [(which, chunk) for which, chunk in needs if not seen[which][0] <= chunk <= seen[which][1]]
+            assert waited == expected, f"tile {tile} reads {needs}, waited for {waited}"
+            for which in (0, 1):
+                mine = [chunk for operand, chunk in needs if operand == which]
+                if mine:
+                    seen[which] = mine[0], mine[-1]

@@ -149,6 +149,26 @@ def test_a_chunk_that_never_comes(chunks, kind):
         check(out, Maths(source, b))
 
 
+@pytest.mark.parametrize("chunks", ["tiles", "odd"])
+def test_every_pivot_with_every_chunk_missing(chunks):
+    cut = CHUNKS[chunks]
+    source, b = rand(70, 16), rand(16, 16)
+    want = source @ b
+    for pivot in range(cut.count):
+        plan = plan_for(70, 16, 16, "dynamic", rows=cut, pivot=pivot, workers=2)
+        for missing in range(cut.count):
+            begin, end = cut.range_of(missing)
+            a = source.clone()
+            a[begin:end] = 7.0  # a number: who reads too early must be found by the answer
+            out = torch.zeros(70, 16)
+            run(plan, a, b, out, incoming=incoming(Words(cut.count).arrive(missing), deadline=1e-3))
+            assert out[tiles_of(plan, out, missing)].isnan().all(), (pivot, missing)
+            there = ~out.isnan()
+            torch.testing.assert_close(out[there], want[there])
+            with pytest.raises(ArrivalTimeout):
+                channel(CPU).check()
+
+
 def replace_epoch(words: Words, epoch: int) -> Words:
     words.epoch = epoch
     return words

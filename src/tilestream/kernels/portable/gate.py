@@ -28,7 +28,7 @@ import triton.language as tl
 from tilestream.arrival import chunks
 from tilestream.kernels.portable.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.portable.jit import device
-from tilestream.kernels.portable.schedule import count_out, restore
+from tilestream.kernels.portable.schedule import GATE, WAITED, count_out, note, restore
 from tilestream.runtime import record
 
 chunk_of = device(chunks.chunk_of)
@@ -112,7 +112,7 @@ def end_launch(
 @triton.jit
 def pass_operand(
     row, end, tile, signals, epoch, rows_per_chunk, table, low, high, abort, base, clock, begin, allowed,
-    CHUNKS: tl.constexpr,
+    probe, capacity, worker, noted, operand, CHUNKS: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """Wait for the chunks of rows [row, end), which row tile ``tile`` reads.
 
@@ -120,7 +120,7 @@ def pass_operand(
 
     Returns
     -------
-    (state, chunk, waited, low, high)
+    (state, chunk, waited, low, high, noted)
     """
     if CHUNKS == "uniform":
         i = chunk_of(row, rows_per_chunk)
@@ -142,8 +142,9 @@ def pass_operand(
             chunk = tl.load(table + i)
         if (chunk < low) | (chunk > high):
             state, waited = wait(signals, chunk, epoch, abort, base, clock, begin, allowed)
+            noted = note(probe, capacity, worker, noted, WAITED, operand, chunk, state, 0, 0, 0, PROBE)
         i += 1
-    return state, chunk, waited, first, last
+    return state, chunk, waited, first, last, noted
 
 
 @triton.jit
@@ -151,19 +152,19 @@ def pass_gate(
     over, worker, batch, pm, pn, tile, batch_named, row_low, row_high, column_low, column_high,
     row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
     column_signals, column_epoch, column_key, columns_per_chunk, column_table,
-    m, n, abort, base, clock, begin, allowed, records, claims, op,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    m, n, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
-    """Wait for what an item reads: ``(over, row_low, row_high, column_low, column_high)``."""
+    """Wait for what an item reads: ``(over, row_low, row_high, column_low, column_high, noted)``."""
     if over == 0:
         over = is_over(abort, base).to(tl.int32)
     if ROWS != "none":
         if over == 0:
             offset = batch * rows_per_batch
-            state, chunk, waited, row_low, row_high = pass_operand(
+            state, chunk, waited, row_low, row_high, noted = pass_operand(
                 offset + pm * BLOCK_M, offset + tl.minimum(m, pm * BLOCK_M + BLOCK_M), batch * row_tiles_per_batch + pm,
                 row_signals, row_epoch, rows_per_chunk, row_table, row_low, row_high, abort, base, clock, begin,
-                allowed, ROWS,
+                allowed, probe, capacity, worker, noted, 0, ROWS, PROBE,
             )  # fmt: skip
             if state != ARRIVED:
                 over = tl.full((), 1, tl.int32)
@@ -174,9 +175,10 @@ def pass_gate(
                     )  # fmt: skip
     if COLUMNS != "none":
         if over == 0:
-            state, chunk, waited, column_low, column_high = pass_operand(
+            state, chunk, waited, column_low, column_high, noted = pass_operand(
                 pn * BLOCK_N, tl.minimum(n, pn * BLOCK_N + BLOCK_N), pn, column_signals, column_epoch,
-                columns_per_chunk, column_table, column_low, column_high, abort, base, clock, begin, allowed, COLUMNS,
+                columns_per_chunk, column_table, column_low, column_high, abort, base, clock, begin, allowed,
+                probe, capacity, worker, noted, 1, COLUMNS, PROBE,
             )  # fmt: skip
             if state != ARRIVED:
                 over = tl.full((), 1, tl.int32)
@@ -185,7 +187,8 @@ def pass_gate(
                         state, abort, base, records, claims, op, worker, 1, chunk, column_key, column_epoch,
                         tile, batch_named, pm, pn, waited, allowed,
                     )  # fmt: skip
-    return over, row_low, row_high, column_low, column_high
+    noted = note(probe, capacity, worker, noted, GATE, over, 0, 0, 0, 0, 0, PROBE)
+    return over, row_low, row_high, column_low, column_high, noted
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
-from tilestream.kernels.portable.schedule import GATE, LINE, enter, leave, note, take
+from tilestream.kernels.portable.schedule import LINE, enter, leave, take
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
@@ -200,17 +200,14 @@ def gemm(
         )  # fmt: skip
         if found != 0:
             if GATED:
-                over, row_low, row_high, column_low, column_high = pass_gate(
+                over, row_low, row_high, column_low, column_high, noted = pass_gate(
                     over, worker, batch, pm, pn, (batch * num_m + pm) * num_n + pn, tl.where(batches > 1, batch, -1),
                     row_low, row_high, column_low, column_high,
                     row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
                     column_signals, column_epoch, column_key, columns_per_chunk, column_table,
-                    m, n, abort, base, clock, begin, allowed, records, claims, op,
-                    BLOCK_M, BLOCK_N, ROWS, COLUMNS,
+                    m, n, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
+                    BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
                 )  # fmt: skip
-                noted = note(
-                    probe, capacity, worker, noted, GATE, over, row_low, row_high, column_low, column_high, 0, PROBE
-                )
                 k_end = tl.where(over != 0, k_begin, k_end)
             acc = product(
                 a, b, batch, pm, pn, k_begin, k_end, m, n, k,

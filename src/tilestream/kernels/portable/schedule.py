@@ -50,8 +50,9 @@ TOOK: tl.constexpr = tl.constexpr(0)
 PEEKED: tl.constexpr = tl.constexpr(1)
 ITEM: tl.constexpr = tl.constexpr(2)
 STOPPED: tl.constexpr = tl.constexpr(3)
-#: After an item: whether the launch is over, and the chunks of rows and of columns that it reads, first and last.
-GATE: tl.constexpr = tl.constexpr(4)
+#: After an item: each chunk that it waited for (operand, chunk, how it ended); then whether the launch is over.
+WAITED: tl.constexpr = tl.constexpr(4)
+GATE: tl.constexpr = tl.constexpr(5)
 
 
 # The probe -----------------------------------------------------------------------------------------------------------
