@@ -58,7 +58,8 @@ def main() -> int:
     passes = {"all": one_pass([str(HERE), *arguments])}
     second = Path(target).with_suffix(".blocking")
     environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "TILESTREAM_PASS": "1"}
-    blocking = [str(HERE / "test_gpu_matmul.py"), "-k", "not 2_to_the_31 and not 1_to_132", *arguments]
+    files = [str(HERE / name) for name in ("test_gpu_matmul.py", "test_gpu_arrival.py")]
+    blocking = [*files, "-k", "not 2_to_the_31 and not 1_to_132", *arguments]
     subprocess.run([sys.executable, __file__, str(second), *blocking], env=environment, check=False)
     passes["CUDA_LAUNCH_BLOCKING=1"] = json.loads(second.read_text(encoding="utf-8"))
     second.unlink()
