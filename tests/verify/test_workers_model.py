@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tilestream.arrival.gate import Gate, See
-from tilestream.kernels.loop import Leave, Poison, Quarantine, Reset, leave, work_through
+from tilestream.kernels.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
 from tilestream.verify.oracle import Oracle
 from tilestream.verify.partials import Partials
 from tilestream.verify.report import explore
 from tilestream.verify.search import search
 from tilestream.verify.seeded import seeded_bugs
-from tilestream.verify.sweep import LAYOUTS, matmul
+from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
 from tilestream.verify.workers import WorkersModel
 
 BUGS = {bug.name: bug for bug in seeded_bugs()}
@@ -193,6 +193,32 @@ class TestBrokenTruthOfADrain:
         violation = explore("workers", replace(self.CASE, program=zeroes_first)).violation
         assert violation.kind == "reset too early"
         assert violation.message.endswith("may still read it")
+
+    @pytest.mark.parametrize("quarantined", [False, True])
+    @pytest.mark.parametrize("poll", [False, True])
+    @pytest.mark.parametrize("every", [False, True])
+    def test_what_the_last_one_out_may_leave_out(self, every, poll, quarantined):
+        """It need not see chunks that a tile reads, if it polls; it must poll, if an earlier launch expired."""
+
+        def leaves(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None and (yield Leave()) == schedule.workers - 1:
+                arrived = not (poll and (yield Poll()))
+                for see in gate.every():
+                    if every or gate.rows.bounds[see.chunk] == gate.rows.bounds[see.chunk + 1]:
+                        arrived = arrived and bool((yield see))
+                yield Reset("signals") if arrived else Quarantine()
+                for word in ("counter", "exits", "abort"):
+                    yield Reset(word)
+            return after
+
+        kinds = {
+            kind_of(matmul("dynamic", w, 2, bounds=b, drain="reset", program=leaves, quarantined=quarantined))
+            for w in (1, 2)
+            for b in (*LAYOUTS[2], *UNREAD[2])
+        }
+        right = poll or (every and not quarantined)
+        assert kinds == {None} if right else "reset too early" in kinds
 
     def test_nothing_is_computed_of_signals_in_quarantine(self):
         model = replace(self.CASE, quarantined=True).build(reduce=False)

@@ -167,7 +167,8 @@ def leave(schedule: Schedule, gate: Gate | None) -> Generator[Leave | Poll | See
         zero the counters, the exit count and the abort word
 
     Whether the launch is over says the abort word, read after all others have left. What this worker was told before
-    does not: the deadline may have expired at another's gate after this one's last item. All workers must run.
+    does not: the deadline may have expired at another's gate after this one's last item. Nor do the signals: where they
+    were in quarantine, all may be up, and more to come. All workers must run.
     """
     if (yield Leave()) < schedule.workers - 1:
         return

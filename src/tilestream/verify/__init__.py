@@ -3,8 +3,8 @@
 Two models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
-   itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`, whose
-   workers hand in NaN until no item is left, the last of them out resetting the words.
+   itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
+   whose workers hand in NaN until no item is left, the last of them out resetting the words.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages and slots (`protocol`).
 
 **Why the two together are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
