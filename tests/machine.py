@@ -1,4 +1,4 @@
-"""A machine for `tilestream.kernels.loop.work`: shared words in plain Python, and workers that step in any order.
+"""A machine for `tilestream.kernels.loop`: shared words in plain Python, and workers that step in any order.
 
 Each worker is stopped before each operation it asks for; whoever drives picks who goes next. So an interleaving is a
 list of choices, and a test can take them at random, unfairly, or all.
@@ -11,8 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tilestream.arrival.gate import Gate, Wait
-from tilestream.kernels.loop import Compute, Count, Poll, Reduce, WorkerState, work
+from tilestream.arrival.gate import Gate, See, Wait
+from tilestream.kernels.loop import (
+    Compute,
+    Count,
+    Leave,
+    Poison,
+    Poll,
+    Quarantine,
+    Reduce,
+    Reset,
+    WorkerState,
+    work,
+)  # fmt: skip
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.queues import next_base
 from tilestream.schedule.schedule import Peek, Schedule, Take
@@ -54,6 +65,9 @@ class Log:
     """What was done, in the order in which it happened."""
 
     computed: list[tuple[int, WorkItem]] = field(default_factory=list)  # worker, item
+    poisoned: list[tuple[int, WorkItem]] = field(default_factory=list)
+    told: list[tuple[int, object]] = field(default_factory=list)  # worker, what told it that the launch is over
+    computed_after_told: list[WorkItem] = field(default_factory=list)
     reduced: list[WorkItem] = field(default_factory=list)
     waited: list[Wait] = field(default_factory=list)
     read_early: list[tuple[WorkItem, tuple[int, int]]] = field(default_factory=list)
@@ -61,6 +75,10 @@ class Log:
     @property
     def items(self) -> list[WorkItem]:
         return [item for _, item in self.computed]
+
+    @property
+    def handed_in(self) -> list[WorkItem]:
+        return [item for _, item in self.computed + self.poisoned]
 
 
 class Machine:
@@ -72,6 +90,11 @@ class Machine:
         The workers that get to run at all.
     reads
         ``item -> (operand, chunk)`` pairs it truly reads: an oracle of its own, not the gate.
+    program
+        The protocol: what of `tilestream.kernels.loop` the workers run.
+
+    Each K step counts 1, so a tile's result is its K steps; ``slots`` and ``tiles`` hold results, NaN for poison.
+    ``arrived`` are the signals that are up.
     """
 
     def __init__(
@@ -82,19 +105,25 @@ class Machine:
         words: Words | None = None,
         gate: Gate | None = None,
         reads: Callable[[WorkItem], Iterable[tuple[int, int]]] = lambda item: (),
+        program: Callable = work,
     ) -> None:
-        self.schedule, self.gate, self.reads = schedule, gate, reads
+        self.schedule, self.gate, self.reads, self.program = schedule, gate, reads, program
         self.words = words or Words.fresh(schedule)
         self.arrived: set[tuple[int, int]] = set()
-        self.aborted = False
+        self.aborted = self.quarantined = False
+        self.exits = 0
+        self.slots: dict[int, float] = {}
+        self.tiles: dict[int, float] = {}
         self.log = Log()
         self._at: dict[int, tuple] = {}  # worker -> (its generator, the operation it is stopped before)
         for worker in crew:
             self._begin(worker, WorkerState())
 
     def _begin(self, worker: int, state: WorkerState) -> None:
-        turn = work(self.schedule, self.gate, worker, state)
-        self._at[worker] = (turn, next(turn))
+        turn = self.program(self.schedule, self.gate, worker, state)
+        first = next(turn, None)
+        if first is not None:  # else STOP, without a look at any word
+            self._at[worker] = (turn, first)
 
     @property
     def alive(self) -> list[int]:
@@ -106,13 +135,19 @@ class Machine:
         return [
             worker
             for worker, (_, operation) in self._at.items()
-            if not isinstance(operation, Wait) or self.aborted or (operation.operand, operation.chunk) in self.arrived
+            if not isinstance(operation, Wait | See)
+            or self.aborted
+            or (operation.operand, operation.chunk) in self.arrived
         ]
 
     def step(self, worker: int) -> None:
         turn, operation = self._at.pop(worker)
+        answer = self._perform(worker, operation)
+        over = answer if isinstance(operation, Poll) else isinstance(operation, Wait | See) and not answer
+        if over:
+            self.log.told.append((worker, operation))
         try:
-            self._at[worker] = (turn, turn.send(self._perform(worker, operation)))
+            self._at[worker] = (turn, turn.send(answer))
         except StopIteration as end:
             if end.value is not None:
                 self._begin(worker, end.value)
@@ -120,7 +155,7 @@ class Machine:
     def _perform(self, worker: int, operation) -> int:
         match operation:
             case Poll():
-                return int(self.aborted)
+                return int(self.aborted or self.quarantined)
             case Take(queue):
                 return self.words.add(queue)
             case Peek(queue):
@@ -130,24 +165,73 @@ class Machine:
                 return int((operand, chunk) in self.arrived)
             case Compute(item):
                 self.log.computed.append((worker, item))
+                if any(told == worker for told, _ in self.log.told):
+                    self.log.computed_after_told.append(item)
+                self._hand_in(item, float(item.k_end - item.k_begin))
                 self.log.read_early += [(item, chunk) for chunk in self.reads(item) if chunk not in self.arrived]
+                return 0
+            case Poison(item):
+                self.log.poisoned.append((worker, item))
+                self._hand_in(item, float("nan"))
                 return 0
             case Count(item):
                 return self.words.count(item)
             case Reduce(item):
                 self.log.reduced.append(item)
+                first = item.slot - item.part
+                self.tiles[item.tile] = sum(
+                    self.slots.pop(slot, float("nan")) for slot in range(first, first + item.parts)
+                )
+                return 0
+            case See(operand, chunk):
+                return int((operand, chunk) in self.arrived)
+            case Leave():
+                self.exits += 1
+                return self.exits - 1
+            case Quarantine():
+                self.quarantined = True
+                return 0
+            case Reset("signals"):
+                self.arrived.clear()
+                return 0
+            case Reset("counter", queue):
+                self.words.raw[queue] = 0
+                return 0
+            case Reset("exits"):
+                self.exits = 0
+                return 0
+            case Reset("abort"):
+                self.aborted = False
                 return 0
         raise AssertionError(f"the machine does not know {operation!r}")
 
-    def run(self, choose: Callable[[Sequence[int]], int], arrivals: Iterable[tuple[int, int]] = ()) -> Log:
-        """Step whom ``choose`` picks until all have left; -1 among its options is the next arrival."""
+    def _hand_in(self, item: WorkItem, result: float) -> None:
+        if item.parts == 1:
+            self.tiles[item.tile] = result
+        else:
+            self.slots[item.slot] = result
+
+    def run(
+        self,
+        choose: Callable[[Sequence[int]], int],
+        arrivals: Iterable[tuple[int, int]] = (),
+        expires: bool = False,
+    ) -> Log:
+        """Step whom ``choose`` picks until all have left.
+
+        -1 among its options is the next arrival, -2 that the deadline expires (``expires``), which it only does where
+        somebody is asleep.
+        """
         coming = list(arrivals)
         while self._at:
-            options = self.runnable + [-1] * bool(coming)
+            runnable = self.runnable
+            options = runnable + [-1] * bool(coming) + [-2] * (expires and len(runnable) < len(self._at))
             assert options, f"deadlock: {self._at}"
             worker = choose(options)
-            if worker < 0:
+            if worker == -1:
                 self.arrived.add(coming.pop(0))
+            elif worker == -2:
+                self.aborted = True
             else:
                 self.step(worker)
         return self.log

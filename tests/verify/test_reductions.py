@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tilestream import verify
-from tilestream.verify.processes import NotAlikeError
+from tilestream.verify.processes import LEFT, NotAlikeError
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Ring
 from tilestream.verify.ring import RingCase
 from tilestream.verify.search import search
-from tilestream.verify.sweep import LAYOUTS, matmul
+from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
+from tilestream.verify.workers import WorkersModel
 
 LIMIT = 15_000
 
@@ -29,6 +30,18 @@ SOUND = [
     matmul("dynamic", 2, 2, 2, bounds=(0, 3, 4), queues=2, split="columns"),
     matmul("stream_k", 3, 1, bounds=(0, 1, 2), k=3),
     matmul("stream_k", 3, 4, k=2),
+    *(
+        matmul("dynamic", w, n, bounds=b, pivot=p, drain="reset")
+        for w, n in ((1, 2), (2, 1), (2, 2))
+        for b in (*LAYOUTS[n], *UNREAD[n])
+        for p in (0, 1)
+        if p < len(b) - 1
+    ),
+    *(matmul(kind, 2, 2, bounds=(0, 3, 4), k=2, drain="reset") for kind in ("static", "stream_k")),
+    matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset"),
+    matmul("dynamic", 3, 2, bounds=(0, 3, 4), drain="poison", queues=2),
+    matmul("dynamic", 2, 2, bounds=(0, 3, 4), drain="reset", quarantined=True),
+    matmul("dynamic", 2, 3, drain="reset", queues=2),
     *(RingCase(Ring(d, i, who), ks) for d in (1, 2) for i in (1, 2) for who in EVERY for ks in ((1,), (2,))),
     RingCase(Ring(1, 1, "cooperative"), (1, 2)),
     RingCase(Ring(2, 1), (1, 2)),
@@ -66,6 +79,51 @@ def test_seeded_bugs_are_found_or_not_at_the_same_sizes(bug):
         if compared == 6:
             break
     assert compared >= 2
+
+
+class WithEnds(WorkersModel):
+    """As `WorkersModel`, with one entry more in its memory: the tiles with a poisoned part."""
+
+    def memory(self):
+        return [*super().memory(), 0]
+
+    def _hand_in(self, pid, item, m, nan):
+        m[-1] |= nan << item.tile
+        super()._hand_in(pid, item, m, nan)
+
+    def ends(self):
+        """All that a launch can come to: which tiles are NaN, and the words it leaves."""
+        first = self.canonical(self.start())
+        seen, todo, ends = {first}, [first], set()
+        while todo:
+            state = todo.pop()
+            steps = self.steps(state)
+            if not steps and all(local == LEFT for local in state[: len(self.processes)]):
+                left_alone = self.case.drain != "reset" or state[self.quarantined] or state[self.signals] == 0
+                ends.add((state[-1], state[self.quarantined], state[self.aborted], state[self.left], bool(left_alone)))
+            new = {self.canonical(target) for target, _ in steps} - seen
+            seen |= new
+            todo += new
+        return ends
+
+
+@pytest.mark.parametrize("drain", ["poison", "reset"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(("dynamic", w, 2, b, p, 1, 1) for w in (1, 2) for b in (*LAYOUTS[2], *UNREAD[2]) for p in (0, len(b) - 2)),
+        *((kind, 3, 2, b, 1, 1, 1) for kind in ("dynamic", "static") for b in LAYOUTS[2]),
+        *(("stream_k", 2, 1, b, 0, 2, 1) for b in (*LAYOUTS[1], *UNREAD[1])),
+        ("stream_k", 3, 1, (0, 1, 2), 1, 2, 1),
+        ("dynamic", 2, 2, (0, 3, 4), 1, 1, 2),
+    ],
+    ids=str,
+)
+def test_every_pattern_of_computed_and_poisoned_tiles_is_reached_either_way(case, drain):
+    # Stronger than equal verdicts: what is skipped between a Poll and its item's end leads nowhere else.
+    kind, workers, num_m, bounds, pivot, k, queues = case
+    case = matmul(kind, workers, num_m, bounds=bounds, pivot=pivot, k=k, queues=queues, drain=drain)
+    assert WithEnds(case).ends() == WithEnds(case, False, False).ends()
 
 
 def test_reductions_pay():

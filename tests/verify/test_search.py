@@ -154,7 +154,7 @@ def test_minimise_merges_what_no_answer_can_tell_apart():
         return None if first + second < 5 else 0
 
     table = Locals([Process("p", remembers_in_vain, 0, 0)], lambda local: None, merge=True)
-    table.minimise(lambda op: (0, 1) if isinstance(op, Look) else (0,))
+    table.minimise(lambda op, past: (0, 1) if isinstance(op, Look) else (0,))
     (start,) = table.start()
     after = {table.next(table.next(start, a), b) for a in (0, 1) for b in (0, 1)}
     assert len(after) == 1

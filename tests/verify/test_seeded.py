@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tilestream import verify
-from tilestream.verify import seeded_ring, seeded_workers, sweep
+from tilestream.verify import seeded_drain, seeded_ring, seeded_workers, sweep
 from tilestream.verify.report import explore
 
 BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
@@ -67,6 +67,38 @@ def test_stream_k_owner_counterexample_by_hand():
     assert all(explore("workers", case).violation is None for case in all_running)
 
 
+def test_over_asked_too_early_needs_a_worker_that_works_on_after_the_expiry():
+    # What makes it a bug lies between a worker's Poll and its Leave: nothing there may be taken for one step.
+    violation = BUGS["over asked too early"].find().violation
+    assert "2 workers" in violation.configuration
+    told = [line for line in violation.trace if line.startswith(violation.message.split(" zeroes")[0])]
+    assert [line.split(": ")[1].split("(")[0] for line in told] == ["take", "poll", "leave", "reset"]
+    assert "the deadline expires" in "".join(violation.trace[violation.trace.index(told[1]) :])
+
+
+def test_chunk_without_rows_forgotten_by_hand():
+    violation = BUGS["chunk without rows forgotten"].find().violation
+    assert violation.trace == (
+        "worker 0: take(queue 0) -> 0",
+        "worker 0: poll() -> go on",
+        "chunk 1 arrives",
+        "worker 0: wait(chunk 1, for tile 0) -> arrived",
+        "worker 0: compute(tile 0)",
+        "worker 0: take(queue 0) -> 1",
+        "worker 0: leave() -> 0",
+        "worker 0: poll() -> go on",
+        "worker 0: reset(signals)",
+    )
+    assert violation.message == "worker 0 zeroes the signals; chunk 0 may yet come"
+
+
+def test_poison_taken_for_a_number_needs_a_split_tile_and_an_expiry():
+    violation = BUGS["poison taken for a number"].find().violation
+    assert "part 0 of 2" in "".join(violation.trace)
+    assert "the deadline expires" in "".join(violation.trace)
+    assert violation.message.endswith("stores tile 0 as a number, with a poisoned part")
+
+
 def test_waiting_in_a_circle_is_not_found_where_one_worker_is_alone():
     cases = BUGS["workers wait in a circle"].cases
     assert explore("workers", cases[0]).violation is None
@@ -86,10 +118,10 @@ def test_handed_on_before_its_gate_needs_the_expiry():
 
 
 def written():
-    """The names of what the two files of seeded bugs define."""
-    for module in (seeded_workers, seeded_ring):
+    """The names of what the files of seeded bugs define."""
+    for module in (seeded_workers, seeded_drain, seeded_ring):
         for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and name not in ("rewritten", "_is"):
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_") and name != "rewritten":
                 yield name
 
 

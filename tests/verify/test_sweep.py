@@ -51,6 +51,27 @@ def test_full_workers_reach_four_workers_eight_items_three_chunks_and_all_pivots
         assert len(pivots) >= (3 if split != "rows" else 1), (kind, queues, split, pivots)
 
 
+def test_drained_launches_are_swept_with_every_schedule_pivot_and_sort_of_chunks():
+    cases = [c for c in sweep.workers("quick") if c.drain != "leave"]
+    gated = [c for c in cases if c.gate is not None]
+    assert {(c.drain, c.schedule.kind, c.quarantined) for c in gated} >= {
+        (drain, kind, found)
+        for drain in ("poison", "reset")
+        for kind in ("static", "dynamic", "stream_k")
+        for found in (False, True)
+    }
+    rows = [c.gate.rows for c in gated if c.gate.rows is not None]
+    assert any(len(set(chunks.bounds)) < len(chunks.bounds) for chunks in rows), "chunks without rows"
+    assert {c.schedule.raster.first for c in gated} == {0, 1, 2}
+    assert {c.schedule.workers for c in cases} == {1, 2, 3, 4}
+    assert any(c.gate.rows is not None and c.gate.columns is not None for c in gated)
+    assert any(c.schedule.slots and c.drain == "reset" for c in gated)
+    assert all(not c.running for c in cases if c.drain == "reset"), "the last one out is the last of all workers"
+    assert any(c.running for c in cases)
+    full = [c for c in sweep.workers("full") if c.drain == "reset" and c.schedule.workers == 4 and c.gate is not None]
+    assert {c.schedule.kind for c in full} == {"static", "dynamic", "stream_k"}
+
+
 def test_full_rings_reach_every_depth_way_of_consuming_and_k_count():
     seen = {(c.ring.depth, c.ring.consumers) for c in sweep.rings("full") if c.k_counts == (1, 2, 3, 4, 5)}
     assert seen == {(d, who) for d in (1, 2, 3, 4) for who in ("single", "cooperative", "ping_pong")}

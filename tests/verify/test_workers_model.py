@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tilestream.arrival.gate import Gate
+from tilestream.arrival.gate import Gate, See
+from tilestream.kernels.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
 from tilestream.verify.oracle import Oracle
+from tilestream.verify.partials import Partials
 from tilestream.verify.report import explore
 from tilestream.verify.search import search
 from tilestream.verify.seeded import seeded_bugs
-from tilestream.verify.sweep import LAYOUTS, matmul
+from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
 from tilestream.verify.workers import WorkersModel
 
 BUGS = {bug.name: bug for bug in seeded_bugs()}
@@ -75,7 +79,7 @@ class TestBrokenTruth:
 
     def test_partials_that_never_become_visible_fail(self, monkeypatch):
         def count_only(self, pid, op, answer, m):
-            m[self.count + self.position[op.item.tile]] = (answer + 1) % op.item.parts
+            m[self.partials.count_of(op.item)] = (answer + 1) % op.item.parts
 
         monkeypatch.setattr(WorkersModel, "_count", count_only)
         assert kind_of(matmul("stream_k", 2, 1, k=2)) == "partial not visible"
@@ -97,6 +101,142 @@ class TestBrokenTruth:
         assert search(model).fault is None
         assert {stored for aborted, stored in ends if not aborted} == {0b11}
         assert {stored for aborted, stored in ends if aborted} >= {0b00, 0b01}
+
+
+class TestBrokenTruthOfADrain:
+    """As above, for launches that are worked through."""
+
+    CASE = matmul("dynamic", 2, 2, bounds=(0, 3, 4), pivot=1, drain="reset")
+    SPLIT = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset")
+
+    def test_sound_as_they_are(self):
+        assert kind_of(self.CASE) is None
+        assert kind_of(self.SPLIT) is None
+
+    def test_poison_that_does_nothing_fails(self, monkeypatch):
+        monkeypatch.setattr(WorkersModel, "_poison", lambda self, pid, op, answer, m: None)
+        assert kind_of(self.CASE) == "missing work"
+        assert kind_of(self.SPLIT) == "partial not visible"
+
+    def test_poison_that_writes_a_number_fails(self, monkeypatch):
+        hand_in = WorkersModel._hand_in
+        monkeypatch.setattr(
+            WorkersModel, "_hand_in", lambda self, pid, item, m, nan: hand_in(self, pid, item, m, False)
+        )
+        assert kind_of(self.SPLIT) is None, "the truth is told what the slot is told"
+        write = Partials.write
+
+        def only_the_slot(self, who, item, nan, m):
+            write(self, who, item, False, m)
+            m[self.poisoned] |= nan << self.position[item.tile]
+
+        monkeypatch.undo()
+        monkeypatch.setattr(Partials, "write", only_the_slot)
+        assert kind_of(self.SPLIT) == "poison lost"
+
+    def test_nan_out_of_numbers_fails(self, monkeypatch):
+        write = Partials.write
+
+        def only_the_slot(self, who, item, nan, m):
+            write(self, who, item, True, m)
+            m[self.poisoned] = 0
+
+        monkeypatch.setattr(Partials, "write", only_the_slot)
+        assert kind_of(self.SPLIT) == "wrong data"
+
+    @pytest.mark.parametrize("word", ["counter", "exits", "abort", "signals"])
+    def test_each_word_that_is_not_reset_fails(self, word, monkeypatch):
+        reset = WorkersModel._reset
+
+        def all_but(self, pid, op, answer, m):
+            if op.word != word:
+                reset(self, pid, op, answer, m)
+
+        monkeypatch.setattr(WorkersModel, "_reset", all_but)
+        assert kind_of(self.CASE) == "not reset"
+
+    def test_a_mark_that_is_not_written_fails(self, monkeypatch):
+        monkeypatch.setattr(WorkersModel, "_quarantine", lambda self, pid, op, answer, m: None)
+        assert kind_of(self.CASE) == "not reset"
+
+    def test_oracle_without_the_chunks_that_no_tile_reads_fails_the_right_protocol(self, monkeypatch):
+        case = matmul("dynamic", 1, 1, bounds=(0, 0, 2), drain="reset")
+        assert kind_of(case) is None
+        monkeypatch.setattr(Gate, "every", lambda self: (See(0, 1),))
+        assert kind_of(case) == "reset too early"
+
+    def test_quarantine_of_a_launch_that_is_not_over_fails(self):
+        def marks_always(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None and (yield Leave()) == schedule.workers - 1:
+                yield Quarantine()
+                for word in ("counter", "exits", "abort"):
+                    yield Reset(word)
+            return after
+
+        violation = explore("workers", replace(self.CASE, program=marks_always)).violation
+        assert violation.kind == "not reset"
+        assert violation.message.endswith("marks the signals of a launch that is not over")
+
+    def test_signals_that_are_zeroed_while_others_are_in_fail(self):
+        def zeroes_first(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None:
+                arrived = True
+                for see in gate.every():
+                    arrived = (yield see) and arrived
+                if arrived:
+                    yield Reset("signals")
+                yield from leave(schedule, gate)
+            return after
+
+        violation = explore("workers", replace(self.CASE, program=zeroes_first)).violation
+        assert violation.kind == "reset too early"
+        assert violation.message.endswith("may still read it")
+
+    @pytest.mark.parametrize("quarantined", [False, True])
+    @pytest.mark.parametrize("poll", [False, True])
+    @pytest.mark.parametrize("every", [False, True])
+    def test_what_the_last_one_out_may_leave_out(self, every, poll, quarantined):
+        """It need not see chunks that a tile reads, if it polls; it must poll, if an earlier launch expired."""
+
+        def leaves(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None and (yield Leave()) == schedule.workers - 1:
+                arrived = not (poll and (yield Poll()))
+                for see in gate.every():
+                    if every or gate.rows.bounds[see.chunk] == gate.rows.bounds[see.chunk + 1]:
+                        arrived = arrived and bool((yield see))
+                yield Reset("signals") if arrived else Quarantine()
+                for word in ("counter", "exits", "abort"):
+                    yield Reset(word)
+            return after
+
+        kinds = {
+            kind_of(matmul("dynamic", w, 2, bounds=b, drain="reset", program=leaves, quarantined=quarantined))
+            for w in (1, 2)
+            for b in (*LAYOUTS[2], *UNREAD[2])
+        }
+        right = poll or (every and not quarantined)
+        assert kinds == {None} if right else "reset too early" in kinds
+
+    def test_nothing_is_computed_of_signals_in_quarantine(self):
+        model = replace(self.CASE, quarantined=True).build(reduce=False)
+        computed, poisoned = [], []
+        model._compute = lambda *how: computed.append(how)
+        poison = model._poison
+        model._poison = lambda pid, op, answer, m: (poisoned.append(op), poison(pid, op, answer, m))
+        assert search(model).fault is None
+        assert computed == []
+        assert {type(op) for op in poisoned} == {Poison}
+
+    def test_after_an_expiry_every_tile_is_expected_all_the_same(self):
+        model = self.CASE.build(reduce=False)
+        ends = []
+        at_end = model.at_end
+        model.at_end = lambda m: (ends.append((m[model.quarantined], m[model.stored])), at_end(m))
+        assert search(model).fault is None
+        assert set(ends) == {(0, 0b11), (1, 0b11)}
 
 
 class TestWhatIsExplored:

@@ -5,7 +5,7 @@ Importing this package imports no torch; `tilestream.arrival.stream`, whose prod
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.gate import Gate, Seen, Wait, pass_gate
+from tilestream.arrival.gate import Gate, See, Seen, Wait, pass_gate
 from tilestream.arrival.signals import Outcome, Signals
 
-__all__ = ["Arrival", "Chunks", "Gate", "Outcome", "Seen", "Signals", "Wait", "pass_gate"]
+__all__ = ["Arrival", "Chunks", "Gate", "Outcome", "See", "Seen", "Signals", "Wait", "pass_gate"]

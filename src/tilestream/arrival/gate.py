@@ -33,6 +33,16 @@ class Wait(NamedTuple):
     item: WorkItem
 
 
+class See(NamedTuple):
+    """Wait for a chunk as `Wait` does, for no item: what the last worker out asks before it zeroes the signals.
+
+    Answer: 1 arrived, 0 the launch is over. A record of an expiry names no item.
+    """
+
+    operand: int
+    chunk: int
+
+
 @dataclass(frozen=True)
 class Gate:
     """What an item waits for: chunks of A's rows, of B's columns, or both.
@@ -70,6 +80,11 @@ class Gate:
             end = min(self.n, begin + self.block_n)
             needs += [Wait(1, chunk, item) for chunk in self.columns.of_rows(begin, end)]
         return tuple(needs)
+
+    def every(self) -> tuple[See, ...]:
+        """Every chunk, A's first: those that no tile reads (without rows, say) as well as those that one has read."""
+        operands = enumerate((self.rows, self.columns))
+        return tuple(See(o, chunk) for o, chunks in operands if chunks is not None for chunk in range(chunks.count))
 
 
 class Seen(NamedTuple):

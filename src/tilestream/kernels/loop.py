@@ -7,27 +7,43 @@
         load and math                # Compute
         epilogue(item)               # in Compute, or in Reduce by the last of several contributors
 
-`work` is that loop's body as a generator over operations, like `tilestream.schedule.take`, of which it is made. The CPU
-backend performs the operations; `tilestream.verify` explores every order in which several workers can perform them.
-Between two items a worker remembers `WorkerState` and nothing else.
+That loop's body is a generator over operations, like `tilestream.schedule.take`, of which it is made. A backend
+performs the operations; `tilestream.verify` explores every order in which several workers can perform them. Between
+two items a worker remembers `WorkerState` and nothing else.
+
+There are two of them, which differ in how a worker drains once the launch is over (invariant 5):
+
+- `work`: it leaves. The host, who waits for the workers, then writes NaN into what was not computed. The CPU backend.
+- `work_through`: it goes on taking items and hands in NaN in their place. The GPU kernels, whose output no host looks
+  at. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
-from tilestream.arrival.gate import Gate, Seen, Wait, pass_gate
+from tilestream.arrival.gate import Gate, See, Seen, Wait, pass_gate
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Cursor, Peek, Schedule, Take, take
 
 
 class Poll(NamedTuple):
-    """Read the abort word. Answer: 1 if the launch is over and workers shall drain."""
+    """Read the abort word. Answer: 1 if the launch is over and workers shall drain.
+
+    Where an earlier launch has left the signals in quarantine, the answer is 1 from the beginning: what they say is not
+    to be believed. Only the last worker out writes that mark (`Quarantine`), so it can be read once a launch.
+    """
 
 
 class Compute(NamedTuple):
     """Do an item: the whole tile with its epilogue, or its partial result into the item's slot."""
+
+    item: WorkItem
+
+
+class Poison(NamedTuple):
+    """Hand in an item with NaN in place of its product: the whole tile, or its partial result into the item's slot."""
 
     item: WorkItem
 
@@ -42,12 +58,38 @@ class Count(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Add the tile's partial results in K order, then the epilogue. Only the last contributor does it."""
+    """Add the tile's partial results in K order, then the epilogue: NaN where one of them is NaN.
+
+    Only the last contributor does it.
+    """
 
     item: WorkItem
 
 
+class Leave(NamedTuple):
+    """Add one to the exit count (acquire and release). Answer: how many had left before."""
+
+
+class Reset(NamedTuple):
+    """Write 0 to a word: the signals, all of them; the counter of a queue; the exit count; the abort word."""
+
+    word: Literal["signals", "counter", "exits", "abort"]
+    queue: int = 0
+
+
+class Quarantine(NamedTuple):
+    """Mark the signals: some are up, or may come up later, and say nothing (invariant 6).
+
+    The launches after this one are over from the beginning, until the host has waited for the producers of this one,
+    zeroed the signals and taken the mark away.
+    """
+
+
 Operation = Take | Peek | Wait | Poll | Compute | Count | Reduce
+DrainingOperation = Operation | Poison | Leave | See | Reset | Quarantine
+
+#: How an item is handed in.
+Done = TypeVar("Done", Compute, Poison)
 
 
 class WorkerState(NamedTuple):
@@ -71,7 +113,72 @@ def work(
         arrived, seen = yield from pass_gate(gate, item, seen)
         if not arrived:
             return None
-    yield Compute(item)
+    yield from hand_in(Compute(item))
+    return WorkerState(cursor, seen)
+
+
+def work_through(
+    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState, reset: bool = False
+) -> Generator[DrainingOperation, int, WorkerState | None]:
+    """As `work`, for a launch that is worked through to its last item, whatever happens: None means STOP and no more.
+
+    The abort word is read for each item, after it was taken: so no worker computes more than the one item it is at when
+    the launch ends.
+
+    Parameters
+    ----------
+    reset
+        Whether the last worker out resets the words of this launch; see `leave`.
+    """
+    item, cursor = yield from take(schedule, worker, state.cursor)
+    if item is None:
+        if reset:
+            yield from leave(schedule, gate)
+        return None
+    arrived, seen = True, state.seen
+    if gate is not None:
+        arrived = not (yield Poll())
+        if arrived:
+            arrived, seen = yield from pass_gate(gate, item, seen)
+    if arrived:
+        yield from hand_in(Compute(item))
+    else:
+        yield from hand_in(Poison(item))
+    return WorkerState(cursor, seen)
+
+
+def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
+    """An item's result, and the tile's where this was the last of its parts."""
+    yield done
+    item = done.item
     if item.parts > 1 and (yield Count(item)) == item.parts - 1:
         yield Reduce(item)
-    return WorkerState(cursor, seen)
+
+
+def leave(schedule: Schedule, gate: Gate | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:
+    """Count a worker out; the last one out leaves the words as a launch has to find them (invariant 4).
+
+    ::
+
+        exits = add(exit count, 1);  somebody is still in:  nothing
+        the launch is not over:      see every chunk, those that no tile reads too
+        all have arrived:            zero the signals: none can come any more
+        else:                        quarantine: some may still come
+        zero the counters, the exit count and the abort word
+
+    Whether the launch is over says the abort word, read after all others have left. What this worker was told before
+    does not: the deadline may have expired at another's gate after this one's last item. Nor do the signals: where they
+    were in quarantine, all may be up, and more to come. All workers must run.
+    """
+    if (yield Leave()) < schedule.workers - 1:
+        return
+    if gate is not None:
+        arrived = not (yield Poll())
+        for see in gate.every():
+            arrived = arrived and bool((yield see))
+        yield Reset("signals") if arrived else Quarantine()
+    for queue in range(schedule.queues):
+        yield Reset("counter", queue)
+    yield Reset("exits")
+    if gate is not None:
+        yield Reset("abort")

@@ -2,8 +2,9 @@
 
 Two models, each explored through every interleaving:
 
-1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop.work`
-   itself, the text that the backends run.
+1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
+   itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
+   whose workers hand in NaN until no item is left, the last of them out resetting the words.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages and slots (`protocol`).
 
 **Why the two together are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
@@ -30,6 +31,8 @@ those write, and the other way round. Moving each back behind the earlier items'
 with the same items taken, chunks seen and partials added. One thing does not move: an expiry may find a worker with
 items handed on and not finished. They are finished all the same, their chunks being there: model 1's order has them
 finished just before the expiry.
+
+That is said of `work`. The kernels that run `work_through` have one loop a worker and no rings: nothing to compose.
 
 `product` runs both models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
 protocols with one thing wrong each, all of which must be found.

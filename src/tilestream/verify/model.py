@@ -15,7 +15,7 @@ Each model argues for its own choices. Tests compare the verdicts with and witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 from tilestream.verify.faults import Fault
@@ -40,7 +40,7 @@ class Model:
     """
 
     eager: ClassVar[frozenset[type]] = frozenset()
-    delayed: ClassVar[frozenset[type]] = frozenset()
+    delayed: frozenset[type] = frozenset()
     lazy: ClassVar[frozenset[type]] = frozenset()
     progress: ClassVar[frozenset[type]] = frozenset()
 
@@ -85,12 +85,12 @@ class Model:
         """An operation as a line of a trace."""
         return f"{self.processes[pid].name}: {op} -> {answer}"
 
-    def remember(self, op: Any, answer: Any) -> bool:
-        """Whether what was answered in this turn matters to a property, even if the program forgets it."""
-        return False
+    def remember(self, op: Any, answer: Any) -> Hashable:
+        """What of an answer matters to a property ever after, even if the program forgets it; None: nothing."""
+        return None
 
-    def domain(self, op: Any) -> Sequence[Any]:
-        """All answers ``op`` can have; more do no harm, one that is missing costs merging."""
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
+        """All answers ``op`` can have, ``past`` remembered; more do no harm, one that is missing costs merging."""
         return (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:

@@ -1,13 +1,13 @@
-"""Operations that `tilestream.kernels.loop.work` has no use for, and others have: `clearing`, and the seeded bugs."""
+"""The operations of model 1, as traces tell them; and those that only seeded bugs have a use for."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
-from tilestream.arrival.gate import Gate
-from tilestream.kernels.loop import WorkerState, work
-from tilestream.schedule import Schedule, WorkItem
+from tilestream.arrival.gate import See, Wait
+from tilestream.kernels.loop import Compute, Poison, Poll, Quarantine, Reduce, Reset
+from tilestream.schedule import Peek, Take, WorkItem
+from tilestream.verify.oracle import Oracle
 
 
 class Store(NamedTuple):
@@ -15,10 +15,6 @@ class Store(NamedTuple):
 
     queue: int
     value: int
-
-
-class Leave(NamedTuple):
-    """Count a worker that leaves. Answer: how many had left before."""
 
 
 class Add(NamedTuple):
@@ -47,12 +43,51 @@ class WaitForever(NamedTuple):
     chunk: int
 
 
-def clearing(
-    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState
-) -> Generator[Any, int, WorkerState | None]:
-    """`work` for a launch that is captured in a graph: the last worker out, drained ones too, clears the counters."""
-    after = yield from work(schedule, gate, worker, state)
-    if after is None and (yield Leave()) == schedule.workers - 1:
-        for queue in range(schedule.queues):
-            yield Store(queue, 0)
-    return after
+class WaitAlone(NamedTuple):
+    """Wait for a chunk under the deadline, whose expiry sets no abort word. Answer: as that of `Wait`."""
+
+    operand: int
+    chunk: int
+
+
+class PollAbort(NamedTuple):
+    """Read the abort word, and not whether the signals are in quarantine. Answer: as that of `Poll`."""
+
+
+class ReduceNumbers(NamedTuple):
+    """As `Reduce`, through an epilogue that makes a number of NaN, as ``max(x, 0)`` does on a GPU."""
+
+    item: WorkItem
+
+
+#: Operations that are answered when a signal is up, and those that read the abort word.
+WAITS: frozenset[type] = frozenset({Wait, See, WaitForever, WaitAlone})
+POLLS: frozenset[type] = frozenset({Poll, PollAbort})
+
+
+def say(op: Any, oracle: Oracle) -> str:
+    """An operation in a trace."""
+    name = type(op).__name__.lower()
+    if isinstance(op, Take | Peek):
+        return f"{name}(queue {op.queue})"
+    if isinstance(op, Wait | See):
+        chunk = oracle.names(oracle.bit(op.operand, op.chunk)) or f"chunk {op.chunk}"
+        return f"wait({chunk}, for tile {op.item.tile})" if isinstance(op, Wait) else f"see({chunk})"
+    if isinstance(op, Reset):
+        return f"reset(the counter of queue {op.queue})" if op.word == "counter" else f"reset({op.word})"
+    if hasattr(op, "item"):
+        item = op.item
+        part = f", K steps {item.k_begin} to {item.k_end}, part {item.part} of {item.parts}" if item.parts > 1 else ""
+        return f"{name}(tile {item.tile}{part})"
+    return f"{name}({', '.join(f'{k} {v}' for k, v in op._asdict().items())})"
+
+
+def say_answer(op: Any, answer: Any) -> str:
+    """What an operation was answered, behind it in a trace."""
+    if isinstance(op, Compute | Poison | Reduce | ReduceNumbers | Reset | Quarantine | Store):
+        return ""
+    if type(op) in WAITS:
+        answer = "arrived" if answer else "the launch is over"
+    elif type(op) in POLLS:
+        answer = "the launch is over" if answer else "go on"
+    return f" -> {answer}"

@@ -6,7 +6,8 @@ next operation follows from it by running the generator again up to there. Local
 integers, so that the states of a model hash fast, and merge when they are equal.
 
 With ``merge``, histories that leave the generator at the same place with the same variables are one local state: what
-a worker once read from a counter and no longer remembers keeps no states apart. That the generator then goes on the
+a worker once read from a counter and no longer remembers keeps no states apart. What a property is about is told apart
+all the same (``remember``): of all its turns, the first answer of that sort. That the generator then goes on the
 same way is checked, not believed: up to `ALIASES` of the merged histories are carried along, and wherever one of
 them goes somewhere else than the first, `Locals` raises.
 """
@@ -54,11 +55,15 @@ class NotAlikeError(ValueError):
 
 
 class History(NamedTuple):
-    """How a local state came about: whose, from which carried state, by which answers in this turn."""
+    """How a local state came about: whose, from which carried state, by which answers in this turn.
+
+    ``past`` is what of the turns before is remembered.
+    """
 
     first: int
     carried: Hashable
     answers: tuple[Any, ...]
+    past: Hashable = None
 
 
 class Locals:
@@ -73,7 +78,8 @@ class Locals:
     merge
         See the module.
     remember
-        Which (operation, answer) of a turn keep states apart though the program may have forgotten them.
+        What of an (operation, answer) keeps states apart though the program may have forgotten it; None: nothing. Of
+        all of a process's life the first such thing.
 
     Raises
     ------
@@ -88,11 +94,11 @@ class Locals:
         processes: Sequence[Process],
         on_new: Callable[[int], None],
         merge: bool = False,
-        remember: Callable[[Any, Any], bool] = lambda op, answer: False,
+        remember: Callable[[Any, Any], Hashable] = lambda op, answer: None,
     ) -> None:
         self.op: list[Any] = [None]
-        #: What of this turn's (operation, answer) is remembered.
-        self.past: list[tuple[tuple[Any, Any], ...]] = [()]
+        #: What is remembered, None if nothing.
+        self.past: list[Hashable] = [None]
         self._histories: list[list[History]] = [[]]
         self._ids: dict[Hashable, int] = {}
         self._next: list[dict[Any, int]] = [{}]
@@ -120,8 +126,8 @@ class Locals:
                 self._compare(other, answer, known)
         return known
 
-    def minimise(self, domain: Callable[[Any], Sequence[Any]], limit: int = 50_000) -> None:
-        """Follow every local state through every answer of ``domain(op)``, and merge those that always do the same.
+    def minimise(self, domain: Callable[[Any, Hashable], Sequence[Any]], limit: int = 50_000) -> None:
+        """Follow every local state through every answer of ``domain(op, past)``; merge those that always do the same.
 
         Moore's partition refinement: start from the operations, split while two states of a part go to different parts.
         Beyond ``limit`` local states nothing is merged.
@@ -129,14 +135,14 @@ class Locals:
         self.start()
         local = 1
         while local < len(self.op):
-            for answer in domain(self.op[local]):
+            for answer in domain(self.op[local], self.past[local]):
                 self.next(local, answer)
             local += 1
             if local > limit:
                 return
         seeds: dict[Hashable, int] = {}
         part = [seeds.setdefault((op, past), len(seeds)) for op, past in zip(self.op, self.past, strict=True)]
-        moves = [list(edges.items()) for edges in self._next]  # one operation, one domain: one order
+        moves = [list(edges.items()) for edges in self._next]  # one operation and past, one domain: one order
         count = len(seeds)
         while True:
             seeds = {}
@@ -165,7 +171,7 @@ class Locals:
         if ended and result is None:
             local = LEFT
         elif ended:
-            local = self._enter(History(history.first, result, ()))
+            local = self._enter(History(history.first, result, (), past))
         else:
             key = (history.first, place, past) if self._merge and place is not None else history
             local = self._ids.setdefault(key, len(self.op))
@@ -185,7 +191,7 @@ class Locals:
         self._ids[history] = local
         return local
 
-    def _replay(self, history: History) -> tuple[bool, Any, tuple[tuple[Any, Any], ...], Hashable]:
+    def _replay(self, history: History) -> tuple[bool, Any, Hashable, Hashable]:
         pids = self._members[self._processes[history.first].group]
         runs = [_run(self._processes[pid].turn, history, self._remember) for pid in pids]
         if any(run[:2] != runs[0][:2] for run in runs):
@@ -199,20 +205,20 @@ def _extended(history: History, answer: Any) -> History:
 
 
 def _run(
-    turn: Turn, history: History, remember: Callable[[Any, Any], bool]
-) -> tuple[bool, Any, tuple[tuple[Any, Any], ...], Hashable]:
+    turn: Turn, history: History, remember: Callable[[Any, Any], Hashable]
+) -> tuple[bool, Any, Hashable, Hashable]:
     """(False, next operation) or (True, carried to the next turn); what is remembered; the place in the program."""
-    past: list[tuple[Any, Any]] = []
+    past = history.past
     generator = turn(history.carried)
     try:
         op = next(generator)
         for answer in history.answers:
-            if remember(op, answer):
-                past.append((op, answer))
+            if past is None:
+                past = remember(op, answer)
             op = generator.send(answer)
     except StopIteration as end:
-        return True, end.value, (), None
-    return False, op, tuple(past), _place(generator)
+        return True, end.value, past, None
+    return False, op, past, _place(generator)
 
 
 def _place(generator: Any) -> Hashable:

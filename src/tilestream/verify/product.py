@@ -11,7 +11,7 @@ interchangeable: each has rings of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,7 +86,7 @@ class ProductModel(WorkersModel):
     """See the module. Processes: load and math of each worker in turn; memory: the workers', then the rings."""
 
     eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue, Reduce})
-    delayed: ClassVar[frozenset[type]] = frozenset({Poll, Wait, Retire})
+    delayed: frozenset[type] = frozenset({Poll, Wait, Retire})
 
     def __init__(self, case: ProductCase, reduce: bool = True) -> None:
         self.product = case
@@ -127,9 +127,9 @@ class ProductModel(WorkersModel):
         """As `Model.canonical`."""
         return state
 
-    def domain(self, op: Any) -> Sequence[Any]:
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
-        return (None, *self.domain_items) if type(op) is Get else super().domain(op)
+        return (None, *self.domain_items) if type(op) is Get else super().domain(op, past)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
@@ -186,10 +186,6 @@ class ProductModel(WorkersModel):
             landings(self, rings, m, (2 * i + 1,), "") for i, rings in enumerate(self.rings)
         ):
             super().at_rest(m)
-
-    def urgent(self, pid: int, m: Memory) -> bool:
-        """As `Model.urgent`."""
-        return super().urgent(pid, m) and type(self.locals.op[m[pid]]) is not Retire
 
     def at_end(self, m: Memory) -> None:
         """All have left."""

@@ -24,7 +24,7 @@ Reductions, and why they hide nothing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,7 +98,7 @@ class RingModel(Model):
     """See the module. Memory: `RingMemory`, the next item's number; by number: its K steps, and consumers to come."""
 
     eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue})
-    delayed: ClassVar[frozenset[type]] = frozenset({Retire})
+    delayed: frozenset[type] = frozenset({Retire})
     lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass})
     progress: ClassVar[frozenset[type]] = frozenset({Next})
 
@@ -144,7 +144,7 @@ class RingModel(Model):
             *state[c + 4 :],
         )
 
-    def domain(self, op: Any) -> Sequence[Any]:
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
         if type(op) is Next or type(op) is Get:
             return (None, *self.all_items)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.faults import KINDS
@@ -18,7 +19,7 @@ from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
-from tilestream.verify.sweep import LAYOUTS, Case, matmul
+from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 from tilestream.verify.workers import Program, WorkersCase
 
 
@@ -63,7 +64,7 @@ class SeededBug:
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
-    return (*_gates(), *_programs(), *_rings(), *_products())
+    return (*_gates(), *_programs(), *_drains(), *_rings(), *_products())
 
 
 def _says(of: object) -> str:
@@ -133,7 +134,7 @@ def _programs() -> tuple[SeededBug, ...]:
         ("pool nobody visits", "missing work", w.own_queue_only, ungated(w.own_queue_only)),
         ("ticket read then written", "double work", w.read_then_write, ungated(w.read_then_write)),
         ("void tickets without end", "counter out of bounds", w.asks_own_queue_again, ungated(w.asks_own_queue_again)),
-        ("first out clears counters", "double work", w.first_out_clears, ungated(w.first_out_clears, clears=True)),
+        ("first out resets counters", "double work", w.first_out_resets, ungated(w.first_out_resets, drain="reset")),
         ("stream-K owner waits", "deadlock", w.owner_waits, partials(w.owner_waits)),
         ("workers wait in a circle", "deadlock", w.waits_for_neighbour, static),
         ("count not restored", "count not restored", w.count_not_restored, partials(w.count_not_restored)),
@@ -143,6 +144,45 @@ def _programs() -> tuple[SeededBug, ...]:
         ("abort not polled", "not drained", w.never_polls, expiring(w.never_polls)),
         ("abort polled in vain", "not drained", w.polls_in_vain, expiring(w.polls_in_vain)),
         ("done though its gate failed", "gate ignored", w.computes_all_the_same, expiring(w.computes_all_the_same)),
+    )  # fmt: skip
+    return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+
+
+def _drains() -> tuple[SeededBug, ...]:
+    def gated(program: Program, unread: bool = True, **more: Any) -> tuple[WorkersCase, ...]:
+        """As `_gated`; ``unread``: chunks without rows, too."""
+        return tuple(
+            matmul("dynamic", workers, num_m, bounds=bounds, pivot=pivot, drain="reset", program=program, **more)
+            for workers, num_m in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (2, 3))
+            for bounds in (*LAYOUTS[num_m], *(UNREAD[num_m] if unread else ()))
+            for pivot in range(len(bounds) - 1)
+        )
+
+    def partials(program: Program) -> tuple[WorkersCase, ...]:
+        sizes = ((2, 1, 2, (0, 2)), (2, 1, 2, (0, 1, 2)), (2, 3, 2, (0, 2, 4, 6)), (3, 1, 3, (0, 1, 2)))
+        return tuple(
+            matmul("stream_k", workers, num_m, k=k, bounds=bounds, drain="reset", program=program)
+            for workers, num_m, k, bounds in sizes
+        )
+
+    rows: tuple[tuple[str, str, Program, tuple[WorkersCase, ...]], ...] = (
+        ("drained by leaving", "missing work", d.leaves_the_rest, gated(d.leaves_the_rest)),
+        ("poisoned and not counted in", "missing work", d.poisons_uncounted, partials(d.poisons_uncounted)),
+        ("counted in and not poisoned", "partial not visible", d.counts_what_is_not_there,
+         partials(d.counts_what_is_not_there)),
+        ("poison taken for a number", "poison lost", d.poison_lost, partials(d.poison_lost)),
+        ("computed after the end", "gate ignored", d.polls_at_new_chunks, gated(d.polls_at_new_chunks)),
+        ("poisoned though seen", "poisoned in vain", d.poisons_what_was_seen, gated(d.poisons_what_was_seen)),
+        ("expiry not told", "gate ignored", d.expires_alone, gated(d.expires_alone)),
+        ("quarantine not read", "read before arrival", d.mark_not_read, gated(d.mark_not_read, quarantined=True)),
+        ("chunk without rows forgotten", "reset too early", d.unread_chunk_forgotten, gated(d.unread_chunk_forgotten)),
+        ("over asked too early", "reset too early", d.asks_before_leaving, gated(d.asks_before_leaving, unread=False)),
+        ("signals zeroed after an expiry", "reset too early", d.zeroes_signals_always, gated(d.zeroes_signals_always)),
+        ("signals left unmarked", "not reset", d.not_in_quarantine, gated(d.not_in_quarantine)),
+        ("abort word taken back", "reset too early", d.takes_abort_back, gated(d.takes_abort_back)),
+        ("counters left after an expiry", "not reset", d.restores_only_what_went_well,
+         gated(d.restores_only_what_went_well)),
+        ("drained and not counted out", "not reset", d.drained_not_counted, gated(d.drained_not_counted)),
     )  # fmt: skip
     return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
 

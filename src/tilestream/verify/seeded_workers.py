@@ -8,10 +8,10 @@ from typing import Any
 
 from tilestream.arrival.chunks import chunk_of
 from tilestream.arrival.gate import Gate, Wait, pass_gate
-from tilestream.kernels.loop import Compute, Count, Poll, Reduce, WorkerState, work
+from tilestream.kernels.loop import Compute, Count, Leave, Poll, Reduce, Reset, WorkerState, work_through
 from tilestream.schedule import Cursor, Peek, Schedule, Take, WorkItem, take
 from tilestream.schedule.queues import home_queue
-from tilestream.verify.operations import Add, AwaitCount, AwaitTile, Leave, Store, WaitForever
+from tilestream.verify.operations import Add, AwaitCount, AwaitTile, Store, WaitForever
 
 Turn = Generator[Any, int, "WorkerState | None"]
 
@@ -84,12 +84,13 @@ def asks_own_queue_again(schedule: Schedule, gate: Gate | None, worker: int, sta
     return state
 
 
-def first_out_clears(schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState) -> Turn:
-    """The first worker that leaves clears the counters, while others have yet to draw their void tickets."""
-    after = yield from work(schedule, gate, worker, state)
+def first_out_resets(schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState) -> Turn:
+    """The first worker that leaves resets the counters, while others have yet to draw their void tickets."""
+    after = yield from work_through(schedule, gate, worker, state)
     if after is None and (yield Leave()) == 0:
         for queue in range(schedule.queues):
-            yield Store(queue, 0)
+            yield Reset("counter", queue)
+        yield Reset("exits")
     return after
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Literal, get_args
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.gate import Gate
-from tilestream.kernels.loop import work
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
-from tilestream.verify.operations import clearing
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
-from tilestream.verify.workers import Program, WorkersCase
+from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
 Case = WorkersCase | RingCase | ProductCase
@@ -30,6 +29,13 @@ LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
     4: ((0, 4, 6, 8), (0, 3, 6, 8), (0, 1, 2, 7), (0, 5, 5, 8)),
     7: ((0, 4, 9, 14),),
     8: ((0, 5, 10, 15),),
+}
+
+#: Chunks that no tile reads, before, between and behind those that one does.
+UNREAD: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((0, 0, 2), (0, 2, 2)),
+    2: ((0, 3, 3, 4),),
+    3: ((0, 0, 3, 5), (0, 4, 6, 6)),
 }
 
 
@@ -49,8 +55,9 @@ def matmul(
     weight: bool = False,
     batch: int = 1,
     running: tuple[int, ...] = (),
-    program: Program = work,
-    clears: bool = False,
+    drain: Drain = "leave",
+    program: Program | None = None,
+    quarantined: bool = False,
 ) -> WorkersCase:
     """A configuration of model 1: ``num_m`` x ``num_n`` tiles; rows (``weight``: columns) arrive by ``bounds``.
 
@@ -76,7 +83,7 @@ def matmul(
                 row_of_batch=tuple(b * rows for b in range(batch)) if batch > 1 else (),
             )
     schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares)
-    return WorkersCase(schedule, gate, running, program, clears)
+    return WorkersCase(schedule, gate, running, drain, program, quarantined)
 
 
 def configurations(model: str, level: Level) -> list[Case]:
@@ -115,8 +122,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
                         "dynamic", w, 2, num_m, bounds=bounds, pivot=pivot, queues=2, split="rows", weight=True
                     )
     yield from _fewer_running(full)
-    for w, queues in ((1, 1), (2, 1), (2, 2), (3, 2)):
-        yield matmul("dynamic", w, 3, bounds=(0, 3, 5), pivot=1, queues=queues, program=clearing, clears=True)
+    yield from _drained(full)
     yield matmul("dynamic", 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=1)
     yield matmul("static", 3, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2)
     # 4 workers, 8 items, 3 chunks.
@@ -161,6 +167,56 @@ def _fewer_running(full: bool) -> Iterator[WorkersCase]:
                 yield matmul("static", 4, 4, 2, bounds=(0, 3, 6, 8), pivot=pivot, running=running)
                 yield matmul("dynamic", 4, 4, 2, bounds=(0, 3, 6, 8), pivot=pivot, running=running, queues=2)
                 yield matmul("stream_k", 4, 7, bounds=(0, 4, 9, 14), pivot=pivot, running=running, k=2)
+
+
+def _drained(full: bool) -> Iterator[WorkersCase]:
+    """Launches that are worked through, and whose last worker resets the words: 1 to 3 workers, in full 4 too."""
+    for w, queues in ((1, 1), (2, 1), (2, 2), (3, 2)):
+        yield matmul("dynamic", w, 3, queues=queues, drain="reset")
+    for w, num_m in product((1, 2, 3), (1, 2, 3)):
+        for bounds in (*LAYOUTS[num_m], *UNREAD[num_m]):
+            for pivot in range(len(bounds) - 1):
+                yield matmul("static", w, num_m, bounds=bounds, pivot=pivot, drain="reset")
+                yield matmul("dynamic", w, num_m, bounds=bounds, pivot=pivot, drain="reset")
+                if full or (w > 1 and w * num_m < 6):
+                    yield matmul("stream_k", w, num_m, bounds=bounds, pivot=pivot, k=3 if full else 2, drain="reset")
+                if (full and w > 1) or w == num_m == 2:
+                    yield matmul(
+                        "dynamic", w, num_m, 2, bounds=bounds, pivot=pivot, queues=2, split="columns", drain="reset"
+                    )
+                if full and w > 1:
+                    yield matmul(
+                        "dynamic", w, 2, num_m, bounds=bounds, pivot=pivot, queues=2, split="rows", weight=True,
+                        drain="reset",
+                    )  # fmt: skip
+        if w < 3 and num_m < 3:
+            for kind in get_args(Kind):
+                yield _columns_too(matmul(kind, w, num_m, 2, bounds=LAYOUTS[num_m][-1], k=2, drain="reset"))
+    yield matmul("static", 4, 4, bounds=(0, 3, 6, 8), pivot=1, drain="reset")
+    yield matmul("dynamic", 4, 4, bounds=(0, 3, 6, 8), pivot=1, drain="reset")
+    # What the last worker out writes when a launch has expired is what the next begins with.
+    for kind, w, bounds in product(get_args(Kind), (1, 2, 3), (*LAYOUTS[2], *UNREAD[2])):
+        for drain in get_args(Drain)[1:]:
+            yield matmul(kind, w, 2, bounds=bounds, pivot=1, k=2, drain=drain, quarantined=True)
+    # Words that are not reset: workers that never run are missed by nobody.
+    some: tuple[tuple[int, ...], ...] = ((0,), (2,), (0, 1), (1, 2)) if full else ((1,), (0, 2))
+    for running, pivot in product(some, range(2)):
+        yield matmul("static", 3, 3, bounds=(0, 3, 5), pivot=pivot, running=running, drain="poison")
+        yield matmul("stream_k", 3, 4, bounds=(0, 3, 7), pivot=pivot, running=running, k=3, drain="poison")
+        for queues in (1, 2):
+            yield matmul("dynamic", 3, 3, bounds=(0, 3, 5), pivot=pivot, running=running, queues=queues, drain="poison")
+    if full:
+        for bounds in LAYOUTS[4]:
+            for pivot in range(3):
+                yield matmul("static", 4, 4, 2, bounds=bounds, pivot=pivot, drain="reset")
+                yield matmul("dynamic", 4, 4, 2, bounds=bounds, pivot=pivot, drain="reset")
+                yield matmul("stream_k", 4, 5, bounds=(*bounds[:-1], 10), pivot=pivot, k=2, drain="reset")
+
+
+def _columns_too(case: WorkersCase) -> WorkersCase:
+    """Rows arrive in ``case``; two tiles of columns, too, and a chunk without any."""
+    assert case.gate is not None
+    return replace(case, gate=replace(case.gate, columns=Chunks((0, 3, 3, 4))))
 
 
 def rings(level: Level) -> Iterator[RingCase]:

@@ -1,59 +1,103 @@
 """Model 1: workers x queues x gates x expiry and drain.
 
-Every worker runs the protocol text that the backends run, `tilestream.kernels.loop.work`, or another program given in
-its place. This module says what its operations mean on shared memory, and what must hold:
+Every worker runs a protocol text that a backend runs, `tilestream.kernels.loop.work` or `work_through`, or another
+program given in its place. This module says what its operations mean on shared memory, and what must hold:
 
-=================  ==============================================================================================
-``Take``, ``Peek``  atomic on a counter that starts at the launch's base, here 0
-``Wait``           1 once the chunk has arrived; 0 once the abort word is set; either, where both are so; else blocked
-``Poll``           the abort word
-``Compute``        reads its rows and columns at once; a partial result is written, for others not yet visible
-``Count``          acquire and release: what the worker has written for this tile is visible; the last restores to 0
-``Reduce``         reads the slots that schedule and stream-K name, in that order
-=================  ==============================================================================================
+=====================  ==========================================================================================
+``Take``, ``Peek``     atomic on a counter that starts at the launch's base, here 0
+``Wait``, ``See``      1 once the signal is up; 0 once the abort word is set; either, where both are so; else blocked
+``Poll``               the abort word; 1 too where the launch found its signals in quarantine
+``Compute``            reads its rows and columns at once; a partial result is written, for others not yet visible
+``Poison``             reads nothing, and writes NaN where Compute would write
+``Count``              acquire and release: what the worker has written for this tile is visible; the last restores to 0
+``Reduce``             reads the slots that schedule and stream-K name, in that order; of NaN comes NaN
+``Leave``              atomic on the exit count
+``Reset``              a plain write of 0; of the signals, to all of them
+=====================  ==========================================================================================
 
-Chunks arrive in any order, or never. The deadline may expire whenever a worker is blocked at a chunk that is not there:
-that sets the abort word, and that worker's wait is answered 0. What a tile reads is worked out here row by row, from
-the bounds alone; `Chunks.of_rows` and `Gate.needs` are what is being checked.
+Chunks arrive in any order, or never; each signal comes up with its chunk, once. The deadline may expire whenever a
+worker is blocked at a chunk that is not there: that sets the abort word, and that worker's wait is answered 0. Nobody
+but the launch's workers sets that word. What a tile reads is worked out here row by row, from the bounds alone;
+`Chunks.of_rows` and `Gate.needs` are what is being checked.
+
+What must hold beside what holds for all (each item once, none before its chunks, nobody stuck, counts and slots as
+they were), by `Drain`:
+
+- *leave*: after an expiry a worker that is told so takes nothing more.
+- *poison*: after an expiry, too, each item is handed in once and each tile stored. Nobody computes who was told that
+  the launch is over, ever after; nobody poisons who was not. A split tile is NaN if one of its parts is, and only then.
+- *reset*: that, and in the end counters, exit count and abort word are 0. The abort word was reset when all others had
+  left. The signals were so too, and when each chunk had arrived: none can come up for the next launch. Or, only where
+  the launch was over, they are in quarantine.
+
+Either way, at most one item a worker is computed after an expiry. A launch whose words are reset leaves to the next
+either what it found, or signals in quarantine, which come up as they like and with nothing there
+(`WorkersCase.quarantined`). Both beginnings are explored: that is why graphs replay.
 
 Reductions, and why they hide nothing:
 
-- *Compute* is eager. Nobody else reads what it writes before its worker's own Count, and what it needs (arrived
-  chunks) only grows: done at once it shows every read before arrival. *Reduce* is eager for the same reason: what it
-  needs (visible partials) only grows.
-- *Poll* and *Wait* are delayed to the next operation of their worker. They change nothing; what delaying takes away is
-  an order in which one is answered "go on", then the deadline expires, then the worker's next operation comes. That
-  next operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and operation change
-  places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever came between
-  them and depends on the expiry is a worker that was told "over", and leaves.
+- *Compute* and *Poison* are eager. Nobody else reads what they write before their worker's own Count, and what they
+  need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the same
+  reason: what it needs (visible partials) only grows.
+- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*. They change nothing; what delaying
+  takes away is an order in which one is answered "go on", then the deadline expires, then the worker's next operation
+  comes. That next operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and
+  operation change places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever
+  came between them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it
+  does not leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is
+  delayed. (The seeded bug "over asked too early" is one that delaying would hide.)
 - *Arrivals* are lazy: a chunk arrives only when a worker waits for it. Arriving enables that Wait and nothing else, and
-  a chunk that arrives as late as it can shows every read before arrival and every expiry.
-- *After an expiry* a worker that is at a Poll or a Wait goes first, alone: what it is answered depends on nobody, and
-  what it then does up to its next Count or Poll nobody can tell, but by the check of double work, which asks for no
-  order. A chunk that arrives after the expiry does so in the Wait that sees it.
-- *Local states* that no answers can tell apart are one (`Locals.minimise`).
+  a chunk that arrives as late as it can shows every read before arrival, every expiry, and every signal that is reset
+  before it came. So are signals that come up late, out of quarantine.
+- *After an expiry* a worker that is at a Poll or a Wait goes first, alone. What it is answered depends on nobody: the
+  abort word stays set while a worker is in, or else its Reset is the fault that is found. And what the worker then does
+  up to its next operation on shared words (Poll, Take, Count, Leave) nobody can tell, but by the check of double work,
+  which asks for no order. A chunk that arrives after the expiry does so in the Wait that sees it.
+- *Local states* that no answers can tell apart are one (`Locals.minimise`); a worker that was told that the launch is
+  over stays apart from one that was not.
 - *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks that they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
-from tilestream.arrival.gate import Gate, Wait
-from tilestream.kernels.loop import Compute, Count, Poll, Reduce, WorkerState, work
+from tilestream.arrival.gate import Gate, See, Wait
+from tilestream.kernels.loop import (
+    Compute,
+    Count,
+    Leave,
+    Poison,
+    Poll,
+    Quarantine,
+    Reduce,
+    Reset,
+    WorkerState,
+    work,
+    work_through,
+)  # fmt: skip
 from tilestream.schedule import Peek, Schedule, Take, WorkItem
-from tilestream.schedule import stream_k as stream_k_rules
 from tilestream.schedule.queues import home_queue, next_base
 from tilestream.verify import operations as ops
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, Model, State
 from tilestream.verify.oracle import Oracle, expected_tiles
+from tilestream.verify.partials import Partials
 from tilestream.verify.processes import LEFT, Process
 
 #: ``(schedule, gate, worker, state)`` -> one turn.
 Program = Callable[[Schedule, Gate | None, int, WorkerState], Generator[Any, int, WorkerState | None]]
+
+#: How workers drain: they leave; they poison what is left; they do, and the last one out resets the words.
+Drain = Literal["leave", "poison", "reset"]
+
+#: What a worker watches the launch by.
+WATCHES: frozenset[type] = frozenset({Poll, Wait, See})
+
+PROGRAMS: dict[Drain, Program] = {"leave": work, "poison": work_through, "reset": partial(work_through, reset=True)}
 
 
 @dataclass(frozen=True)
@@ -66,17 +110,20 @@ class WorkersCase:
         What is run. ``gate`` None: everything is there.
     running
         The workers that ever run; empty for all. Under ``static``, each does its own positions and no others.
+    drain
+        How workers drain: what must hold after an expiry, and at the end.
     program
-        The protocol; see `Program`.
-    clears
-        Whether the program shall leave counters at zero: the form for graphs, in which the last worker out clears them.
+        What runs in place of ``PROGRAMS[drain]``.
+    quarantined
+        Whether an earlier launch has left the signals in quarantine: they come up as they like, and nothing with them.
     """
 
     schedule: Schedule
     gate: Gate | None = None
     running: tuple[int, ...] = ()
-    program: Program = work
-    clears: bool = False
+    drain: Drain = "leave"
+    program: Program | None = None
+    quarantined: bool = False
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -104,25 +151,30 @@ class WorkersCase:
                 if chunks is not None:
                     block = self.gate.block_m if name == "rows" else self.gate.block_n
                     words.append(f"{name} in chunks {list(chunks.bounds)}, {block} a tile")
-        if self.program is not work:
+        if self.drain != "leave":
+            words.append("what is left is poisoned" if self.drain == "poison" else "poisoned, and words are reset")
+        if self.quarantined:
+            words.append("signals in quarantine")
+        if self.program is not None:
             words.append(self.program.__name__)
         return ", ".join(words)
 
 
 class WorkersModel(Model):
-    """See the module. Memory: aborted, arrived, done, stored, late, left, counters, counts, slots."""
+    """See the module. Memory: the words and the truth (`_set_up`), counters, counts, slots."""
 
-    eager: ClassVar[frozenset[type]] = frozenset({Compute, Reduce})
-    delayed: ClassVar[frozenset[type]] = frozenset({Poll, Wait})
+    eager: ClassVar[frozenset[type]] = frozenset({Compute, Poison, Reduce})
 
     def __init__(self, case: WorkersCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
+        self.delayed = WATCHES if case.drain == "leave" else frozenset()
         schedule = case.schedule
         shares_alike = schedule.kind != "static" and symmetry
+        program = case.program or PROGRAMS[case.drain]
         names = sorted(case.workers, key=lambda w: (home_queue(w, schedule.queues), w))
 
         def turn_of(worker: int) -> Callable[[WorkerState], Generator[Any, int, WorkerState | None]]:
-            return lambda state: case.program(schedule, case.gate, worker, state)
+            return lambda state: program(schedule, case.gate, worker, state)
 
         processes = [
             Process(
@@ -139,21 +191,22 @@ class WorkersModel(Model):
         """Lay out the memory behind ``private`` entries, and work out what each tile is and reads."""
         schedule, gate = self.case.schedule, self.case.gate
         grid = schedule.grid
-        self.aborted, self.arrived, self.done, self.stored, self.late, self.left = range(private, private + 6)
-        self.counter = private + 6
-        self.count = self.counter + schedule.queues
-        self.slot = self.count + schedule.remainder
-        self.end = self.slot + schedule.slots
-        self.parts: list[WorkItem] = []  # what lies in slots, by number
-        self.position = {schedule.remainder_tile(t).tile: t for t in range(schedule.remainder)}
+        # The abort word, the signals (chunks as bits), their mark, the exit count.
+        self.aborted, self.signals, self.quarantined, self.left = range(private, private + 4)
+        # The truth: chunks that are there, K steps handed in, tiles stored, items computed after the expiry.
+        self.arrived, self.done, self.stored, self.late = range(private + 4, private + 8)
+        self.counter = private + 8
+        self.partials = Partials(schedule, self.counter + schedule.queues)
+        self.end = self.partials.end
         self.all_steps = (1 << grid.k_steps) - 1
         self.oracle = Oracle(schedule, gate)
+        self.all_chunks = (1 << self.oracle.chunks) - 1
         self.expected = expected_tiles(schedule, self.case.running)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
-        schedule = self.case.schedule
-        return [0] * (6 + schedule.queues + schedule.remainder + schedule.slots)
+        words = [0, 0, int(self.case.quarantined), 0]
+        return [*words, 0, 0, 0, 0, *[0] * self.case.schedule.queues, *self.partials.memory()]
 
     def canonical(self, state: State) -> State:
         """As `Model.canonical`."""
@@ -169,33 +222,35 @@ class WorkersModel(Model):
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
         kind = type(op)
-        if kind is Wait or kind is ops.WaitForever:
+        if kind in ops.WAITS:
             bit = self.oracle.bit(op.operand, op.chunk)
             if not bit:
                 return None  # performing it is the fault
             if kind is ops.WaitForever:
-                return lambda pid, op, m: (1,) if m[self.arrived] & bit else ()
-            # By arrived, aborted. With reductions the chunk may arrive in the very operation, once the launch is over.
+                return lambda pid, op, m: (1,) if m[self.signals] & bit else ()
+            # By signal, aborted. With reductions the chunk may arrive in the very operation, once the launch is over.
             answers = (((), (0, 1) if self.reduce else (0,)), ((1,), (0, 1)))
-            return lambda pid, op, m: answers[1 if m[self.arrived] & bit else 0][m[self.aborted]]
+            return lambda pid, op, m: answers[1 if m[self.signals] & bit else 0][m[self.aborted]]
         if kind is Poll:
+            return lambda pid, op, m: (m[self.aborted] | m[self.quarantined],)
+        if kind is ops.PollAbort:
             return lambda pid, op, m: (m[self.aborted],)
         if kind is Take or kind is Peek:
             counter = self.counter + op.queue
             return lambda pid, op, m: (m[counter],)
         if kind is Count or kind is ops.Add:
-            count = self.count + self.position[op.item.tile]
+            count = self.partials.count_of(op.item)
             return lambda pid, op, m: (m[count],)
         if kind is ops.AwaitCount:
-            count = self.count + self.position[op.item.tile]
+            count = self.partials.count_of(op.item)
             return lambda pid, op, m: (1,) if m[count] == op.wanted else ()
         if kind is ops.AwaitTile:
             return lambda pid, op, m: (1,) if m[self.stored] >> op.tile & 1 else ()
-        if kind is ops.Leave:
+        if kind is Leave:
             return lambda pid, op, m: (m[self.left],)
         return None
 
-    def domain(self, op: Any) -> Sequence[Any]:
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
         schedule = self.case.schedule
         kind = type(op)
@@ -203,32 +258,38 @@ class WorkersModel(Model):
             return range(next_base(0, schedule.queue_size(op.queue), schedule.workers) + 1)
         if kind is Count or kind is ops.Add:
             return range(op.item.parts + 1)
-        if kind is ops.Leave:
+        if kind is Leave:
             return range(schedule.workers)
         if kind is ops.AwaitCount or kind is ops.AwaitTile or kind is ops.WaitForever:
             return (1,)
-        return (0, 1) if kind is Wait or (kind is Poll and self.case.gate is not None) else (0,)
+        if kind in ops.POLLS and past is not None:
+            return (1,)  # nobody takes the abort word back while this worker is in
+        return (0, 1) if kind in ops.WAITS or (kind in ops.POLLS and self.case.gate is not None) else (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
         """As `Model.urgent`."""
-        return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in self.delayed
+        return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in WATCHES
 
-    def remember(self, op: Any, answer: Any) -> bool:
-        """As `Model.remember`."""
-        return _over(op, answer)
+    def remember(self, op: Any, answer: Any) -> Hashable:
+        """As `Model.remember`: what has told a worker that the launch is over."""
+        over = (type(op) in ops.WAITS and not answer) or (type(op) in ops.POLLS and answer)
+        return type(op).__name__.lower() if over else None
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         """As `Model.performer_of`."""
         return {
-            Wait: self._wait,
-            ops.WaitForever: self._wait,
+            **dict.fromkeys(ops.WAITS, self._wait),
             Take: self._take,
             Compute: self._compute,
+            Poison: self._poison,
             Count: self._count,
             ops.Add: self._add,
             Reduce: self._reduce,
+            ops.ReduceNumbers: self._reduce,
             ops.Store: self._store,
-            ops.Leave: self._leave,
+            Leave: self._leave,
+            Reset: self._reset,
+            Quarantine: self._quarantine,
             ops.AwaitCount: self._await_count,
         }.get(type(op))
 
@@ -237,7 +298,13 @@ class WorkersModel(Model):
         if not bit:
             raise Fault("signal out of range", f"a wait for chunk {op.chunk} of {self.oracle.counts[op.operand]}")
         if answer:
-            m[self.arrived] |= bit
+            self._signal(bit, m)
+
+    def _signal(self, bits: int, m: Memory) -> None:
+        """Signals come up; the chunks have arrived, unless the signals are those of an earlier launch."""
+        m[self.signals] |= bits
+        if not self.case.quarantined:
+            m[self.arrived] |= bits
 
     def _take(self, pid: int, op: Take, answer: int, m: Memory) -> None:
         schedule = self.case.schedule
@@ -247,20 +314,19 @@ class WorkersModel(Model):
                 f"queue {op.queue} hands out {answer}; the next launch counts from "
                 f"{next_base(0, schedule.queue_size(op.queue), schedule.workers)}",
             )
-        if m[self.aborted] and self.locals.past[m[pid]]:
+        if self.case.drain == "leave" and m[self.aborted] and self.locals.past[m[pid]]:
             raise Fault("not drained", f"{self.processes[pid].name} takes a ticket after it was told to leave")
         m[self.counter + op.queue] = answer + 1
 
     def _compute(self, pid: int, op: Compute, answer: int, m: Memory) -> None:
         item = op.item
         name = self.processes[pid].name
-        self._check_item(item)
+        told_by = self.locals.past[m[pid]]
+        if told_by is not None:
+            raise Fault(
+                "gate ignored", f"{name} does tile {item.tile} after a {told_by} has said that the launch is over"
+            )
         if m[self.aborted]:
-            if self.locals.past[m[pid]]:
-                told_by = self._say(self.locals.past[m[pid]][0][0])
-                raise Fault(
-                    "gate ignored", f"{name} does tile {item.tile} after {told_by} has said that the launch is over"
-                )
             m[self.late] += 1
             if m[self.late] >= len(self.processes):
                 raise Fault(
@@ -273,6 +339,20 @@ class WorkersModel(Model):
                 "read before arrival",
                 f"{name} does tile {item.tile} (rows {item.pm}, columns {item.pn}) before {self.oracle.names(missing)}",
             )
+        self._hand_in(pid, item, m, nan=False)
+
+    def _poison(self, pid: int, op: Poison, answer: int, m: Memory) -> None:
+        item = op.item
+        if self.locals.past[m[pid]] is None:
+            raise Fault(
+                "poisoned in vain",
+                f"{self.processes[pid].name} poisons tile {item.tile}, and nobody told it that the launch is over",
+            )
+        self._hand_in(pid, item, m, nan=True)
+
+    def _hand_in(self, pid: int, item: WorkItem, m: Memory, nan: bool) -> None:
+        name = self.processes[pid].name
+        self._check_item(item)
         steps = ((1 << item.k_end) - (1 << item.k_begin)) << item.tile * self.case.schedule.grid.k_steps
         if m[self.done] & steps:
             raise Fault("double work", f"{name} does tile {item.tile}, K steps {item.k_begin} to {item.k_end}, again")
@@ -280,14 +360,7 @@ class WorkersModel(Model):
         if item.parts == 1:
             self._finish(pid, item, m)
             return
-        slot = self.slot + item.slot
-        if not self.slot <= slot < self.end:
-            raise Fault("wrong data", f"{name} writes a partial to slot {item.slot} of {self.end - self.slot}")
-        if m[slot]:
-            raise Fault("overwritten while read", f"{name} writes slot {item.slot}, where a partial is still needed")
-        if item not in self.parts:
-            self.parts.append(item)
-        m[slot] = 2 * (self.parts.index(item) + 1)  # even: written, not yet visible
+        self.partials.write(name, item, nan, m)
 
     def _check_item(self, item: WorkItem) -> None:
         grid = self.case.schedule.grid
@@ -301,48 +374,47 @@ class WorkersModel(Model):
             raise Fault("double work", f"{self.processes[pid].name} stores tile {item.tile} again")
         m[self.stored] |= 1 << item.tile
 
-    def _add(self, pid: int, op: Any, answer: int, m: Memory) -> None:
-        m[self.count + self.position[op.item.tile]] = answer + 1
-        slot = self.slot + op.item.slot
-        if m[slot] and self.parts[m[slot] // 2 - 1] == op.item:
-            m[slot] |= 1
+    def _add(self, pid: int, op: ops.Add, answer: int, m: Memory) -> None:
+        self.partials.add(op, answer, m)
 
     def _count(self, pid: int, op: Count, answer: int, m: Memory) -> None:
-        self._add(pid, op, answer, m)
-        if answer == op.item.parts - 1:
-            m[self.count + self.position[op.item.tile]] = 0
-
-    def _reduce(self, pid: int, op: Reduce, answer: int, m: Memory) -> None:
-        schedule, tile = self.case.schedule, op.item.tile
-        name = self.processes[pid].name
-        k = 0
-        for share in schedule.contributors(self.position[tile]):
-            slot = self.slot + stream_k_rules.slot(share, self.position[tile])
-            if not m[slot] & 1 and not (m[slot] and self.parts[m[slot] // 2 - 1] == op.item):  # its own it can see
-                raise Fault(
-                    "partial not visible",
-                    f"{name} adds slot {slot - self.slot} of tile {tile} before its partial is visible",
-                )
-            part = self.parts[m[slot] // 2 - 1]
-            if part.tile != tile or part.k_begin != k:
-                raise Fault(
-                    "wrong data",
-                    f"{name} adds K steps {part.k_begin} to {part.k_end} of tile {part.tile} to {k} of tile {tile}",
-                )
-            k = part.k_end
-            m[slot] = 0
-        if k != schedule.grid.k_steps:
-            raise Fault("missing work", f"{name} stores tile {tile} with {k} of {schedule.grid.k_steps} K steps")
-        self._finish(pid, op.item, m)
+        self.partials.count_in(op, answer, m)
 
     def _await_count(self, pid: int, op: ops.AwaitCount, answer: int, m: Memory) -> None:
-        m[self.count + self.position[op.item.tile]] = 0
+        self.partials.restore(op.item, m)
+
+    def _reduce(self, pid: int, op: Reduce | ops.ReduceNumbers, answer: int, m: Memory) -> None:
+        self.partials.reduce(self.processes[pid].name, op, m)
+        self._finish(pid, op.item, m)
 
     def _store(self, pid: int, op: ops.Store, answer: int, m: Memory) -> None:
         m[self.counter + op.queue] = op.value
 
-    def _leave(self, pid: int, op: ops.Leave, answer: int, m: Memory) -> None:
+    def _leave(self, pid: int, op: Leave, answer: int, m: Memory) -> None:
         m[self.left] = answer + 1
+
+    def _reset(self, pid: int, op: Reset, answer: int, m: Memory) -> None:
+        name = self.processes[pid].name
+        if op.word == "signals" or op.word == "abort":
+            still = [p.name for other, p in enumerate(self.processes) if other != pid and m[other] != LEFT]
+            if still:
+                raise Fault("reset too early", f"{name} does {self._say(op)}, and {', '.join(still)} may still read it")
+        if op.word == "signals":
+            missing = self.all_chunks & ~m[self.arrived]
+            if missing:
+                raise Fault("reset too early", f"{name} zeroes the signals; {self.oracle.names(missing)} may yet come")
+            m[self.signals] = 0
+        elif op.word == "abort":
+            m[self.aborted] = 0
+        elif op.word == "exits":
+            m[self.left] = 0
+        else:
+            m[self.counter + op.queue] = 0
+
+    def _quarantine(self, pid: int, op: Quarantine, answer: int, m: Memory) -> None:
+        if not m[self.aborted] | m[self.quarantined]:
+            raise Fault("not reset", f"{self.processes[pid].name} marks the signals of a launch that is not over")
+        m[self.quarantined] = 1
 
     # The world outside ----------------------------------------------------------------------------------------------
 
@@ -354,23 +426,25 @@ class WorkersModel(Model):
         blocked = 0
         for pid, process in enumerate(self.processes):
             op = self.locals.op[m[pid]]
-            if type(op) is Wait or type(op) is ops.WaitForever:
-                bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.arrived]
-                if bit and type(op) is Wait and not m[self.aborted]:
+            if type(op) in ops.WAITS:
+                bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]
+                if bit and type(op) is not ops.WaitForever and not m[self.aborted]:
                     n = m.copy()
-                    n[self.aborted] = 1
+                    n[self.aborted] = int(type(op) is not ops.WaitAlone)
                     n[pid] = self.locals.next(m[pid], 0)
-                    out.append((f"{process.name}: {self._say(op)} -> the deadline expires, abort is set", n))
+                    after = ", abort is set" if n[self.aborted] else ""
+                    out.append((f"{process.name}: {self._say(op)} -> the deadline expires{after}", n))
                 blocked |= bit
         if self.reduce and m[self.aborted]:
             blocked = 0
         elif not self.reduce:
-            blocked = (1 << self.oracle.chunks) - 1 & ~m[self.arrived]
+            blocked = self.all_chunks & ~m[self.signals] & ~m[self.arrived]
         for c in range(self.oracle.chunks):
             if blocked >> c & 1:
                 n = m.copy()
-                n[self.arrived] |= 1 << c
-                out.append((f"{self.oracle.names(1 << c)} arrives", n))
+                self._signal(1 << c, n)
+                line = "a late signal says that {} arrives" if self.case.quarantined else "{} arrives"
+                out.append((line.format(self.oracle.names(1 << c)), n))
         return out
 
     # Ends -----------------------------------------------------------------------------------------------------------
@@ -383,7 +457,7 @@ class WorkersModel(Model):
             if m[self.aborted]:
                 raise Fault("not drained", f"the launch is over, and {who}")
             for _, op in here:
-                if isinstance(op, Wait | ops.WaitForever) and self.oracle.bit(op.operand, op.chunk) & ~m[self.arrived]:
+                if type(op) in ops.WAITS and self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]:
                     return  # the chunk may come, or the deadline
             raise Fault("deadlock", who)
         self.at_end(m)
@@ -391,51 +465,40 @@ class WorkersModel(Model):
     def at_end(self, m: Memory) -> None:
         """All have left."""
         schedule = self.case.schedule
-        if self.case.clears and any(m[self.counter : self.count]):
-            raise Fault(
-                "count not restored", f"counters {m[self.counter : self.count]} are not zero after the last worker"
-            )
-        if m[self.aborted]:
+        if self.case.drain == "leave" and m[self.aborted]:
             return
+        if self.case.drain == "reset":
+            self._check_words(m)
         for tile in self.expected:
             if (
                 not m[self.stored] >> tile & 1
                 or (m[self.done] >> tile * schedule.grid.k_steps & self.all_steps) != self.all_steps
             ):
                 raise Fault("missing work", f"tile {tile} is not finished")
-        if any(m[self.count : self.slot]):
-            raise Fault("count not restored", f"the counts of stream-K's tiles are {m[self.count : self.slot]}")
-        if any(m[self.slot : self.end]):
-            raise Fault("missing work", "a partial result was never added")
+        self.partials.at_end(m)
+
+    def _check_words(self, m: Memory) -> None:
+        """All have left, the last of them through `tilestream.kernels.loop.leave`: what the next launch finds."""
+        counters = m[self.counter : self.partials.count]
+        if any(counters):
+            raise Fault("not reset", f"the queues' counters are {counters}")
+        for name, at in (("exit count", self.left), ("abort word", self.aborted)):
+            if m[at]:
+                raise Fault("not reset", f"the {name} is {m[at]}")
+        if m[self.quarantined]:
+            return
+        if m[self.signals]:
+            raise Fault("not reset", f"the signal of {self.oracle.names(m[self.signals])} is still up")
+        missing = self.all_chunks & ~m[self.arrived]
+        if missing:
+            raise Fault("not reset", f"the signal of {self.oracle.names(missing)} may come, and is in no quarantine")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """As `Model.tell`."""
-        told = {"Wait": ("the launch is over", "arrived"), "Poll": ("go on", "the launch is over")}.get(
-            type(op).__name__
-        )
-        after = f" -> {told[answer] if told else answer}"
-        if isinstance(op, Compute | Reduce | ops.Store):
-            after = ""
-        return f"{self.processes[pid].name}: {self._say(op)}{after}"
+        return f"{self.processes[pid].name}: {self._say(op)}{ops.say_answer(op, answer)}"
 
     def _say(self, op: Any) -> str:
-        if isinstance(op, Take | Peek):
-            return f"{type(op).__name__.lower()}(queue {op.queue})"
-        if isinstance(op, Wait):
-            chunk = self.oracle.names(self.oracle.bit(op.operand, op.chunk)) or f"chunk {op.chunk}"
-            return f"wait({chunk}, for tile {op.item.tile})"
-        if hasattr(op, "item"):
-            item = op.item
-            part = (
-                f", K steps {item.k_begin} to {item.k_end}, part {item.part} of {item.parts}" if item.parts > 1 else ""
-            )
-            return f"{type(op).__name__.lower()}(tile {item.tile}{part})"
-        return f"{type(op).__name__.lower()}({', '.join(f'{k} {v}' for k, v in op._asdict().items())})"
-
-
-def _over(op: Any, answer: Any) -> bool:
-    """Whether a worker is told that the launch is over."""
-    return (type(op) is Wait and not answer) or (type(op) is Poll and bool(answer))
+        return ops.say(op, self.oracle)
 
 
 def _runs(groups: Sequence[object]) -> list[tuple[int, int]]:

@@ -1,0 +1,300 @@
+"""`work_through`: a launch that is worked through to its last item, computed or NaN; with any answers, in any order."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from machine import Machine, all_of, done, every_interleaving, unfair
+from strategies import chunkings, rasters, seeds
+from tilestream.arrival import Chunks, Gate, See, Seen, Wait
+from tilestream.kernels.loop import (
+    Compute,
+    Count,
+    Leave,
+    Poison,
+    Poll,
+    Quarantine,
+    Reduce,
+    Reset,
+    WorkerState,
+    work,
+    work_through,
+)  # fmt: skip
+from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, WorkItem
+
+resetting = partial(work_through, reset=True)
+
+
+@st.composite
+def launches(draw, gated: bool = True) -> tuple[Schedule, Gate | None]:
+    """Any schedule of a small problem whose A's rows arrive, and B's columns or not."""
+    m, n, k = draw(st.integers(1, 9)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    grid = Grid.of(m, n, k, 2, 3, 1)
+    kind = draw(st.sampled_from(["static", "dynamic", "stream_k"]))
+    queues = draw(st.integers(1, 3)) if kind == "dynamic" else 1
+    schedule = Schedule(kind, grid, draw(rasters(grid)), draw(st.integers(1, 4)), queues)
+    if not gated:
+        return schedule, None
+    columns = draw(chunkings(n, 3)) if draw(st.booleans()) else None
+    return schedule, Gate(m, n, 2, 3, draw(chunkings(m, 5)), columns)
+
+
+def reads(gate: Gate, item: WorkItem) -> set[tuple[int, int]]:
+    """(operand, chunk) of each row and each column of the item's tile, one by one."""
+    found = set()
+    for operand, chunks, begin, end in (
+        (0, gate.rows, item.pm * 2, min(gate.m, item.pm * 2 + 2)),
+        (1, gate.columns, item.pn * 3, min(gate.n, item.pn * 3 + 3)),
+    ):
+        if chunks is not None:
+            found |= {
+                (operand, c) for c in range(chunks.count) for row in range(*chunks.range_of(c)) if begin <= row < end
+            }
+    return found
+
+
+def chunks_of(gate: Gate) -> list[tuple[int, int]]:
+    return [
+        (o, c) for o, chunks in enumerate((gate.rows, gate.columns)) if chunks is not None for c in range(chunks.count)
+    ]
+
+
+def machine_of(schedule: Schedule, gate: Gate | None, crew=None, **how) -> Machine:
+    how.setdefault("program", resetting if crew is None else work_through)
+    if gate is not None:
+        how["reads"] = partial(reads, gate)
+    return Machine(schedule, range(schedule.workers) if crew is None else crew, gate=gate, **how)
+
+
+def holds(machine: Machine) -> None:
+    """What holds of every launch that is worked through, whatever happened."""
+    log, schedule = machine.log, machine.schedule
+    assert done(log.handed_in) == all_of(schedule)
+    assert log.read_early == []
+    assert log.computed_after_told == []
+    poisoned = {item.tile for _, item in log.poisoned}
+    assert {tile for tile, result in machine.tiles.items() if math.isnan(result)} == poisoned
+    assert machine.tiles == {
+        tile: pytest.approx(math.nan if tile in poisoned else schedule.grid.k_steps, nan_ok=True)
+        for tile in range(schedule.grid.tiles)
+    }
+    assert machine.slots == {}
+    assert not any(machine.words.counts.values())
+    told = {worker for worker, _ in log.told}
+    assert {worker for worker, _ in log.poisoned} <= told
+
+
+class TestWorkedThrough:
+    @given(launches(), seeds)
+    def test_each_item_is_handed_in_once_whenever_the_deadline_expires(self, launch, seed):
+        machine = machine_of(*launch)
+        order = random.Random(seed).sample(chunks_of(launch[1]), len(chunks_of(launch[1])))
+        machine.run(unfair(seed), order, expires=True)
+        holds(machine)
+
+    @given(launches(), seeds)
+    def test_without_an_expiry_it_is_work(self, launch, seed):
+        log = machine_of(*launch).run(unfair(seed), chunks_of(launch[1]))
+        assert log.poisoned == log.told == []
+        assert done(log.items) == all_of(launch[0])
+
+    @given(launches(), st.data())
+    def test_one_worker_poisons_from_the_first_item_on_whose_chunk_never_comes(self, launch, data):
+        schedule, gate = launch
+        missing = data.draw(st.sampled_from(chunks_of(gate)))
+        if schedule.kind == "static" and schedule.workers > 1:
+            schedule = Schedule("static", schedule.grid, schedule.raster)
+        machine = machine_of(schedule, gate, crew=[0])
+        machine.arrived = set(chunks_of(gate)) - {missing}
+        log = machine.run(lambda options: options[0], expires=True)
+        holds(machine)
+        late = [item for item in log.handed_in if missing in reads(gate, item)]
+        poisoned = [item for _, item in log.poisoned]
+        assert poisoned[:1] == late[:1]
+        assert [type(by) for _, by in log.told] == [Wait, *[Poll] * len(poisoned)][: len(poisoned)]
+
+    @given(launches(), seeds)
+    def test_a_worker_computes_at_most_one_item_after_the_expiry(self, launch, seed):
+        machine, choose = machine_of(*launch), unfair(seed)
+        computed_before: dict[int, int] = {}
+
+        def counted(options):
+            if machine.aborted and not computed_before:
+                computed_before.update(Counter(worker for worker, _ in machine.log.computed), all=1)
+            return choose(options)
+
+        machine.run(counted, chunks_of(launch[1]), expires=True)
+        after = Counter(worker for worker, _ in machine.log.computed)
+        if computed_before:
+            assert all(after[worker] - computed_before.get(worker, 0) <= 1 for worker in range(launch[0].workers))
+
+    @given(launches(), seeds, st.data())
+    def test_workers_that_never_run_are_missed_by_nobody(self, launch, seed, data):
+        schedule, gate = launch
+        if schedule.kind != "static":
+            crew = data.draw(st.sets(st.integers(0, schedule.workers - 1), min_size=1))
+            machine = machine_of(schedule, gate, crew=sorted(crew))
+            machine.run(unfair(seed), chunks_of(gate), expires=True)
+            holds(machine)
+
+    @given(launches(gated=False), seeds)
+    def test_without_a_gate_nobody_looks_at_the_abort_word(self, launch, seed):
+        machine = machine_of(*launch)
+        machine.aborted = True
+        log = machine.run(unfair(seed))
+        assert log.poisoned == log.told == []
+        assert done(log.items) == all_of(launch[0])
+        assert machine.words.raw == [0] * launch[0].queues
+
+
+class TestTheLastOneOut:
+    @given(launches(), seeds)
+    def test_the_next_launch_finds_the_words_as_they_were_or_signals_in_quarantine(self, launch, seed):
+        machine = machine_of(*launch)
+        log = machine.run(unfair(seed), chunks_of(launch[1]), expires=True)
+        assert (machine.words.raw, machine.exits, machine.aborted) == ([0] * launch[0].queues, 0, False)
+        assert machine.quarantined == bool(log.told)
+        assert machine.arrived == set() or machine.quarantined
+
+    @given(launches(), seeds)
+    def test_signals_are_zeroed_when_all_have_come(self, launch, seed):
+        machine, choose, picked = machine_of(*launch), unfair(seed), []
+
+        def counted(options):
+            picked.append(choose(options))
+            return picked[-1]
+
+        machine.run(counted, chunks_of(launch[1]))
+        assert picked.count(-1) == len(chunks_of(launch[1])), "chunks that no tile reads, too"
+        assert (machine.arrived, machine.quarantined) == (set(), False)
+
+    @given(launches(), seeds)
+    def test_replays(self, launch, seed):
+        # Five launches on the same words, none of which the host has a look at.
+        first = machine_of(*launch)
+        words, exits, quarantined = first.words, 0, False
+        for replay in range(5):
+            machine = machine_of(*launch, words=words)
+            machine.exits, machine.quarantined = exits, quarantined
+            if quarantined:
+                machine.arrived = set(chunks_of(launch[1])[:1])  # left as they were, or come late
+            log = machine.run(unfair(seed + replay), chunks_of(launch[1]), expires=replay == 2)
+            holds(machine)
+            assert not quarantined or log.computed == []
+            assert words.raw == [0] * launch[0].queues
+            exits, quarantined = machine.exits, machine.quarantined
+
+    def test_every_order_of_two_workers(self):
+        gate = Gate(4, 2, 2, 2, Chunks((0, 3, 3, 4)))
+        schedule = Schedule("dynamic", Grid(1, 2, 1), workers=2)
+        ends = set()
+
+        def run(choose):
+            machine = machine_of(schedule, gate)
+            machine.run(choose, [(0, 1)], expires=True)
+            machine.arrived |= {(0, 1)}
+            return machine
+
+        for machine in every_interleaving(run):
+            holds(machine)
+            assert machine.quarantined
+            ends.add(tuple(math.isnan(machine.tiles[tile]) for tile in range(2)))
+        assert ends == {(True, True)}, "both tiles read chunk 0, which never comes"
+
+
+class TestOneTurn:
+    """What one worker does, operation by operation."""
+
+    GATE = Gate(4, 4, 2, 2, Chunks((0, 3, 3, 4)))
+    SCHEDULE = Schedule("dynamic", Grid(1, 2, 1, 2), workers=3)
+
+    def turn(self, *answers, schedule=SCHEDULE, gate=GATE, state=WorkerState(), reset=True, program=work_through):  # noqa: B008
+        """The operations that are answered so, and what the turn returns."""
+        generator = program(schedule, gate, 0, state, **({"reset": reset} if program is work_through else {}))
+        operations = []
+        try:
+            operation = next(generator)
+            for answer in answers:
+                operations.append(operation)
+                operation = generator.send(answer)
+        except StopIteration as end:
+            return operations, end.value
+        raise AssertionError(f"{operation} has no answer")
+
+    def test_an_item_is_taken_then_the_launch_looked_at_then_its_gate(self):
+        operations, after = self.turn(1, 0, 1, 1, 0)
+        item = WorkItem(1, 0, 1, 0, 0, 2)
+        assert operations == [Take(0), Poll(), Wait(0, 0, item), Wait(0, 2, item), Compute(item)]
+        assert after == WorkerState(Cursor(), Seen(rows=0b101))
+
+    def test_told_at_the_poll(self):
+        operations, after = self.turn(1, 1, 0)
+        assert operations == [Take(0), Poll(), Poison(WorkItem(1, 0, 1, 0, 0, 2))]
+        assert after == WorkerState()
+
+    def test_told_at_the_gate(self):
+        operations, after = self.turn(1, 0, 1, 0, 0)
+        assert operations[-2:] == [
+            Wait(0, 2, WorkItem(1, 0, 1, 0, 0, 2)),
+            Poison(WorkItem(1, 0, 1, 0, 0, 2)),
+        ]
+        assert after == WorkerState(seen=Seen(rows=0b1)), "seen is only what has arrived"
+
+    @pytest.mark.parametrize(("over", "done_by"), [(0, Compute), (1, Poison)])
+    @pytest.mark.parametrize("before", [0, 1])
+    def test_a_part_is_counted_and_the_last_reduces_computed_or_not(self, over, done_by, before):
+        split = Schedule("stream_k", Grid(1, 1, 1, 2), workers=2)
+        gate = Gate(2, 2, 2, 2, Chunks((0, 2)))
+        item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
+        waited = [] if over else [Wait(0, 0, item)]
+        answers = [0, over, *[1 for _ in waited], 0, before, *[0] * before]
+        operations, _ = self.turn(*answers, schedule=split, gate=gate)
+        assert operations == [Take(0), Poll(), *waited, done_by(item), Count(item), *[Reduce(item)] * before]
+
+    def test_stop_where_nothing_is_reset(self):
+        assert self.turn(2, reset=False) == ([Take(0)], None)
+
+    def test_stop_with_others_still_in(self):
+        assert self.turn(2, 1) == ([Take(0), Leave()], None)
+
+    REST = (Reset("counter", 0), Reset("exits"), Reset("abort"))
+
+    def test_last_one_out_sees_every_chunk(self):
+        operations, after = self.turn(2, 2, 0, 1, 1, 1, 0, 0, 0, 0)
+        sees = [See(0, 0), See(0, 1), See(0, 2)]
+        assert operations == [Take(0), Leave(), Poll(), *sees, Reset("signals"), *self.REST]
+        assert after is None
+
+    def test_last_one_out_of_a_launch_that_is_over(self):
+        operations, _ = self.turn(2, 2, 1, 0, 0, 0, 0)
+        assert operations == [Take(0), Leave(), Poll(), Quarantine(), *self.REST]
+
+    def test_deadline_of_the_last_one_out(self):
+        operations, _ = self.turn(2, 2, 0, 1, 0, 0, 0, 0, 0)
+        assert operations == [Take(0), Leave(), Poll(), See(0, 0), See(0, 1), Quarantine(), *self.REST]
+
+    def test_last_one_out_of_a_launch_without_a_gate(self):
+        queues = Schedule("dynamic", Grid(1, 2, 1), workers=1, queues=2)
+        operations, _ = self.turn(1, 1, 0, 0, 0, 0, schedule=queues, gate=None)
+        counters = [Reset("counter", 0), Reset("counter", 1)]
+        assert operations == [Take(0), Peek(1), Leave(), *counters, Reset("exits")]
+
+    def test_work_polls_first_and_leaves_at_once(self):
+        assert self.turn(1, program=work) == ([Poll()], None)
+        item = WorkItem(0, 0, 0, 0, 0, 2)
+        assert self.turn(0, 0, 0, program=work) == ([Poll(), Take(0), Wait(0, 0, item)], None)
+        operations, _ = self.turn(0, 0, 1, 0, program=work)
+        assert operations == [Poll(), Take(0), Wait(0, 0, item), Compute(item)]
+
+
+def test_every_chunk_a_s_first():
+    gate = Gate(4, 4, 2, 2, Chunks((0, 0, 4)), Chunks((0, 4)))
+    assert gate.every() == (See(0, 0), See(0, 1), See(1, 0))
+    assert Gate(4, 0, 2, 2, columns=Chunks((0, 0))).every() == (See(1, 0),)
