@@ -78,7 +78,7 @@ class Arrival:
         signals
             Your own signal words, ``int32[num_chunks]`` on the input's device: 0 not arrived, anything else arrived.
             They are zeroed by the call that has seen them all, those of chunks without rows included. After an
-            `ArrivalTimeout` they are left as they are: zero them when your producers have stopped. None: tilestream
+            `ArrivalTimeout` they are left as they are: call `reset` when your producers have stopped. None: tilestream
             keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours.
         device
             Where our words are, which is where the input is: ``"cuda"``, ``"cuda:1"``; None: on the CPU, or where
@@ -221,10 +221,11 @@ class Arrival:
         return self._signals.advance()
 
     def reset(self) -> None:
-        """Start afresh after a captured launch has missed a chunk: on a GPU, zero what its graph's signals left behind.
+        """Start afresh after a chunk was missed: zero a caller's own words and, on a GPU, those of captured launches.
 
-        Until then each replay gives NaN and an error, since signals of the replay that failed could be taken for news.
-        Call it when the producers of that replay have stopped, on a stream that comes before the next replay.
+        On a GPU such launches give NaN and an error until then, since signals of the launch that missed a chunk could
+        be taken for news. Call it when the producers of that launch have stopped, on a stream that comes before the
+        next one. Signals of our own in eager launches need none: each epoch has its own.
         """
         self._signals.reset()
 

@@ -5,8 +5,9 @@ chunk. Issuing it costs no SM and waits for nothing (invariant 10).
 
 Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so under capture a
 signal goes to a second set of words, as the value 1, and the captured launch that has seen all of them zeroes them
-(invariant 4): one launch a graph, then. After a replay in which a chunk was missing these words may hold anything: that
-launch sets the quarantine word, and is not to be had again before `reset` (invariant 6).
+(invariant 4): one launch a graph, then. So it is with a caller's own words. After a launch in which a chunk was missing
+such words may hold anything: it sets the quarantine word, and they are not to be had again before `reset`
+(invariant 6).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class GateWords(NamedTuple):
     words
         ``int32[chunks]``.
     quarantine
-        ``int32[1]``, read and set by captured launches.
+        ``int32[1]``, read and set by launches whose epoch is 0.
     epoch
         The epoch they are compared with; 0: any word that is not 0 will do, and they are zeroed at the end.
     key

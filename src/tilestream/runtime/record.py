@@ -84,8 +84,9 @@ class Record(NamedTuple):
             return None if signals.raised >= self.epoch else signals.failure(self.epoch)
         if self.why == QUARANTINED:
             return TilestreamError(
-                f"{op}: a captured launch was replayed after a replay in which {argument}'s chunks were missing; its "
-                "result is NaN. When the producers of that replay have stopped, call arrival.reset(), then replay"
+                f"{op}: an earlier launch that waited for these signals missed a chunk of {argument}, and what is "
+                "left of them must not be taken for news; the result is NaN. When the producers of that launch have "
+                "stopped, call arrival.reset()"
             )
         error = ArrivalTimeout(
             op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, argument=argument

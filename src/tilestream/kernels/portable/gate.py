@@ -16,8 +16,11 @@ made with `Gate.needs`: by row tile, the chunks, none without rows among them; s
 Words (invariants 4 and 5). *Signals*: int32, arrived when at least the call's epoch; an epoch of 0 says that any word
 but 0 will do (captured launches, a caller's own words), and that the last worker out zeroes them. ``-epoch`` says that
 the producer failed. *Abort*: a 64-bit word behind the counters and with the same rule: a launch is over when it is at
-least ``base + 1``. *Quarantine*: after an expiry of a captured launch, its arrival's signals may hold what the next
-replay must not take for news; so replays give NaN until the host clears the word.
+least ``base + 1``. *Quarantine*: after an expiry, signals whose epoch is 0 may hold what the next launch must not take
+for news; so the launches after it give NaN until the host has cleared the word.
+
+The protocol is `tilestream.kernels.loop.work_through` and `leave`, which the checker explores; of the chunks that
+`leave` sees, only those that no tile reads are looked at here: the others' looks were made, by workers that have left.
 """
 
 from __future__ import annotations
@@ -193,27 +196,32 @@ def pass_gate(
 
 @triton.jit
 def quarantined(
-    reset, worker, row_quarantine, row_key, column_quarantine, column_key, abort, base, records, claims, op, allowed,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
+    abort, base, records, claims, op, allowed, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Whether an earlier replay left signals behind that nobody has cleared; then this launch is over, and says so."""
+    """Whether an earlier launch left signals behind that nobody has reset; then this one is over, and says so."""
     over = tl.zeros((), tl.int32)
+    if ROWS != "none":
+        if row_epoch == 0:
+            over = look_at_mark(over, row_quarantine, 0, worker, row_key, abort, base, records, claims, op, allowed)
+    if COLUMNS != "none":
+        if column_epoch == 0:
+            over = look_at_mark(
+                over, column_quarantine, 1, worker, column_key, abort, base, records, claims, op, allowed
+            )
+    return over
+
+
+@triton.jit
+def look_at_mark(over, quarantine, operand, worker, key, abort, base, records, claims, op, allowed):
+    """Whether the launch is over, now that an operand's mark was looked at."""
     none = tl.full((), -1, tl.int32)
-    if reset != 0:
-        if ROWS != "none":
-            if tl.atomic_add(row_quarantine, 0, sem="relaxed") != 0:
-                over = over * 0 + 1
-                end_launch(
-                    QUARANTINED, abort, base, records, claims, op, worker, 0, none, row_key, none,
-                    none, none, none, none, none, allowed,
-                )  # fmt: skip
-        if COLUMNS != "none":
-            if tl.atomic_add(column_quarantine, 0, sem="relaxed") != 0:
-                over = over * 0 + 1
-                end_launch(
-                    QUARANTINED, abort, base, records, claims, op, worker, 1, none, column_key, none,
-                    none, none, none, none, none, allowed,
-                )  # fmt: skip
+    if tl.atomic_add(quarantine, 0, sem="relaxed") != 0:
+        over = over * 0 + 1
+        end_launch(
+            QUARANTINED, abort, base, records, claims, op, worker, operand, none, key, none,
+            none, none, none, none, none, allowed,
+        )  # fmt: skip
     return over
 
 
@@ -244,14 +252,14 @@ def see_rest(
 
 
 @triton.jit
-def clear(over, reset, epoch, signals, chunks, quarantine):
+def clear(over, epoch, signals, chunks, quarantine):
     """Zero the signals, or put them under quarantine."""
     if epoch == 0:
         if over == 0:
             for at in range(0, chunks, _WIDTH):
                 lane = at + tl.arange(0, _WIDTH)
                 tl.store(signals + lane, tl.zeros((_WIDTH,), tl.int32), mask=lane < chunks)
-        elif reset != 0:
+        else:
             tl.store(quarantine, 1)
 
 
@@ -264,7 +272,7 @@ def leave_gate(
 ):  # fmt: skip
     """After STOP: the last worker out zeroes the signals whose epoch is 0, and a captured launch's own words.
 
-    Signals only once all were seen. Else they stay as they are, and a captured launch puts them under quarantine.
+    Signals only once all were seen. Else they stay as they are, under quarantine.
     """
     if counts_out != 0:
         if count_out(counters, queues, base, workers):
@@ -283,8 +291,8 @@ def leave_gate(
                         abort, base, clock, begin, allowed, records, claims, op, COLUMNS,
                     )  # fmt: skip
             if ROWS != "none":
-                clear(over, reset, row_epoch, row_signals, row_chunks, row_quarantine)
+                clear(over, row_epoch, row_signals, row_chunks, row_quarantine)
             if COLUMNS != "none":
-                clear(over, reset, column_epoch, column_signals, column_chunks, column_quarantine)
+                clear(over, column_epoch, column_signals, column_chunks, column_quarantine)
             if reset != 0:
                 restore(counters, queues, True)

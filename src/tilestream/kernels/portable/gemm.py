@@ -188,8 +188,8 @@ def gemm(
         clock = claims + LINE
         begin = present(clock)
         over = quarantined(
-            reset, worker, row_quarantine, row_key, column_quarantine, column_key, abort, base, records, claims, op,
-            allowed, ROWS, COLUMNS,
+            worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
+            abort, base, records, claims, op, allowed, ROWS, COLUMNS,
         )  # fmt: skip
     while found != 0:
         found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted = take(
