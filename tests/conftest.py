@@ -1,9 +1,13 @@
-"""Hypothesis profiles: the same examples each run by default, so that a red `make test` means a change of the code."""
+"""A fake GPU for whoever asks, and hypothesis profiles.
+
+The same examples each run by default, so that a red `make test` means a change of the code.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -11,3 +15,12 @@ settings.register_profile("repeatable", derandomize=True, max_examples=200, **_c
 #: HYPOTHESIS_PROFILE=explore: other examples each time, and more of them; what it finds becomes an @example.
 settings.register_profile("explore", max_examples=1000, print_blob=True, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture
+def cuda():
+    """A GPU made of the CPU: see `fake_cuda`."""
+    from fake_cuda import fake_cuda  # torch is imported by those who ask for it
+
+    with fake_cuda() as made:
+        yield made

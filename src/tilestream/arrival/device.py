@@ -93,6 +93,8 @@ class DeviceSignals(Signals):
         self._issued = [0] * count
         self._last: list[_Last | None] = [None] * count
         self._waiting: tuple[int, int] | None = None
+        self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's launches
+        self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
         self._capture = 0
         self._streamed = False
 
@@ -126,6 +128,7 @@ class DeviceSignals(Signals):
         if captured:
             return GateWords(self._captured, self._quarantine, 0, self.key)
         self._waiting = stream.cuda_stream, self.epoch
+        self._users[stream.cuda_stream] = stream
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
     def _enter_graph(self, stream: torch.cuda.Stream) -> None:
@@ -214,6 +217,10 @@ class DeviceSignals(Signals):
         if last is not None and last.stream != stream.cuda_stream:
             stream.wait_event(last.event)
 
+    def _written(self, chunk: int) -> bool:
+        last = self._last[chunk]
+        return last is None or last.event.query()
+
     def set_in_row(self, order: Sequence[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
         """`set` for all of these chunks of the present epoch, on the stream that is current now, at less cost.
 
@@ -241,7 +248,10 @@ class DeviceSignals(Signals):
         return write, end
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
-        """The producer cannot go on: the chunks whose signals were not issued are signalled as failed, at once."""
+        """The producer cannot go on: the chunks whose signals were not issued are signalled as failed, at once.
+
+        But after the launches of earlier epochs, which may not have looked at those words yet.
+        """
         with self._bell:
             now = self._epoch
             super().fail(error, epoch)
@@ -250,9 +260,17 @@ class DeviceSignals(Signals):
             self._failed[self.key] = self
             with aside(self._device) as stream:  # beside whoever waits
                 self._settle(stream)
-                for chunk in range(self._count):
-                    if self._issued[chunk] < now:
-                        stream_write(stream.cuda_stream, self._eager.data_ptr() + 4 * chunk, -now)
+                for event in self._over.values():
+                    stream.wait_event(event)
+                missing = [chunk for chunk in range(self._count) if self._issued[chunk] < now]
+                # Last those for which an earlier epoch's signal is still under way: the others do not wait for it.
+                for chunk in sorted(missing, key=lambda chunk: not self._written(chunk)):
+                    self._follow(chunk, stream)
+                    stream_write(stream.cuda_stream, self._eager.data_ptr() + 4 * chunk, -now)
+                event = torch.cuda.Event()
+                event.record(stream)
+                for chunk in missing:
+                    self._last[chunk] = _Last(stream.cuda_stream, event)
 
     def reported(self) -> None:
         """A launch has reported that the producer failed."""
@@ -262,6 +280,12 @@ class DeviceSignals(Signals):
         """Begin a new epoch. A caller's own words are zeroed, on the current stream."""
         with self._bell:
             self._epoch += 1
+            users, self._users = self._users, {}
+            for handle, stream in users.items():
+                with torch.cuda.stream(stream):
+                    if not torch.cuda.is_current_stream_capturing():  # an event of a graph is none to wait for
+                        self._over[handle] = torch.cuda.Event()
+                        self._over[handle].record()
         if self._theirs is not None:
             self._zero(self._theirs)
         return self._epoch

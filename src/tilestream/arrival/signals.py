@@ -60,8 +60,8 @@ class Signals:
         self._bell = threading.Condition()
         self._error: tuple[int, BaseException] | None = None
         self._times: list[float | None] = [None] * count
-        #: The last epoch whose producer's exception was raised.
-        self.raised = 0
+        #: The epochs whose producer's exception was raised.
+        self.raised: set[int] = set()
         self.key = next(self._keys)
         """Names these signals in the arguments of a registered op, which takes integers; never given twice."""
         self._live[self.key] = self
@@ -139,7 +139,7 @@ class Signals:
         error = self.error(epoch)
         if error is None:
             return None
-        self.raised = max(self.raised, epoch)
+        self.raised.add(epoch)
         try:
             again = copy.copy(error)
             again.__cause__ = error.__cause__
@@ -152,6 +152,7 @@ class Signals:
 
     def failure(self, epoch: int) -> BaseException:
         """What a wait that ended as `Outcome.FAILED` shall raise."""
+        self.raised.add(epoch)
         return self.take_error(epoch) or ProducerStopped("the producer failed, and began anew")
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:

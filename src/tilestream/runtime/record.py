@@ -81,7 +81,7 @@ class Record(NamedTuple):
             if signals is None:
                 return ProducerStopped(f"{op}: the producer of {argument} failed; its exception went with its Arrival")
             signals.reported()
-            return None if signals.raised >= self.epoch else signals.failure(self.epoch)
+            return None if self.epoch in signals.raised else signals.failure(self.epoch)
         if self.why == QUARANTINED:
             return TilestreamError(
                 f"{op}: an earlier launch that waited for these signals missed a chunk of {argument}, and what is "

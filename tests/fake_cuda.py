@@ -1,0 +1,200 @@
+"""A GPU for tests without one: streams are lists of work that the test does by hand, memory is the CPU's.
+
+What is issued to a stream waits there until the test says `Stream.run`; so any order can be driven that a GPU could
+take: a stream that is stuck behind a copy, the new epoch's signals before the old one's. Only what this package gives
+to the driver itself is such work: stream writes, copies and waits. What torch does happens at once.
+
+Under capture work goes into a graph, and from there to a stream at each `Graph.replay`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tilestream.arrival.device
+import tilestream.arrival.landing
+import tilestream.runtime.streams
+from tilestream.arrival.device import DeviceSignals
+
+#: The "device" of what is really in the CPU's memory.
+DEVICE = torch.device("cpu")
+
+
+class Stream:
+    """Work in order. `run` does it, up to a wait for an event that has not come."""
+
+    def __init__(self, cuda: FakeCuda, handle: int) -> None:
+        self.cuda_stream, self.device = handle, DEVICE
+        self._cuda = cuda
+        self._work: list[Callable[[], object] | tuple[Stream, int]] = []
+        self.issued = self.done = 0
+
+    def give(self, work: Callable[[], object] | tuple[Stream, int]) -> None:
+        """Issue ``work``: a function, or the (stream, position) to wait for."""
+        if self._cuda.graph is not None:
+            self._cuda.graph.work.append(work)
+            return
+        self._work.append(work)
+        self.issued += 1
+
+    def run(self, count: int | None = None) -> int:
+        """Do the next ``count`` pieces of work, or all; returns how many were done before one had to wait."""
+        before = self.done
+        while self._work and (count is None or self.done < before + count):
+            work = self._work[0]
+            if callable(work):
+                work()
+            elif work[0].done < work[1]:
+                break
+            del self._work[0]
+            self.done += 1
+        return self.done - before
+
+    # As of torch.cuda.Stream ---------------------------------------------------------------------------------------
+
+    def query(self) -> bool:
+        return self.done == self.issued
+
+    def wait_event(self, event: Event) -> None:
+        if event.at is not None:
+            self.give(event.at)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.give((other, other.issued))
+
+
+class Event:
+    """A place in a stream."""
+
+    cuda: FakeCuda
+
+    def __init__(self) -> None:
+        self.at: tuple[Stream, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.cuda.current
+        self.at = stream, stream.issued
+
+    def query(self) -> bool:
+        return self.at is None or self.at[0].done >= self.at[1]
+
+    def synchronize(self) -> None:
+        self.cuda.run()
+        assert self.query(), "waits for ever"
+
+
+class Graph:
+    """What was captured."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.work: list[Any] = []
+
+    def replay(self, stream: Stream) -> None:
+        for work in self.work:
+            stream.give(work)
+
+
+class FakeCuda:
+    """The device: its streams, the one that is current in each thread, the capture under way, and pinned memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.streams = [Stream(self, 0)]
+        self.graph: Graph | None = None
+        self._recorded: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._captures = 0
+        self._pinned: list[torch.Tensor] = []
+        self._here = threading.local()
+        self._patch(patch)
+
+    def _patch(self, patch: pytest.MonkeyPatch) -> None:
+        device, landing, streams = (
+            tilestream.arrival.device, tilestream.arrival.landing, tilestream.runtime.streams,
+        )  # fmt: skip
+        patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"cuda": self}))
+        patch.setattr(torch.cuda, "ExternalStream", lambda handle, device: self.streams[handle])
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.graph is not None)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._record(x, stream))
+        patch.setattr(torch.Tensor, "is_pinned", lambda x: _storage(x) in map(_storage, self._pinned))
+        patch.setattr(device, "stream_write", self._write)
+        patch.setattr(device, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
+        patch.setattr(device, "_captured_stores", [])
+        patch.setattr(DeviceSignals, "_failed", {})
+        patch.setattr(landing, "copy_in", self._copy)
+        patch.setattr(streams, "create_stream", lambda: self.stream().cuda_stream)
+        patch.setattr(streams, "_idle", {})
+
+    def _record(self, x: torch.Tensor, stream: Stream) -> None:
+        """As torch's allocator does: the memory is not freed while the stream may have work for it; here, never."""
+        self._recorded[_storage(x), stream.cuda_stream] = x.untyped_storage()
+
+    def _write(self, stream: int, address: int, value: int) -> None:
+        self.streams[stream].give(lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
+
+    def _copy(self, stream: int, to: int, source: int, size: int) -> None:
+        self.streams[stream].give(lambda: ctypes.memmove(to, source, size))
+
+    @property
+    def current(self) -> Stream:
+        """The current stream of this thread."""
+        found: Stream = getattr(self._here, "stream", self.streams[0])
+        return found
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """As `torch.cuda.stream`."""
+        before, self._here.stream = self.current, stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def stream(self) -> Stream:
+        """A new stream."""
+        self.streams.append(Stream(self, len(self.streams)))
+        return self.streams[-1]
+
+    def run(self) -> None:
+        """Do everything on all streams, as far as it can be done."""
+        while sum(stream.run() for stream in self.streams):
+            pass
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What is issued goes into a graph, from whatever stream."""
+        self._captures += 1
+        self.graph = graph = Graph(self._captures)
+        try:
+            yield graph
+        finally:
+            self.graph = None
+
+    def pin(self, x: torch.Tensor) -> torch.Tensor:
+        """Take ``x``'s memory for pinned."""
+        self._pinned.append(x)
+        return x
+
+    def records(self, x: torch.Tensor, stream: Stream) -> bool:
+        """Whether torch's allocator was told that ``stream`` uses ``x``'s memory."""
+        return (_storage(x), stream.cuda_stream) in self._recorded
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """A fake GPU in place of torch's, for the length of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield FakeCuda(patch)

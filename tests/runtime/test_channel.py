@@ -1,0 +1,207 @@
+"""The error channel: each report once, oldest first; of more than the ring holds, those that are left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilestream as ts
+from tilestream.arrival.signals import Signals
+from tilestream.runtime import channel as module
+from tilestream.runtime.channel import Channel, channel, check_device
+from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.runtime.record import EXPIRED, FAILED, FIELDS, QUARANTINED, RECORDS, Record, op_number
+
+CPU = torch.device("cpu")
+NOBODY = 10**9
+
+
+class Ring:
+    """A channel, and the kernels that report to it."""
+
+    def __init__(self) -> None:
+        self.channel = Channel(CPU)
+        self.reports = 0
+
+    def report(self, why: int = EXPIRED, *, key: int = NOBODY, epoch: int = 1, **fields: int) -> None:
+        """As `tilestream.kernels.portable.gate.end_launch` does it; its chunk is the report's number."""
+        number = self.reports
+        self.reports += 1
+        filled = {"chunk": number, "tile": 3, "batch": -1, "pm": 1, "pn": 2, "waited": 5 * 10**6, "allowed": 10**9}
+        record = Record(
+            **{**dict.fromkeys(Record._fields, 0), **filled, "why": why, "key": key, "epoch": epoch, **fields}
+        )
+        words, at = self.channel.records, number % RECORDS * FIELDS
+        words[at + 1 : at + 1 + len(record)] = torch.tensor(record)
+        words[at] = number + 1
+
+    def taken(self) -> list[int]:
+        """The numbers of all that can be taken."""
+        found = []
+        while (record := self.channel.take()) is not None:
+            found.append(record.chunk)
+        return found
+
+
+@pytest.fixture
+def ring(monkeypatch):
+    made = Ring()
+    monkeypatch.setattr(module, "_channels", {None: made.channel})
+    return made
+
+
+class TestRing:
+    def test_nothing_was_reported(self, ring):
+        assert not ring.channel.pending
+        assert ring.channel.take() is None
+        ts.check()
+
+    def test_each_once_and_in_order(self, ring):
+        for round in range(3):
+            for _ in range(5):
+                ring.report()
+            assert ring.channel.pending
+            assert ring.taken() == list(range(5 * round, 5 * round + 5))
+            assert not ring.channel.pending
+
+    @pytest.mark.parametrize("before", [0, 1, RECORDS - 1, RECORDS, RECORDS + 5])
+    @pytest.mark.parametrize("more", [0, 1, 3, RECORDS - 1, RECORDS, RECORDS + 1, 3 * RECORDS + 7])
+    def test_more_than_it_holds(self, before, more):
+        ring = Ring()
+        for number in range(before):
+            ring.report()
+            assert ring.taken() == [number]
+        for _ in range(RECORDS + more):
+            ring.report()
+        assert ring.taken() == list(range(before + more, before + more + RECORDS))
+        ring.report()
+        assert ring.taken() == [before + more + RECORDS]
+
+    @given(st.lists(st.one_of(st.just("take"), st.integers(1, RECORDS + 9)), max_size=30))
+    def test_any_order_of_reports_and_looks(self, steps):
+        ring, last = Ring(), -1
+        for step in steps:
+            if step == "take":
+                record = ring.channel.take()
+                expected = max(last + 1, ring.reports - RECORDS)
+                if expected == ring.reports:
+                    assert record is None
+                else:
+                    assert record is not None
+                    assert record.chunk == record.worker == expected
+                    last = record.chunk
+            else:
+                for _ in range(step):
+                    ring.report(worker=ring.reports)
+            assert ring.channel.pending == (last + 1 < ring.reports)
+
+    @pytest.mark.parametrize("more", [1, 7, RECORDS - 1, RECORDS, RECORDS + 1, 2 * RECORDS])
+    def test_a_record_that_is_overwritten_while_it_is_copied(self, ring, more):
+        for _ in range(RECORDS):
+            ring.report(worker=ring.reports)
+        words, copies = ring.channel._words, []
+
+        class Late:
+            """The words, into which more is written between the look at a record's number and the first copy."""
+
+            def __getitem__(self, at):
+                if isinstance(at, slice) and not copies:
+                    copies.append(at)
+                    for _ in range(more):
+                        ring.report(worker=ring.reports)
+                return words[at]
+
+        ring.channel._words = Late()
+        assert ring.taken() == list(range(more, more + RECORDS))
+
+    def test_a_number_that_was_claimed_and_not_written_yet(self, ring):
+        ring.report()
+        ring.reports += 1
+        ring.report()
+        assert ring.taken() == [0]
+        ring.reports = 1
+        ring.report()
+        assert ring.taken() == [1, 2]
+
+
+class TestErrors:
+    def test_a_chunk_that_did_not_arrive(self, ring):
+        ring.report(op=op_number("linear"), worker=7, operand=1)
+        with pytest.raises(
+            ArrivalTimeout, match=r"^linear: weight_arrival's chunk 0 did not arrive within .* of 1 s"
+        ) as e:
+            check_device(None)
+        assert (e.value.worker, e.value.item, e.value.waited) == (7, "tile 3 (row tile 1, column tile 2)", 0.005)
+        check_device(None)
+
+    def test_under_quarantine_it_says_what_ends_it(self, ring):
+        ring.report(QUARANTINED)
+        with pytest.raises(TilestreamError, match=r"call arrival\.reset\(\), then replay"):
+            ts.check()
+
+    def test_the_next_call_raises_the_next_one(self, ring):
+        for _ in range(3):
+            ring.report()
+        for chunk in range(3):
+            with pytest.raises(ArrivalTimeout) as caught:
+                ts.check()
+            assert caught.value.chunk == chunk
+        ts.check()
+
+    def test_what_a_producer_raised_is_raised_once_though_many_launches_report_it(self, ring):
+        signals = Signals(1)
+        signals.fail(OSError("the disk is gone"))
+        for _ in range(3):
+            ring.report(FAILED, key=signals.key)
+        with pytest.raises(OSError, match="the disk is gone"):
+            ts.check()
+        ts.check()
+        assert not ring.channel.pending
+
+    def test_what_was_raised_elsewhere_is_passed_over_and_what_is_behind_it_is_not(self, ring):
+        signals = Signals(1)
+        signals.fail(OSError("the disk is gone"))
+        assert signals.take_error(1) is not None
+        ring.report(FAILED, key=signals.key)
+        ring.report()
+        with pytest.raises(ArrivalTimeout):
+            ts.check()
+        ts.check()
+
+    def test_an_exception_that_went_with_its_arrival(self, ring):
+        ring.report(FAILED)
+        with pytest.raises(ProducerStopped, match="its exception went with its Arrival"):
+            ts.check()
+
+    def test_an_epoch_that_another_has_followed(self, ring):
+        signals = Signals(1)
+        signals.fail(OSError("the disk is gone"))
+        signals.advance()
+        ring.report(FAILED, key=signals.key, epoch=1)
+        with pytest.raises(OSError, match="the disk is gone"):
+            ts.check()
+
+    def test_an_epoch_whose_failure_nobody_was_told(self, ring):
+        """Two producers failed, one after the other, and only the second one's exception was raised so far."""
+        signals = Signals(1)
+        signals.fail(OSError("first"))
+        signals.advance()
+        signals.fail(OSError("second"))
+        with pytest.raises(OSError, match="second"):
+            raise signals.take_error(2)
+        ring.report(FAILED, key=signals.key, epoch=1)
+        with pytest.raises(ProducerStopped, match="the producer failed, and began anew"):
+            ts.check()
+        for epoch in (1, 2):
+            ring.report(FAILED, key=signals.key, epoch=epoch)
+        ts.check()
+
+
+def test_a_device_on_which_nothing_was_launched(monkeypatch):
+    monkeypatch.setattr(module, "_channels", {})
+    check_device(5)
+    ts.check()
+    assert module._channels == {}
+    assert channel(CPU) is channel(CPU)

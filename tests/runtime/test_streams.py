@@ -1,0 +1,94 @@
+"""Streams of our own: lent only when idle, given back when the borrower is gone, whoever finds that out."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from fake_cuda import DEVICE
+from tilestream.runtime import streams
+from tilestream.runtime.streams import aside, give_back, lend, lend_to
+
+LONG = 5.0  # a bound, never waited out by a test that passes
+
+
+class Borrower:
+    pass
+
+
+def test_each_borrower_has_a_stream_of_its_own(cuda):
+    assert len({lend(DEVICE).cuda_stream for _ in range(4)}) == 4
+
+
+def test_what_comes_back_is_lent_again(cuda):
+    one, other = lend(DEVICE), lend(DEVICE)
+    give_back(other)
+    assert lend(DEVICE) is other
+    give_back(one)
+    give_back(other)
+    assert {lend(DEVICE), lend(DEVICE)} == {one, other}
+    assert lend(DEVICE) not in (one, other)
+
+
+def test_only_when_it_is_idle(cuda):
+    busy, idle = lend(DEVICE), lend(DEVICE)
+    busy.give(lambda: None)
+    give_back(busy)
+    other = lend(DEVICE)
+    assert other is not busy
+    give_back(idle)
+    assert lend(DEVICE) is idle, "the one behind a busy one"
+    busy.run()
+    assert lend(DEVICE) is busy
+
+
+def test_until_the_borrower_is_gone(cuda):
+    borrower = Borrower()
+    stream = lend_to(borrower, DEVICE)
+    assert lend(DEVICE) is not stream
+    del borrower
+    gc.collect()
+    assert lend(DEVICE) is stream
+
+
+def test_aside_is_current_within_the_block_and_comes_back(cuda):
+    before = cuda.current
+    with aside(DEVICE) as stream:
+        assert cuda.current is stream is not before
+        with aside(DEVICE) as second:
+            assert second is not stream
+    assert cuda.current is before
+    with pytest.raises(OSError, match="in the block"), aside(DEVICE) as again:
+        raise OSError("in the block")
+    assert again in (stream, second)
+    assert cuda.current is before
+    with aside(DEVICE), aside(DEVICE):
+        assert cuda.current in (stream, second)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_garbage_collector_gives_back_in_the_midst_of_lending(cuda, known, monkeypatch):
+    """A borrower in a cycle, as a stream whose producer failed, is found at any bytecode: here, while one is asked."""
+    borrower = Borrower()
+    borrower.me = borrower
+    held, idle = lend_to(borrower, DEVICE), lend(DEVICE)
+    give_back(idle)
+    if known:
+        held.give(lambda: None)
+    del borrower
+    query = type(idle).query
+    monkeypatch.setattr(type(idle), "query", lambda stream: gc.collect() >= 0 and query(stream))
+    lent = []
+    thread = threading.Thread(target=lambda: lent.append(lend(DEVICE)), daemon=True)
+    thread.start()
+    thread.join(LONG)
+    stuck = thread.is_alive()
+    if stuck:
+        streams._lock.release()  # for the tests after this one
+        thread.join(LONG)
+    assert not stuck, "waits for itself"
+    assert lent == [idle]
+    assert held in streams._idle[DEVICE.index]
+    assert lend(DEVICE) is not held if known else held
