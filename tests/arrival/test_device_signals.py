@@ -78,6 +78,22 @@ class TestEpochs:
         cuda.run()
         assert signals.state() == [True, False, False]
 
+    def test_also_where_a_stream_came_to_know_them_under_capture(self, cuda):
+        first, second = cuda.stream(), cuda.stream()
+        with cuda.on(first):
+            first.give(lambda: None)
+            signals = make()
+        with cuda.on(second):
+            with cuda.capture() as graph:
+                signals.use()
+                signals.set(0)
+            assert len(graph.work) == 1, "the signal; torch synchronises before it captures"
+            signals.set(0)
+        second.run()
+        assert not any(signals.state())
+        cuda.run()
+        assert signals.state() == [True, False, False]
+
     def test_the_allocator_knows_each_stream_that_uses_them(self, cuda):
         words = own()
         signals, theirs = make(), make(words=words)
@@ -411,6 +427,7 @@ class TestFail:
         with cuda.on(user):
             last = signals.use()
         signals.fail(OSError("the disk is gone"))
+        producer.run()
         for stream in reversed(cuda.streams):
             stream.run()
         cuda.run()

@@ -236,6 +236,16 @@ class TestDevice:
         assert stream.done
         assert launch.words.tolist() == [2] * 3
 
+    def test_a_signal_of_the_next_epoch_comes_after_its_own(self, cuda):
+        stream, other = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)), cuda.stream()
+        stream.arrival.advance()
+        with cuda.on(other):
+            for chunk in range(3):
+                stream.arrival.signal(chunk)
+        other.run()
+        cuda.run()
+        assert stream.arrival._signals.state() == [True] * 3
+
     def test_it_is_not_done_before_the_copies_are(self, cuda):
         stream = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
         assert not stream.done
