@@ -95,7 +95,7 @@ def stream(data: dict[str, Any]) -> str:
 
 
 def gpu(data: dict[str, Any]) -> str:
-    """The section for ``gpu_matmul.json``."""
+    """The section for ``gpu_matmul.json``, or another GPU's."""
     kinds = list(data["rows"][0]["of_cublas"])
     rows = [
         [
@@ -109,7 +109,7 @@ def gpu(data: dict[str, Any]) -> str:
     host = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in data["host_us"].items())
     return "\n\n".join(
         [
-            "## GPU, the portable Triton kernel",
+            f"## GPU, the portable Triton kernel, {data['device']}",
             f"Against cuBLAS, {data['dtype']}, L2 flushed ({data['device']}, torch {data['torch']}, Triton "
             f"{data['triton']}, commit `{data['commit']}`, {data['date']}). *nt*: B as it lies in a Linear weight. "
             "`auto` takes the queue; on an idle GPU `static` is faster. This kernel is the fallback for what the "
@@ -121,7 +121,7 @@ def gpu(data: dict[str, Any]) -> str:
 
 
 def gpu_stream(data: dict[str, Any]) -> str:
-    """The section for ``gpu_stream.json``."""
+    """The section for ``gpu_stream.json``, or another GPU's."""
     ways = ("copy", "multiply", "torch.mm", "in turn", "by chunks", "streamed")
     rows = [
         [
@@ -143,7 +143,7 @@ def gpu_stream(data: dict[str, Any]) -> str:
     links = [row["copy_gb_per_s"] for row in data["rows"]]
     return "\n\n".join(
         [
-            "## GPU, input copied from pinned memory",
+            f"## GPU, input copied from pinned memory, {data['device']}",
             f"{data['dtype']}, copied chunk by chunk at {min(links):.0f} to {max(links):.0f} GB/s while it is "
             f"multiplied ({data['device']}, torch {data['torch']}, Triton {data['triton']}, commit "
             f"`{data['commit']}`, {data['date']}); the host's clock, from an idle GPU to an idle GPU. *The larger* is "
@@ -189,7 +189,9 @@ def page() -> str:
         ("cpu_matmul", matmul),
         ("cpu_stream", stream),
         ("gpu_matmul", gpu),
+        ("gpu_matmul_h200", gpu),
         ("gpu_stream", gpu_stream),
+        ("gpu_stream_h200", gpu_stream),
     ):
         path = RESULTS / f"{name}.json"
         if path.exists():
