@@ -171,6 +171,7 @@ class DeviceSignals(Signals):
             If a launch that waits for it was issued on this stream before: neither would ever come to its end.
         """
         self._check(chunk)
+        self._check_epoch(epoch)
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             self._settle(stream)
@@ -179,10 +180,6 @@ class DeviceSignals(Signals):
                 return
             with self._bell:
                 value = self._epoch if epoch is None else epoch
-                if value > self._epoch:
-                    raise ValueError(
-                        f"signal: epoch={epoch}; the present epoch is {self._epoch}: advance() begins the next"
-                    )
                 if self._issued[chunk] >= value:
                     return  # a late one must not take a word back
                 if self._waiting == (stream.cuda_stream, value):

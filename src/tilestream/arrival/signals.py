@@ -103,10 +103,7 @@ class Signals:
         """
         self._check(chunk)
         with self._bell:
-            if epoch is not None and epoch > self._epoch:
-                raise ValueError(
-                    f"signal: epoch={epoch}; the present epoch is {self._epoch}: advance() begins the next"
-                )
+            self._check_epoch(epoch)
             if not self._own:
                 self._words[chunk] = 1
             elif (self._epoch if epoch is None else epoch) > self._words[chunk]:
@@ -114,6 +111,10 @@ class Signals:
             if epoch is None or epoch == self._epoch:
                 self._times[chunk] = time.perf_counter()
             self._bell.notify_all()
+
+    def _check_epoch(self, epoch: int | None) -> None:
+        if epoch is not None and epoch > self._epoch:
+            raise ValueError(f"signal: epoch={epoch}; the present epoch is {self._epoch}: advance() begins the next")
 
     def _check(self, chunk: int) -> None:
         if not 0 <= chunk < self._count:
