@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestream import Arrival, plan
-from tilestream.kernels.portable.arguments import Layout, constants, is_aligned
+from tilestream.kernels.portable.arguments import Layout, constants, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem, plan_problem
 from tilestream.plan.portable import TILES, tiles
 
@@ -46,6 +46,17 @@ def test_rings_fit_the_device(device, dtype):
 def test_tiles_are_powers_of_two_that_dot_takes():
     for row in itertools.chain.from_iterable(TILES.values()):
         assert all(x & (x - 1) == 0 and x >= 16 for x in row[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_worker_is_compiled_for_all_the_registers_of_an_sm(dtype):
+    for aligned, tf32 in itertools.product((True, False), repeat=2):
+        problem = Problem(1000, 1000, 1000, 1, dtype, dtype, tf32=tf32, aligned=aligned)
+        for row in tiles(problem, H100):
+            made = options(plan_problem(problem, tile=(row.block_m, row.block_n), device=H100))
+            assert made["maxnreg"] == 255, "what ptxas is not told, it may spill for"
+            assert made["maxnreg"] * 32 * made["num_warps"] <= 65536
+        assert "maxnreg" not in options(plan_problem(problem, device=MI300X)), "Triton refuses it there"
 
 
 @pytest.mark.parametrize(

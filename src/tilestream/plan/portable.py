@@ -21,7 +21,8 @@ from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: Row tiles per group of a raster.
 GROUP = 8
-#: Columns of a strip of the epilogue: with 64, the largest tile with every part of the epilogue spills.
+#: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers;
+#: with strips of 64, 240.
 STRIP = 32
 #: Seconds a tile costs beside its multiply-adds, and a launch.
 TILE_SECONDS = 2e-6
@@ -51,12 +52,13 @@ class Tile(NamedTuple):
         return (self.block_m + self.block_n) * self.block_k * itemsize * self.stages
 
 
-#: By what the inputs allow. Compiled with everything the epilogue has; on sm_90a, Triton 3.7 and 3.9 spill a few bytes
-#: in some of the fp32 tiles, 3.9 also in the 16-row one: the compile gate says which.
+#: By what the inputs allow. Compiled with everything the epilogue has, and with a gate, none spills: see the compile
+#: gate. What a row needs of sm_90a's 255 registers is the least limit with which ptxas spills nothing, at its worst in
+#: Triton 3.6, 3.7 and 3.9.
 TILES: dict[str, tuple[Tile, ...]] = {
     "16-bit": (
         Tile(128, 256, 64, 8, 3, 0.70),  # accumulator: 128 registers a thread; ring: 144 KiB
-        Tile(128, 128, 64, 8, 4, 0.62),  # with 4 warps, the epilogue spills
+        Tile(128, 128, 64, 8, 4, 0.62),  # with 4 warps, the epilogue needs 248 registers
         Tile(64, 128, 64, 4, 4, 0.41),
         Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least that Hopper's warp-group instructions take
         Tile(16, 128, 64, 4, 4, 0.12),
