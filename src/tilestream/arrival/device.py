@@ -92,10 +92,10 @@ class DeviceSignals(Signals):
             self._zeroed.record()
         self._issued = [0] * count
         self._last: list[_Last | None] = [None] * count
-        self._waiting: tuple[int, int] | None = None
+        self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
         self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's launches
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
-        self._capture = 0
+        self._captures: set[int] = set()
         self._streamed = False
 
     @property
@@ -127,7 +127,7 @@ class DeviceSignals(Signals):
             return GateWords(self._theirs, self._quarantine, 0, self.key)
         if captured:
             return GateWords(self._captured, self._quarantine, 0, self.key)
-        self._waiting = stream.cuda_stream, self.epoch
+        self._waiting[stream.cuda_stream] = self.epoch
         self._users[stream.cuda_stream] = stream
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
@@ -138,12 +138,12 @@ class DeviceSignals(Signals):
                 "your own, and arrival.signal() of an Arrival behind each"
             )
         graph = capture_id(stream.cuda_stream)
-        if graph == self._capture:
+        if graph in self._captures:
             raise RuntimeError(
                 "arrival: a launch of this graph waits for these signals already, and zeroes them when it has seen "
                 "them; give the second launch an Arrival of its own, and signal both, or make the two matmuls one"
             )
-        self._capture = graph
+        self._captures.add(graph)
         _captured_stores.append(self._store)
         if self._theirs is not None:
             _captured_stores.append(self._theirs)
@@ -182,7 +182,7 @@ class DeviceSignals(Signals):
                 value = self._epoch if epoch is None else epoch
                 if self._issued[chunk] >= value:
                     return  # a late one must not take a word back
-                if self._waiting == (stream.cuda_stream, value):
+                if self._waiting.get(stream.cuda_stream) == value:
                     raise RuntimeError(
                         f"signal: chunk {chunk} is signalled on the stream on which a launch already waits for it, and "
                         "would come after it; copy and signal on a stream of their own, or before the launch"
