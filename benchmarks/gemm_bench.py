@@ -297,7 +297,7 @@ def compile_share(what: str, shapes: list[Shape], index: int, count: int) -> Non
     tasks: dict[str, tuple[Shape, Any]] = {}
     for shape in shapes:
         asked = ask(*shape[:3], dtype="bfloat16", device="cuda")
-        problem = dataclasses.replace(asked.problem, aligned=shape.k % 16 == 0)
+        problem = dataclasses.replace(asked.problem, aligned=shape.k % 16 == 0)  # B's rows are a weight's
         if what == "space":
             for found in every_plan(problem, asked.device):
                 tasks.setdefault(kernel_of(found), (shape, found))

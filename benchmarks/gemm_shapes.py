@@ -187,8 +187,8 @@ def refuse_impossible(shape: Shape, peaks: Peaks, seconds: dict[str, float], ite
 
 
 def rounds_for(expected: float, functions: int, seconds: float, overhead: float = 0.5e-3) -> int:
-    """How many rounds of so many calls, each taking ``expected`` and some overhead, fit into ``seconds``: 9 to 60."""
-    return max(9, min(60, int(seconds / (functions * (expected + overhead)))))
+    """How many rounds of so many calls, each taking ``expected`` and some overhead, fit into ``seconds``: 9 to 100."""
+    return max(9, min(100, int(seconds / (functions * (expected + overhead)))))
 
 
 def geomean(values: Iterable[float]) -> float:

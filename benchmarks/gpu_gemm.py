@@ -20,7 +20,8 @@ everything on the CPU, with small extents.
 quack is not installed for this: its wheels are unpacked to a folder on PYTHONPATH. Where there is a network,
 
     pip download -d wheels --no-deps --only-binary=:all: --python-version 3.12 --implementation cp
-        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 quack-kernels==0.6.5 nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
+        quack-kernels==0.6.5 nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core
         nvidia-cutlass-dsl-libs-cu13 apache-tvm-ffi torch-c-dlpack-ext cuda-bindings
     for wheel in wheels/*.whl; do python -m zipfile -e $wheel peers; done
 

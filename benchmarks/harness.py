@@ -121,14 +121,17 @@ def record(name: str, rows: list[dict[str, Any]], **extra: Any) -> Path:
 
 def gpu_about(name: str) -> dict[str, Any]:
     """What ran where. COMMIT names the commit where the tree is a copy without its history."""
-    import triton
+    try:
+        import triton
+    except ImportError:  # a dry run where there is none
+        triton = None
 
     return {
         "name": name,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton.__version__ if triton else "none",
         "tilestream": ts.__version__,
         "commit": os.environ.get("COMMIT") or _git("rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"),
@@ -175,5 +178,8 @@ class GpuRecord:
 
 
 def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except OSError:  # a machine without git
+        return ""
     return run.stdout.strip()

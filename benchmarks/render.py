@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import render_gemm
+from render_gemm import table
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -22,12 +25,6 @@ Made by `benchmarks/render.py` from the records in `benchmarks/results/`; nothin
 medians of interleaved runs in one process; a ratio above 1 means that tilestream is faster. Absolute times belong to
 the device named beside them. Lost comparisons stand here like won ones.
 """
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, numbers right-aligned."""
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
 def where(data: dict[str, Any]) -> str:
@@ -188,13 +185,16 @@ def page() -> str:
     for name, section in (
         ("cpu_matmul", matmul),
         ("cpu_stream", stream),
+        ("", None),
         ("gpu_matmul", gpu),
         ("gpu_matmul_h200", gpu),
         ("gpu_stream", gpu_stream),
         ("gpu_stream_h200", gpu_stream),
     ):
         path = RESULTS / f"{name}.json"
-        if path.exists():
+        if section is None:
+            sections += render_gemm.sections(RESULTS)
+        elif path.exists():
             sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
     return "\n\n".join(part.strip() for part in sections) + "\n"
 
@@ -209,6 +209,7 @@ def main() -> None:
     path = RESULTS / "cpu_stream.json"
     if path.exists():
         plot_stream(json.loads(path.read_text(encoding="utf-8")))
+    render_gemm.plots(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":
