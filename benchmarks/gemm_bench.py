@@ -49,13 +49,10 @@ class Bench:
     def __init__(self, out: Path, seconds: float, dry: bool = False) -> None:
         self.out, self.dry = out, dry
         self.end = self.section_end = time.monotonic() + seconds
-        if dry:
-            torch.set_num_threads(1)
         self.clock: GpuClock = WallClock() if dry else GpuClock()
         self.device = self.clock.device
         self.peaks = Peaks(1e18, 1e18) if dry else peaks_of(torch.cuda.get_device_name())
         self.bad = 0
-        plan_log()
 
     def alarm(self) -> None:
         """Have `OutOfTime` raised when the time is over, whatever is running then."""
@@ -64,7 +61,8 @@ class Bench:
             raise OutOfTime
 
         signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(self.end - time.monotonic(), 0.1))
+        # And again: what is raised in a destructor is lost.
+        signal.setitimer(signal.ITIMER_REAL, max(self.end - time.monotonic(), 0.1), 2.0)
 
     def begin(self, share: float) -> None:
         """Give the section that begins this share of the time that is left."""
@@ -95,33 +93,33 @@ class Bench:
         """
         items, begin, before = list(items), time.monotonic(), len(record.rows)
         lasting: list[float] = []
-        missing: list[Any] = []
-        for index, item in enumerate(items):
-            hopeless = index >= HOPELESS and len(record.rows) == before
-            if hopeless or self.left < 1.2 * max(lasting[-4:], default=0.0):
-                missing = items[index:]
-                break
-            started = time.monotonic()
-            try:
-                row = measure(item)
-                record.rows.append(row)
-                print(f"{time.monotonic() - begin:6.1f} s  {summary(row)}", flush=True)
-            except OutOfTime:
-                record.data["missing"] += map(_name, items[index:])
+        done = 0
+        try:
+            for item in items:
+                hopeless = done >= HOPELESS and len(record.rows) == before
+                if hopeless or self.left < 1.2 * max(lasting[-4:], default=0.0):
+                    break
+                started = time.monotonic()
+                try:
+                    row = measure(item)
+                except Exception as error:
+                    self._failed(record, item, error)
+                else:
+                    record.rows.append(row)
+                    print(f"{time.monotonic() - begin:6.1f} s  {summary(row)}", flush=True)
+                done += 1
+                if done > 1:  # the first one may have taken long to compile
+                    lasting.append(time.monotonic() - started)
+                record.data["seconds"] = round(time.monotonic() - begin, 1)
                 record.write()
-                raise
-            except Exception as error:
-                self._failed(record, item, error)
-            if index:  # the first one may have taken long to compile
-                lasting.append(time.monotonic() - started)
-            record.data["seconds"] = round(time.monotonic() - begin, 1)
+                gc.collect()
+                self.clock.free()  # raises if the device is lost: then nothing more can be measured
+        finally:
+            missing = [_name(item) for item in items[done:]]
+            record.data["missing"] += missing
             record.write()
-            gc.collect()
-            self.clock.free()  # raises if the device is lost: then nothing more can be measured
-        record.data["missing"] += map(_name, missing)
-        record.write()
-        if missing:
-            print(f"not measured: {', '.join(map(_name, missing))}", flush=True)
+            if missing:
+                print(f"not measured: {', '.join(missing)}", flush=True)
 
     def _failed(self, record: GpuRecord, item: Any, error: Exception) -> None:
         self.bad += 1

@@ -44,6 +44,7 @@ _import_seconds = time.perf_counter() - _begin
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable  # noqa: E402
@@ -51,7 +52,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
-from gemm_bench import Bench, OutOfTime, compile_share  # noqa: E402
+from gemm_bench import Bench, OutOfTime, compile_share, plan_log  # noqa: E402
 from gemm_host import first_calls, run_host  # noqa: E402
 from gemm_search import run_search, run_variants  # noqa: E402
 from gemm_sections import run_epilogue, run_fp8, run_quack, run_suite  # noqa: E402
@@ -87,6 +88,7 @@ def run(names: list[str], bench: Bench, shapes: list[Shape] | None) -> int:
                 bench.bad += 1
                 traceback.print_exc()
     except OutOfTime:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print("the time is over", flush=True)
     return bench.bad
 
@@ -115,7 +117,10 @@ def main() -> int:
     unknown = [name for name in names if name not in SECONDS]
     if unknown:
         parser.error(f"sections: {', '.join(unknown)}; there are {', '.join(SECONDS)}")
+    if given.dry:
+        torch.set_num_threads(1)
     bench = Bench(given.folder, given.budget, given.dry)
+    plan_log()  # before the first plan is made
     bench.alarm()
     return 1 if run(names, bench, given.shapes) else 0
 

@@ -426,13 +426,65 @@ def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_p
     assert "**Decode**" in "\n".join(render.sections(tmp_path))
 
 
-def test_a_budget_that_is_over_leaves_a_record_of_what_is_missing(tmp_path: Path) -> None:
-    command = [
-        sys.executable, str(ROOT / "benchmarks" / "gpu_gemm.py"), "suite", str(tmp_path), "--dry", "--budget", "1.5",
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    record = json.loads((tmp_path / "gpu_gemm_suite_no_gpu.json").read_text(encoding="utf-8"))
-    assert record["missing"]
-    assert len(record["rows"]) + len(record["missing"]) == 66
+@pytest.fixture
+def bench(tmp_path: Path):
+    """A dry bench that measures nothing, and its record."""
+    made = importlib.import_module("gemm_bench").Bench(tmp_path, 60, dry=True)
+    return made, made.record("suite")
+
+
+def measured(item: str) -> dict:
+    return {"shape": item}
+
+
+def test_what_there_is_no_time_for_is_missing(bench) -> None:
+    made, record = bench
+
+    def measure(item: str) -> dict:
+        made.section_end -= 30
+        return measured(item)
+
+    made.rows(record, "abcd", measure)
+    written = json.loads(record.path.read_text(encoding="utf-8"))
+    assert ([row["shape"] for row in written["rows"]], written["missing"]) == (["a", "b"], ["c", "d"])
+
+
+def test_what_is_cut_off_is_missing(bench) -> None:
+    made, record = bench
+    over = importlib.import_module("gemm_bench").OutOfTime
+
+    def measure(item: str) -> dict:
+        if item == "c":
+            raise over
+        return measured(item)
+
+    with pytest.raises(over):
+        made.rows(record, "abcd", measure)
+    written = json.loads(record.path.read_text(encoding="utf-8"))
+    assert ([row["shape"] for row in written["rows"]], written["missing"]) == (["a", "b"], ["c", "d"])
+
+
+def test_a_failure_is_kept_and_the_next_is_measured(bench, capsys: pytest.CaptureFixture) -> None:
+    made, record = bench
+
+    def measure(item: str) -> dict:
+        if item == "b":
+            raise AssertionError("wrong answer")
+        return measured(item)
+
+    made.rows(record, "abc", measure)
+    assert made.bad == 1
+    assert "FAILED b: AssertionError: wrong answer" in capsys.readouterr().out
+    written = json.loads(record.path.read_text(encoding="utf-8"))
+    assert [row["shape"] for row in written["rows"]] == ["a", "c"]
+    assert [(one["what"], one["error"]) for one in written["failures"]] == [("b", "AssertionError: wrong answer")]
+
+
+def test_a_section_that_only_fails_is_given_up(bench) -> None:
+    made, record = bench
+
+    def measure(item: str) -> dict:
+        raise TypeError("no such argument")
+
+    made.rows(record, "abcdefgh", measure)
+    assert (len(record.data["failures"]), record.data["missing"]) == (4, ["e", "f", "g", "h"])
