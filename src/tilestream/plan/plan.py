@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.gate import Gate
-from tilestream.plan import cpu, portable
+from tilestream.plan import cpu, hopper, portable, tma
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.explain import explain
@@ -52,7 +52,8 @@ class Plan:
     variant
         ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
         torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
-        programs, one a worker.
+        programs, one a worker. Of those on Hopper, ``cooperative``, ``ping_pong`` and ``single``: see
+        `tilestream.kernels.hopper.gemm`.
     block
         ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
     schedule
@@ -64,7 +65,11 @@ class Plan:
     predicted
         Seconds the cost model expects, with everything arrived.
     warps, stages
-        GPUs: warps of a worker, stages of its ring.
+        GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
+    swapped
+        Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
+    strip
+        Hopper: columns of the accumulator that go through a C buffer at a time.
     """
 
     problem: Problem
@@ -78,6 +83,8 @@ class Plan:
     predicted: float
     warps: int = 0
     stages: int = 0
+    swapped: bool = False
+    strip: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -111,8 +118,9 @@ class Plan:
         if self.variant == "inline":
             return f"{self.backend} inline"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 else ""
+        how = f" {self.variant}" if self.backend == "hopper" else ""
         return (
-            f"{self.backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
+            f"{self.backend}{how} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
             f"{schedule.raster.order} raster"
         )
 
@@ -182,6 +190,10 @@ def plan(
     shares: int | None = None,
     arrival: Arrival | None = None,
     weight_arrival: Arrival | None = None,
+    layout: str = "nn",
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
 ) -> Plan:
     """How ``[batch, m, k] @ [batch, k, n]`` would be run.
 
@@ -208,6 +220,14 @@ def plan(
         Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
     arrival, weight_arrival
         How A's rows, and B's columns (a weight's rows), come in.
+    layout
+        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
+        matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
+        alike where an extent is odd.
+    backend
+        GPUs: force ``"hopper"`` or ``"portable"``; None: the fast one if it can.
+    variant, stages
+        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring.
 
     Returns
     -------
@@ -218,7 +238,7 @@ def plan(
     ValueError, TypeError
         If an argument is out of range, or two exclude each other.
     NotImplementedError
-        If there is no backend for the device.
+        If there is no backend for the device, or the one that is forced does not do this problem.
 
     Examples
     --------
@@ -240,20 +260,33 @@ def plan(
         tile = (operator.index(tile[0]), operator.index(tile[1]))
     m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
+    if layout not in ("nn", "nt", "tn", "tt"):
+        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+    if backend not in (None, "hopper", "portable"):
+        raise ValueError(f"backend={backend!r}; it is 'hopper', 'portable', or None for the plan's choice")
+    if variant is not None and variant not in hopper.VARIANTS:
+        raise ValueError(f"variant={variant!r}; it is one of {', '.join(hopper.VARIANTS)}, or None for the plan's choice")
+    if stages is not None and (not _whole(stages) or stages < 2):
+        raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
+    if backend is None and (variant is not None or stages is not None):
+        backend = "hopper"
     problem = Problem(
         m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
         None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
         None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, name),
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
     if order is not None:
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
         return plan_problem.__wrapped__(
-            problem, workers, schedule, tile, order, queues, shares, default, device=properties
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
         )
-    return plan_problem(problem, workers, schedule, tile, order, queues, shares, default, device=properties)
+    return plan_problem(
+        problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
+    )
 
 
 def _default_workers(device: DeviceProperties) -> int | None:
@@ -307,6 +340,9 @@ def plan_problem(
     shares: int | None = None,
     default_workers: int | None = None,
     device: DeviceProperties | None = None,
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
 ) -> Plan:
     """`plan` for a `Problem`; the same object for the same question."""
     device = device or cpu_properties()
@@ -320,6 +356,7 @@ def plan_problem(
         )
         if given
     ]  # fmt: skip
+    name = device.backend
     if device.backend == "cpu":
         arriving = problem.rows is not None or problem.columns is not None
         inline = not arriving and not forced
@@ -333,26 +370,55 @@ def plan_problem(
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
         refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
-        found = list(
-            portable.candidates(
-                problem, device, count, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares
-            )
-        )
+        name, found, why_not = _on_gpu(
+            problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
+            queues=queues, shares=shares, variant=variant, stages=stages,
+        )  # fmt: skip
         best = _best(found)
         refused += _other_tiles(best, found)
-        if not problem.aligned:
+        if name == "portable" and not problem.aligned:
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
-        elsewhere = Refusal("hopper, cdna", "this version has the portable kernel only")
+        elsewhere = why_not
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(best, found),)
     refused += (elsewhere,)
     made = Plan(
-        problem, device, device.backend, best.variant, best.block, best.schedule,
+        problem, device, name, best.variant, best.block, best.schedule,
         f"least of {len(found)} candidates in the cost model", refused, best.seconds, best.warps, best.stages,
+        best.swapped, best.strip,
     )  # fmt: skip
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
+
+
+def _on_gpu(
+    problem: Problem, device: DeviceProperties, workers: int, backend: str | None, *, kinds: tuple[Kind, ...],
+    auto: bool, tile: tuple[int, int] | None, order: TileOrder | None, queues: int | None, shares: int | None,
+    variant: str | None, stages: int | None,
+) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
+    """Which backend, its candidates, and why not the other one."""
+    why = hopper.refusal(problem, device)
+    if backend != "portable" and not why:
+        found = list(
+            hopper.candidates(
+                problem, device, workers, kinds=kinds, auto=auto, tile=tile, order=order, queues=queues, shares=shares,
+                variant=variant, stages=stages,
+            )
+        )  # fmt: skip
+        if found:
+            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+        why = f"it has no {'x'.join(map(str, tile))} tile here" if tile else "no tile of it fits"
+        if variant or stages:
+            why += f" with variant={variant}, stages={stages}"
+    if backend == "hopper":
+        raise NotImplementedError(f"backend='hopper': {why}; leave backend=, variant= and stages= away")
+    found = list(
+        portable.candidates(
+            problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares
+        )
+    )
+    return "portable", found, Refusal("hopper", why or "backend='portable' given")
 
 
 def _best(found: list[Candidate]) -> Candidate:

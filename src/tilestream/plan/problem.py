@@ -49,6 +49,8 @@ class Problem:
     aligned
         Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
         the address are multiples of 16.
+    no_tma
+        What of A and B TMA cannot address, and why; empty where it can.
     """
 
     m: int
@@ -62,6 +64,7 @@ class Problem:
     shared_rows: bool = False
     tf32: bool = False
     aligned: bool = True
+    no_tma: str = ""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
