@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import triton
 
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
@@ -17,6 +16,7 @@ from tilestream.kernels.portable.schedule import RECORD
 from tilestream.plan.plan import Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
+from tilestream.runtime.launcher import watched
 from tilestream.runtime.record import op_number
 
 #: The longest deadline that a kernel can count to in nanoseconds: 30 years.
@@ -140,10 +140,9 @@ class GemmLaunch:
 def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
     """A compiled kernel's own launcher, without what Triton does around it each time."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-    hooks = triton.knobs.runtime
 
     def launch(stream: int, filled: tuple[Any, ...]) -> None:
-        if _calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook):  # a profiler, say
+        if watched():
             kernel[grid](*filled, stream=stream)
         else:
             run(*grid, stream, function, metadata, None, None, None, *filled)
@@ -153,11 +152,6 @@ def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any
 
 def _address(x: Any) -> Any:
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
-
-
-def _calls(hook: Any) -> bool:
-    """Whether one of Triton's hooks does anything."""
-    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 class _Table:
