@@ -1,4 +1,4 @@
-"""GPU operands to a launch of the portable kernel. What a problem and a layout decide is looked up, not worked out."""
+"""GPU operands to a launch. What a problem and a layout decide is looked up, not worked out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
+from tilestream.plan import tma
 from tilestream.plan.plan import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
@@ -106,7 +107,6 @@ def _make(
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
-    from tilestream.kernels.portable.launch import GemmLaunch
 
     residual = epilogue.residual
     layout = Layout(
@@ -129,15 +129,33 @@ def _make(
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
             and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
+            no_tma=_no_tma(a, b, layout),
         )  # fmt: skip
         plan = plan_problem(problem, workers or None, schedule, device=device)
+    elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
+        raise ValueError(f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'")
+    if plan.backend == "hopper":
+        from tilestream.kernels.hopper.launch import GemmLaunch as HopperLaunch
+
+        return HopperLaunch(plan, layout, out.data_ptr() % 16 == 0)
+    from tilestream.kernels.portable.launch import GemmLaunch
+
     return GemmLaunch(plan, layout)
+
+
+def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
+    """What of A and B TMA cannot address, and why."""
+    (ab, *a_strides), (bb, *b_strides) = layout.a, layout.b
+    k_major_only = a.element_size() == 1
+    return tma.refuse(
+        "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if k_major_only else None
+    ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if k_major_only else None)
 
 
 def _incoming(
     device: torch.device, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str
 ) -> Incoming:
-    from tilestream.kernels.portable.launch import Incoming
+    from tilestream.kernels.launch import Incoming
 
     words = [None if flat is None else cast("DeviceSignals", flat.signals(op, device)) for flat in (rows, columns)]
     return Incoming(words[0], words[1], deadline, op)

@@ -276,7 +276,7 @@ def plan(
         None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
-        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, name),
+        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, name)),
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
     if order is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilestream.plan.problem import ITEMSIZE
 
 _MOST_STRIDE = 2**40
@@ -29,25 +31,37 @@ def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: i
     return None
 
 
-def refuse(name: str, extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int,
-           address: int) -> str:  # fmt: skip
-    """Why TMA cannot address an operand; empty if it can."""
+def refuse(
+    name: str, extents: Sequence[int], strides: Sequence[int], batch_stride: int, size: int, address: int,
+    major: int | None = None,
+) -> str:  # fmt: skip
+    """Why TMA cannot address an operand as the tensor cores need it; empty if it can.
+
+    Parameters
+    ----------
+    major
+        The dimension that must be the contiguous one; None: either will do. Of 8 bits the tensor cores take K only.
+    """
     if address % _ALIGNMENT:
         return f"{name} lies at an address that is no multiple of {_ALIGNMENT}, TMA's rule"
-    if major_of(extents, strides, batch_stride, size) is None:
+    found = major_of((extents[0], extents[1]), (strides[0], strides[1]), batch_stride, size)
+    if found is None:
         return (
-            f"{name} has strides {strides} of {size} bytes: TMA wants one of 1, and the others in multiples of "
+            f"{name} has strides {tuple(strides)} of {size} bytes: TMA wants one of 1, and the others in multiples of "
             f"{_ALIGNMENT} bytes"
         )
+    if major not in (None, found):
+        return f"{name} is not contiguous along K, and the tensor cores take 8-bit operands only so"
     return ""
 
 
-def refuse_contiguous(m: int, n: int, k: int, layout: str, dtype: str) -> str:
+def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, str]) -> str:
     """`refuse` for A and B that lie as ``layout`` says, without gaps."""
-    size = ITEMSIZE[dtype]
-    for name, (rows, columns), letter in (("a", (m, k), layout[0]), ("b", (k, n), layout[1])):
+    operands = (("a", (m, k), layout[0], 1), ("b", (k, n), layout[1], 0))
+    for (name, (rows, columns), letter, along_k), dtype in zip(operands, dtypes, strict=True):
+        size = ITEMSIZE[dtype]
         strides = (columns, 1) if letter == "n" else (1, rows)
-        why = refuse(name, (rows, columns), strides, 0, size, 0)
+        why = refuse(name, (rows, columns), strides, 0, size, 0, along_k if size == 1 else None)
         if why:
             return why
     return ""
