@@ -113,16 +113,21 @@ class GemmLaunch:
             self._tables[0].on(a.device), None if probe is None else probe.words, words.base, words.reset,
             epilogue.alpha, epilogue.beta,
         )  # fmt: skip
+        scales = epilogue.scale_a, epilogue.scale_b
         if probe is not None:
             probing = Arguments(self.plan, self.layout, probe=True)
-            gemm[self._grid](*probing.fill(*operands, capacity=probe.capacity, gate=gate), **probing.options)
+            gemm[self._grid](
+                *probing.fill(*operands, capacity=probe.capacity, gate=gate, scales=scales), **probing.options
+            )
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             if gate is not NO_GATE:
                 gate = GateArguments(*map(_address, gate))
-            self._compiled(stream, self._arguments.fill(*map(_address, operands), gate=gate))
+            scales = _address(scales[0]), _address(scales[1])
+            self._compiled(stream, self._arguments.fill(*map(_address, operands), gate=gate, scales=scales))
         else:
-            kernel = gemm[self._grid](*self._arguments.fill(*operands, gate=gate), **self._arguments.options)
+            filled = self._arguments.fill(*operands, gate=gate, scales=scales)
+            kernel = gemm[self._grid](*filled, **self._arguments.options)
             self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
 
     def _gate(self, device: torch.device, incoming: Incoming) -> GateArguments:
