@@ -9,6 +9,7 @@ import torch
 
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
+from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.plan import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
@@ -39,6 +40,7 @@ def run(
     columns: FlatArrival | None = None,
     deadline: float = DEFAULT_DEADLINE,
     op: str = "matmul",
+    fast_accum: bool = True,
 ) -> None:
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
@@ -54,6 +56,8 @@ def run(
         How A's rows and B's columns arrive; None where they are there.
     deadline, op
         Seconds that the kernel may wait for them, and who asks.
+    fast_accum
+        See `tilestream.plan.problem.Problem`.
 
     Raises
     ------
@@ -68,7 +72,7 @@ def run(
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():
         return
-    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking)
+    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum)
     if a.device.index == torch.cuda.current_device():
         launch(a, b, out, epilogue, incoming)
     else:
@@ -79,22 +83,25 @@ def run(
 def find(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
-    chunking: tuple[object, ...] = (),
+    chunking: tuple[object, ...] = (), fast_accum: bool = True,
 ) -> Launch:  # fmt: skip
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     bias, residual = epilogue.bias, epilogue.residual
+    scale_a, scale_b = epilogue.scale_a, epilogue.scale_b
     key = (
-        a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, out.dtype, a.device,
+        a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, b.dtype, out.dtype, a.device,
         schedule, workers, id(plan), a.dtype == torch.float32 and allows_tf32(),
         # What the compiled kernel assumes of addresses.
         a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
         None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
         None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
-        epilogue.alpha != 1.0, epilogue.activation, *chunking,
+        None if scale_a is None else (scale_a.shape, scale_a.stride()),
+        None if scale_b is None else (scale_b.shape, scale_b.stride()),
+        fast_accum, epilogue.alpha != 1.0, epilogue.activation, *chunking,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns)
+        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -103,7 +110,7 @@ def find(
 
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
-    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None,
+    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool,
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
@@ -114,6 +121,7 @@ def _make(
         None if epilogue.bias is None else epilogue.bias.stride(0),
         None if residual is None else _strides(residual),
         epilogue.alpha != 1.0, epilogue.activation,
+        _scale_strides(epilogue.scale_a, -2), _scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
     if plan is None:
         device = cuda_properties(a.device.index)
@@ -130,6 +138,9 @@ def _make(
             aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
             and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
             no_tma=_no_tma(a, b, layout),
+            b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+            scales=epilogue.scales,
+            fast_accum=fast_accum or a.dtype not in FP8_DTYPES,
         )  # fmt: skip
         plan = plan_problem(problem, workers or None, schedule, device=device)
     elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
@@ -159,6 +170,13 @@ def _incoming(
 
     words = [None if flat is None else cast("DeviceSignals", flat.signals(op, device)) for flat in (rows, columns)]
     return Incoming(words[0], words[1], deadline, op)
+
+
+def _scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
+    """From one batch, and from one row (column), to the next; 0 where one serves all."""
+    if scale is None or scale.numel() == 1:
+        return 0, 0
+    return scale.stride(0) if scale.dim() == 3 and scale.shape[0] > 1 else 0, scale.stride(dim)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.explain import explain
 from tilestream.plan.floor import Floor
-from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
 from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind, Schedule
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
+#: What a caller may ask for as ``scales=``.
+SCALES: tuple[Scales, ...] = get_args(Scales)
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Plan:
         alpha: float = 1.0,
         beta: float = 1.0,
         activation: str | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
         arrival: Arrival | None = None,
         weight_arrival: Arrival | None = None,
         deadline: float | None = None,
@@ -151,6 +155,9 @@ class Plan:
         ----------
         a, b
             ``[m, k]`` and ``[k, n]``; ``[batch, m, k]`` and ``[batch, k, n]`` where the plan has several batches.
+        scale_a, scale_b
+            As the plan's ``scales`` has them: of one element, or of one a row of A and one a column of B. A plan for
+            more takes less: one element where there could be one a row, None where there could be a scale.
 
         Raises
         ------
@@ -168,7 +175,7 @@ class Plan:
         run = uncompiled_run_plan() if torch.compiler.is_compiling() else run_plan
         result: torch.Tensor = run(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
-            arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
+            scale_a=scale_a, scale_b=scale_b, arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
         )  # fmt: skip
         return result
 
@@ -180,7 +187,10 @@ def plan(
     *,
     batch: int = 1,
     dtype: object = "float32",
+    b_dtype: object | None = None,
     out_dtype: object | None = None,
+    scales: Scales = "none",
+    use_fast_accum: bool = True,
     device: object = "cpu",
     workers: int | None = None,
     schedule: str = "auto",
@@ -190,7 +200,7 @@ def plan(
     shares: int | None = None,
     arrival: Arrival | None = None,
     weight_arrival: Arrival | None = None,
-    layout: str = "nn",
+    layout: str | None = None,
     backend: str | None = None,
     variant: str | None = None,
     stages: int | None = None,
@@ -201,8 +211,14 @@ def plan(
     ----------
     m, n, k, batch
         Extents, at least 0.
-    dtype, out_dtype
-        Of the operands and of the output (default: the same), as torch dtypes or their names.
+    dtype, b_dtype, out_dtype
+        Of the operands, of B where it is another (both of 8 bits), and of the output (default: the operands', bfloat16
+        where those are of 8 bits), as torch dtypes or their names.
+    scales
+        ``"tensor"`` where ``scale_a`` and ``scale_b`` of `tilestream.matmul` have one element each, ``"row"`` where
+        they have one a row and one a column, else ``"none"``.
+    use_fast_accum
+        As for `tilestream.matmul`.
     device
         ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``), or `DeviceProperties`, for a plan without the
         device.
@@ -223,7 +239,7 @@ def plan(
     layout
         How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
         matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
-        alike where an extent is odd.
+        alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
     backend
         GPUs: force ``"hopper"`` or ``"portable"``; None: the fast one if it can.
     variant, stages
@@ -260,6 +276,7 @@ def plan(
         tile = (operator.index(tile[0]), operator.index(tile[1]))
     m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
+    layout = layout or ("nt" if name in FP8 else "nn")
     if layout not in ("nn", "nt", "tn", "tt"):
         raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
     if backend not in (None, "hopper", "portable"):
@@ -270,13 +287,19 @@ def plan(
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if backend is None and (variant is not None or stages is not None):
         backend = "hopper"
+    other = name if b_dtype is None else dtype_name(b_dtype)
+    if scales not in SCALES:
+        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
     problem = Problem(
-        m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
+        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
         None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
         None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
-        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, name)),
+        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
+        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
     if order is not None:
