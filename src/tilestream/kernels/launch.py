@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -99,7 +99,7 @@ class Launch:
         raise NotImplementedError
 
 
-def address(x: torch.Tensor | int | float | None) -> int | float | None:
+def address(x: Any) -> Any:
     """A tensor's address; what is none stays as it is."""
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 

@@ -18,7 +18,8 @@ from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.portable.launch import Incoming
+    from tilestream.kernels.launch import Incoming
+    from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
@@ -144,7 +145,9 @@ def _make(
         )  # fmt: skip
         plan = plan_problem(problem, workers or None, schedule, device=device)
     elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
-        raise ValueError(f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'")
+        raise ValueError(
+            f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"
+        )
     if plan.backend == "hopper":
         from tilestream.kernels.hopper.launch import GemmLaunch as HopperLaunch
 

@@ -120,9 +120,9 @@ class Plan:
         if self.variant == "inline":
             return f"{self.backend} inline"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 else ""
-        how = f" {self.variant}" if self.backend == "hopper" else ""
+        backend = f"hopper {self.variant}" if self.backend == "hopper" else self.backend
         return (
-            f"{self.backend}{how} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
+            f"{backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
             f"{schedule.raster.order} raster"
         )
 
@@ -282,7 +282,9 @@ def plan(
     if backend not in (None, "hopper", "portable"):
         raise ValueError(f"backend={backend!r}; it is 'hopper', 'portable', or None for the plan's choice")
     if variant is not None and variant not in hopper.VARIANTS:
-        raise ValueError(f"variant={variant!r}; it is one of {', '.join(hopper.VARIANTS)}, or None for the plan's choice")
+        raise ValueError(
+            f"variant={variant!r}; it is one of {', '.join(hopper.VARIANTS)}, or None for the plan's choice"
+        )
     if stages is not None and (not _whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if backend is None and (variant is not None or stages is not None):
@@ -405,11 +407,7 @@ def plan_problem(
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(best, found),)
     refused += (elsewhere,)
-    made = Plan(
-        problem, device, name, best.variant, best.block, best.schedule,
-        f"least of {len(found)} candidates in the cost model", refused, best.seconds, best.warps, best.stages,
-        best.swapped, best.strip,
-    )  # fmt: skip
+    made = of_candidate(problem, device, name, best, f"least of {len(found)} candidates in the cost model", refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
@@ -437,11 +435,20 @@ def _on_gpu(
     if backend == "hopper":
         raise NotImplementedError(f"backend='hopper': {why}; leave backend=, variant= and stages= away")
     found = list(
-        portable.candidates(
-            problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares
-        )
+        portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
     )
     return "portable", found, Refusal("hopper", why or "backend='portable' given")
+
+
+def of_candidate(
+    problem: Problem, device: DeviceProperties, backend: str, candidate: Candidate, why: str,
+    refused: tuple[Refusal, ...] = (),
+) -> Plan:  # fmt: skip
+    """A candidate as a plan."""
+    return Plan(
+        problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
+        candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
+    )  # fmt: skip
 
 
 def _best(found: list[Candidate]) -> Candidate:

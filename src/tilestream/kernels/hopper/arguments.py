@@ -88,7 +88,7 @@ class Arguments:
             schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
         )  # fmt: skip
         self._constants = tuple(self._made(probe).values())
-        self.options = {"num_warps": plan.warps}
+        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": True}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
 
@@ -139,6 +139,7 @@ class Arguments:
             "BIAS": "none" if layout.bias is None else biased,
             "RESIDUAL": layout.residual is not None,
             "ACTIVATION": layout.activation,
+            "CHAINED": True,
             "PROBE": probe,
         }
 

@@ -10,7 +10,6 @@ is the rows'), a strip is written to its buffer transposed.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -56,14 +55,26 @@ def finish_strip(
     column = first_column + gl.arange(0, STRIP, gl.SliceLayout(0, layout))
     x = acc
     if SCALES:
-        x = x * gl.load(row_scale + batch * stride_sb + row * stride_sr, mask=row < rows, other=0.0)[:, None]
-        x = x * gl.load(column_scale + batch * stride_tb + column * stride_tc, mask=column < columns, other=0.0)[None, :]
+        # x = (x * r) * c could overflow where x * (r * c) does not, and costs as many multiplications.
+        factor = gl.full([ROWS, STRIP], 1.0, gl.float32, layout)
+        if row_scale is not None:
+            at = row_scale + batch.to(gl.int64) * stride_sb + row.to(gl.int64) * stride_sr
+            factor = factor * gl.load(at, mask=row < rows, other=0.0)[:, None]
+        if column_scale is not None:
+            at = column_scale + batch.to(gl.int64) * stride_tb + column.to(gl.int64) * stride_tc
+            factor = factor * gl.load(at, mask=column < columns, other=0.0)[None, :]
+        x = x * factor
     if SCALED:
         x = x * alpha
     if BIAS == "columns":
-        x = x + gl.load(bias + column * stride_bias, mask=column < columns, other=0.0).to(gl.float32)[None, :]
+        x = (
+            x
+            + gl.load(bias + column.to(gl.int64) * stride_bias, mask=column < columns, other=0.0).to(gl.float32)[
+                None, :
+            ]
+        )
     if BIAS == "rows":
-        x = x + gl.load(bias + row * stride_bias, mask=row < rows, other=0.0).to(gl.float32)[:, None]
+        x = x + gl.load(bias + row.to(gl.int64) * stride_bias, mask=row < rows, other=0.0).to(gl.float32)[:, None]
     if RESIDUAL or STORE == "direct":
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         if WIDE:

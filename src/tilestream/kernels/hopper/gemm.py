@@ -10,14 +10,17 @@
 The protocol between them is at the head of `tilestream.kernels.hopper.ring`.
 
 The kernel knows an accumulator of rows and columns: rows are those of ``x`` ``[rows, K]``, columns those of ``y``
-``[columns, K]``. ``SWAPPED`` says that ``x`` is B and ``y`` is A: a tensor core's instruction takes 64 rows or more, but
-as few as 8 columns, so few rows of A go there. Each operand lies K-major or the other way round.
+``[columns, K]``. ``SWAPPED`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
+more, but as few as 8 columns, so few rows of A go there. Each operand lies K-major or the other way round.
 
 Variants (``CONSUMERS``):
 
 - ``single``: one consumer.
 - ``cooperative``: two, each with half of a tile's rows.
 - ``ping_pong``: two, a tile each; one's epilogue runs under the other's multiplications.
+
+``CHAINED``: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch),
+and waits before it touches memory. What comes after it may do likewise, once all workers run.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import tma_load, viewed
 from tilestream.kernels.hopper.epilogue import add_up, count_in, finish_strip, hand_in, mma_layout, strip_of
@@ -73,9 +77,12 @@ def load_loop(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, SWAPPED: gl.constexpr,
     KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
-    PROBE: gl.constexpr,
+    PROBE: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their K steps into the ring."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     enter(counters, base, worker, queues, reset, KIND == "static", False)
@@ -92,7 +99,9 @@ def load_loop(
     slot = zero
     slot_phase = zero
     while found != 0:
-        found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end, noted = take(
+        (
+            found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end, noted,
+        ) = take(
             worker, workers, ticket, home_open, share, unit, unit_end,
             counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
             band, first_batch, probe, capacity, noted,
@@ -211,9 +220,11 @@ def math_loop(
     BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
+    if CHAINED:
+        gdc_wait()
     HALF_ROWS: gl.constexpr = ROWS // HALVES
     stage = tl.cast(0, tl.int32)
     phase = tl.cast(0, tl.int32)
@@ -308,7 +319,7 @@ def gemm(
     CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr, PROBE: gl.constexpr,
+    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -344,7 +355,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -352,14 +363,15 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
                 x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
-                batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
+                batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
+                capacity,
                 ROWS, COLUMNS, BLOCK_K, STAGES, HALVES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -370,13 +382,14 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
                 x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
-                batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
+                batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
+                capacity,
                 ROWS, COLUMNS, BLOCK_K, STAGES, HALVES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
             )),
         ], [1], [LOAD_REGISTERS])  # fmt: skip

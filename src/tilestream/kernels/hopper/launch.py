@@ -83,7 +83,9 @@ class GemmLaunch(Launch):
         x, y = (b, a) if self.plan.swapped else (a, b)
         maps = arguments.x, arguments.y, arguments.out
         dtypes = x.dtype, y.dtype, out.dtype
-        described = [None if made is None else described_by(made, dtype) for made, dtype in zip(maps, dtypes, strict=True)]
+        described = [
+            None if made is None else described_by(made, dtype) for made, dtype in zip(maps, dtypes, strict=True)
+        ]
         filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity)
         grid = (self.plan.schedule.workers, 1, 1)
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
