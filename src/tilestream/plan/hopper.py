@@ -42,6 +42,8 @@ FEED, DRAIN = 90e9, 60e9
 STEP_SECONDS, EPILOGUE_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 20e-9, 0.6e-6, 3e-6, 5e-6
 #: Share of the nominal bandwidth that memory gives.
 MEMORY_EFFICIENCY = 0.88
+#: Elements of an accumulator that a math loop can hold twice: once to add to, once in the tensor cores.
+_TWICE = 64 * 128
 #: Registers of a thread of the load warp, and of the math warps beside one load warp and one other consumer.
 LOAD_REGISTERS, MATH_REGISTERS = 40, 232
 
@@ -155,6 +157,8 @@ def candidates(
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     for row in TILES:
         if variant not in (None, row.variant):
+            continue
+        if problem.fp8 and not problem.fast_accum and row.rows_per_loop * row.columns > _TWICE:
             continue
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
