@@ -119,13 +119,13 @@ def record(name: str, rows: list[dict[str, Any]], **extra: Any) -> Path:
     return path
 
 
-def gpu_record(name: str, rows: list[dict[str, Any]], path: Path | None = None, **extra: Any) -> Path:
-    """`record` for a GPU. COMMIT names the commit where the tree is a copy without its history."""
+def gpu_about(name: str) -> dict[str, Any]:
+    """What ran where. COMMIT names the commit where the tree is a copy without its history."""
     import triton
 
-    data = {
+    return {
         "name": name,
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -133,12 +133,45 @@ def gpu_record(name: str, rows: list[dict[str, Any]], path: Path | None = None, 
         "commit": os.environ.get("COMMIT") or _git("rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d"),
         "dtype": "bfloat16",
-        **extra,
-        "rows": rows,
     }
+
+
+def gpu_record(name: str, rows: list[dict[str, Any]], path: Path | None = None, **extra: Any) -> Path:
+    """`record` for a GPU."""
     path = path or RESULTS / f"{name}.json"
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**gpu_about(name), **extra, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def device_suffix(device: str) -> str:
+    """What a record's name ends with, so that those of several GPUs stand side by side: nothing for an H100."""
+    return "" if "H100" in device else "_h200" if "H200" in device else "_" + "_".join(device.lower().split())
+
+
+class GpuRecord:
+    """A record that is written anew with each row, so that what a killed run has measured is there."""
+
+    def __init__(self, name: str, folder: Path, **extra: Any) -> None:
+        about = gpu_about(name)
+        self.path = folder / f"{name}{device_suffix(about['device'])}.json"
+        self.data: dict[str, Any] = {**about, **extra, "failures": [], "missing": [], "rows": []}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows so far."""
+        rows: list[dict[str, Any]] = self.data["rows"]
+        return rows
+
+    def write(self) -> None:
+        """Whole or not at all. A row a line."""
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
+        head = json.dumps({key: value for key, value in self.data.items() if key != "rows"}, indent=1)
+        text = f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n'
+        new = self.path.with_suffix(".tmp")
+        new.write_text(text, encoding="utf-8")
+        new.replace(self.path)
 
 
 def _git(*arguments: str) -> str:
