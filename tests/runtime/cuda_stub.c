@@ -1,4 +1,7 @@
-/* A driver without a device, in place of libcuda: it records what launches it is given. */
+/* A driver without a device, in place of libcuda: it records what launches it is given.
+ *
+ * Loaded by a test in place of the functions that this package asks for, or found as libcuda.so.1 by Triton too.
+ */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -89,3 +92,45 @@ int cuGetErrorString(int code, const char **to) {
     *to = code == 1 ? "invalid argument" : NULL;
     return code == 1 ? 0 : 1;
 }
+
+/* What Triton asks for besides. */
+
+int cuCtxGetCurrent(void **to) {
+    *to = launches;
+    return 0;
+}
+
+int cuDeviceGetAttribute(int *to, int attribute, int device) {
+    *to = 232448;
+    return 0;
+}
+
+int cuFuncGetAttribute(int *to, int attribute, uint64_t function) {
+    *to = 1024;
+    return 0;
+}
+
+int cuModuleGetFunction(uint64_t *to, void *module, const char *name) {
+    *to = 0xF00D;
+    return 0;
+}
+
+int cuPointerGetAttribute(uint64_t *to, int attribute, uint64_t address) {
+    *to = address;
+    return 0;
+}
+
+#define NOTHING(name) int name(void) { return 0; }
+NOTHING(cuCtxGetDevice)
+NOTHING(cuCtxGetLimit)
+NOTHING(cuCtxSetCurrent)
+NOTHING(cuCtxSetLimit)
+NOTHING(cuDeviceGet)
+NOTHING(cuDevicePrimaryCtxRetain)
+NOTHING(cuFuncSetAttribute)
+NOTHING(cuFuncSetCacheConfig)
+NOTHING(cuModuleLoadData)
+NOTHING(cuModuleUnload)
+NOTHING(cuOccupancyMaxActiveClusters)
+NOTHING(cuStreamIsCapturing)
+NOTHING(cuTensorMapEncodeIm2col)

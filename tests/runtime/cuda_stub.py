@@ -11,10 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tilestream.runtime import driver, tensor_map
-
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 
 
@@ -35,8 +31,8 @@ class _Launch(ctypes.Structure):
 class Stub:
     """The library, and what it was given."""
 
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(_built()))
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         for name in ("launched", "encoded", "pause_us", "fails", "parameters"):
             self.set(name, 0)
         self.set("version", 13000)
@@ -65,16 +61,27 @@ class Stub:
 
 
 @functools.cache
-def _built() -> Path:
-    to = Path(tempfile.mkdtemp(prefix="tilestream-stub-")) / "stub.so"
+def _loaded() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        return ctypes.CDLL(str(build(Path(folder))))
+
+
+def build(folder: Path) -> Path:
+    """The library, as libcuda.so.1."""
+    to = folder / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-pthread", "-o", to, SOURCE], check=True)
+    (folder / "libcuda.so").symlink_to(to)
     return to
 
 
 @contextlib.contextmanager
 def cuda_stub() -> Iterator[Stub]:
     """The stub in place of libcuda, for the length of the block."""
-    made = Stub()
+    import pytest
+
+    from tilestream.runtime import driver, tensor_map
+
+    made = Stub(_loaded())
     tensor_map._driver_version.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_function", made.function)

@@ -21,6 +21,7 @@ with contextlib.suppress(ImportError):
 if "torch" not in sys.modules:
     sys.modules["torch"] = types.ModuleType("torch")
     sys.modules["torch"].Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
+    sys.modules["torch"].version = types.SimpleNamespace(hip=None)  # type: ignore[attr-defined]
 
 import triton
 from triton.backends.compiler import GPUTarget
