@@ -40,6 +40,8 @@ LEAST_COLUMNS = 32
 FEED, DRAIN = 90e9, 60e9
 #: Seconds of a K step beside its work, of an epilogue beside its bytes, of adding up partial results, of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 20e-9, 0.6e-6, 3e-6, 5e-6
+#: K steps that a part of a tile has at least, where tiles are cut into equal parts.
+LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
 MEMORY_EFFICIENCY = 0.88
 #: Elements of an accumulator that a math loop can hold twice: once to add to, once in the tensor cores.
@@ -102,7 +104,6 @@ TILES = (
     Tile("ping_pong", 64, 256),
     Tile("cooperative", 128, 64, 2),
     Tile("ping_pong", 64, 128),
-    Tile("single", 64, 256),
     Tile("single", 64, 128, 2),
     Tile("single", 64, 64, 2),
     Tile("single", 64, 32, 2),
@@ -176,15 +177,26 @@ def candidates(
                     kind = "static"  # one item each: there is nothing for a queue to even out
                 several = kind == "dynamic" and queues is not None
                 split: Split = split_of(raster) if several else "items"
-                schedule = Schedule(
-                    kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
-                    (queues or 1) if several else 1, split, shares or 0, first_batch_of(problem),
-                )  # fmt: skip
-                seconds = _seconds(problem, device, schedule, row)
-                yield Candidate(
-                    row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
-                    strip=row.strip(out_size),
-                )  # fmt: skip
+                for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
+                    schedule = Schedule(
+                        kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
+                        (queues or 1) if several else 1, split, count, first_batch_of(problem),
+                    )  # fmt: skip
+                    seconds = _seconds(problem, device, schedule, row)
+                    yield Candidate(
+                        row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
+                        strip=row.strip(out_size),
+                    )  # fmt: skip
+
+
+def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
+    """Into how many shares stream-K may cut its remainder: one a worker (0), or each tile into as many equal parts."""
+    if forced:
+        return (forced,)
+    remainder = grid.tiles % workers
+    parts = workers // remainder if remainder else 0
+    parts = min(parts, grid.k_steps // LEAST_STEPS)
+    return (0, remainder * parts) if parts > 1 else (0,)
 
 
 def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:

@@ -117,14 +117,20 @@ def hand_in(acc, at, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexp
 
 
 @gluon.jit
-def count_in(count, parts):
-    """Count a partial result that was handed in; whether it was the last. He restores the count.
+def settle(acc, count, at, parts, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
+    """Hand in a partial result, unless all others have been handed in; whether this one is the last.
 
-    The barriers make one thread's add (a release at the device's scope, and an acquire) speak for the whole consumer:
-    for its stores before, for its loads after.
+    Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
+    written it: where the others have counted already, nobody else can be the last.
+
+    The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
+    consumer: for its stores before, for its loads after.
     """
-    barrier()
-    last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
+    last = gl.atomic_add(count, 0, sem="acquire", scope="gpu") == parts - 1
+    if not last:
+        hand_in(acc, at, ROWS, WIDTH, STRIP)
+        barrier()
+        last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
     barrier()
     if last:
         gl.store(count, 0)
@@ -132,14 +138,20 @@ def count_in(count, parts):
 
 
 @gluon.jit
-def add_up(at, parts, size, ROWS: gl.constexpr, STRIP: gl.constexpr):
-    """One strip of a tile's partial results, added in K order; past the first-level cache, which may be stale."""
+def add_up(mine, at, part, parts, size, ROWS: gl.constexpr, STRIP: gl.constexpr):
+    """One strip of a tile's partial results, added in K order, this consumer's from its registers.
+
+    The others' come past the first-level cache, which may be stale.
+    """
     layout: gl.constexpr = mma_layout(STRIP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
     at = at + row[:, None] * STRIP + column[None, :]
-    acc = gl.load(at, cache_modifier=".cg")
-    for _ in range(1, parts):
+    acc = gl.zeros((ROWS, STRIP), gl.float32, layout)
+    for i in range(parts):
+        if i == part:
+            acc += mine
+        else:
+            acc += gl.load(at, cache_modifier=".cg")
         at += size
-        acc += gl.load(at, cache_modifier=".cg")
     return acc

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import tma_load, viewed
-from tilestream.kernels.hopper.epilogue import add_up, count_in, finish_strip, hand_in, mma_layout, strip_of
+from tilestream.kernels.hopper.epilogue import add_up, finish_strip, mma_layout, settle, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, before, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
 
@@ -269,34 +269,32 @@ def math_loop(
             row = pr * ROWS
             if HALVES == 2:
                 row += WHO * HALF_ROWS
-            if parts == 1:
+            finishes = parts == 1
+            at = partials
+            size: gl.constexpr = ROWS * COLUMNS
+            if KIND == "stream_k":
+                if parts > 1:
+                    # Each half of a tile is settled by itself: nobody waits for the other consumer.
+                    HALF: gl.constexpr = WHO if HALVES == 2 else 0
+                    at = partials + (partial - part).to(gl.int64) * size + HALF * HALF_ROWS * COLUMNS
+                    finishes = settle(
+                        acc, counts + (partial - part) * 2 + HALF, at + part.to(gl.int64) * size, parts,
+                        HALF_ROWS, COLUMNS, STRIP,
+                    )  # fmt: skip
+            if finishes:
                 for i in gl.static_range(COLUMNS // STRIP):
+                    x = strip_of(acc, i * STRIP, COLUMNS, STRIP, HALF_ROWS)
+                    if KIND == "stream_k":
+                        if parts > 1:
+                            x = add_up(x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, STRIP)
                     finish_strip(
-                        strip_of(acc, i * STRIP, COLUMNS, STRIP, HALF_ROWS), batch, row, pc * COLUMNS + i * STRIP,
-                        rows, columns, WHO * BUFFERS + i % BUFFERS,
+                        x, batch, row, pc * COLUMNS + i * STRIP, rows, columns, WHO * BUFFERS + i % BUFFERS,
                         out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
                         residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr,
                         column_scale, stride_tb, stride_tc, alpha, beta,
                         HALF_ROWS, STRIP, BUFFERS, STORE, FLIPPED, BATCHED, WIDE, SCALED, SCALES, BIAS, RESIDUAL,
                         ACTIVATION,
                     )  # fmt: skip
-            elif KIND == "stream_k":
-                size: gl.constexpr = ROWS * COLUMNS
-                mine_at: gl.constexpr = (WHO if HALVES == 2 else 0) * HALF_ROWS * COLUMNS
-                hand_in(acc, partials + partial.to(gl.int64) * size + mine_at, HALF_ROWS, COLUMNS, STRIP)
-                # Each half of a tile is counted by itself: nobody waits for the other consumer.
-                if count_in(counts + (partial - part) * HALVES + (WHO if HALVES == 2 else 0), parts):
-                    at = partials + (partial - part).to(gl.int64) * size + mine_at
-                    for i in gl.static_range(COLUMNS // STRIP):
-                        finish_strip(
-                            add_up(at + i * HALF_ROWS * STRIP, parts, size, HALF_ROWS, STRIP),
-                            batch, row, pc * COLUMNS + i * STRIP, rows, columns, WHO * BUFFERS + i % BUFFERS,
-                            out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
-                            residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr,
-                            column_scale, stride_tb, stride_tc, alpha, beta,
-                            HALF_ROWS, STRIP, BUFFERS, STORE, FLIPPED, BATCHED, WIDE, SCALED, SCALES, BIAS, RESIDUAL,
-                            ACTIVATION,
-                        )  # fmt: skip
         if CONSUMERS == "ping_pong":
             if not mine:
                 stage, phase = skip(stage, phase, steps, STAGES)
