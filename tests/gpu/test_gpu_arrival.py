@@ -179,8 +179,9 @@ def test_many_epochs_of_one_arrival():
 @launch_first
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
+    from tilestream.kernels.launch import Incoming, Probe
     from tilestream.kernels.portable.arguments import Layout
-    from tilestream.kernels.portable.launch import GemmLaunch, Incoming, Probe
+    from tilestream.kernels.portable.launch import GemmLaunch
 
     source, b = pinned(M, K), weight()
     for chunking in ("uniform", "ragged"):

@@ -37,7 +37,7 @@ BAD = [
     ("no workers", lambda: ts.matmul(A, B, workers=0), ValueError, r"matmul: workers=0; it is a positive"),
     ("fewer workers", lambda: ts.matmul(A, B, workers=-3), ValueError, r"matmul: workers=-3"),
     ("out_dtype integer", lambda: ts.matmul(A, B, out_dtype=torch.int32), TypeError, r"torch.int32; tilestream multiplies"),
-    ("out_dtype too fine", lambda: ts.matmul(A, B, out_dtype=torch.float64), TypeError, r"out_dtype=torch.float64: torch.float32 operands are added up in float32"),
+    ("out_dtype too fine", lambda: ts.matmul(A, B, out_dtype=torch.float64), TypeError, r"out_dtype=float64: float32 operands are added up in float32"),
     ("deadline alone", lambda: ts.matmul(A, B, deadline=3), ValueError, r"matmul: deadline=3 without arrival=; nothing is waited for"),
     ("deadline 0", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline=0), ValueError, r"deadline=0; it is a positive, finite number of seconds \(default 30\)"),
     ("deadline infinite", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline=float("inf")), ValueError, r"deadline=inf"),

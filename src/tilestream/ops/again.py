@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops import gpu
+from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32
 
@@ -35,8 +36,10 @@ def run(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor | No
     if launch is None:
         return None
     check_device(a.device.index)
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=options.out_dtype)
-    launch(a, b, out, _epilogue(options), None)
+    out_dtype = options.out_dtype or (FP8_RESULT_DTYPE if a.dtype in FP8_DTYPES else None)
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    # The launch knows where in a scale each row's and column's lies: [M] is as good as [M, 1] to it.
+    launch(a, b, out, _epilogue(options, options.scale_a, options.scale_b), None)
     return out
 
 
@@ -47,16 +50,20 @@ def remember(a: torch.Tensor, b: torch.Tensor, options: Options, result: torch.T
         return
     if len(_known) >= _MOST:
         _known.clear()
-    _known[key] = gpu.find(a, b, result, _epilogue(options), options.schedule, options.workers or 0)
+    scales = canonical_scales(options.op, options.scale_a, options.scale_b, a.shape[:1], (), result.shape)
+    _known[key] = gpu.find(
+        a, b, result, _epilogue(options, *scales), options.schedule, options.workers or 0, fast_accum=options.fast_accum
+    )
 
 
-def _epilogue(options: Options) -> Epilogue:
-    return Epilogue(options.alpha, options.bias, None, 1.0, options.activation or "none")
+def _epilogue(options: Options, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
+    return Epilogue(options.alpha, options.bias, None, 1.0, options.activation or "none", scale_a, scale_b)
 
 
 def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
     """What the checks and the plan of this call depend on; None for a call that always goes the long way."""
     bias = options.bias
+    others = (bias, options.scale_a, options.scale_b)
     if (
         type(a) not in _PLAIN
         or type(b) not in _PLAIN
@@ -73,14 +80,16 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         or forward_ad._current_level >= 0
         or a.is_neg()
         or b.is_neg()
-        or (bias is not None and (type(bias) not in _PLAIN or bias.is_neg()))
+        or any(t is not None and (type(t) not in _PLAIN or t.is_neg()) for t in others)
     ):
         return None
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, *others)):
         return None
     return (
         options.op, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, b.device,
         a.data_ptr() % 16, b.data_ptr() % 16,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16 == 0),
+        *((t.shape, t.stride(), t.dtype, t.device) for t in others[1:] if t is not None),
+        options.scale_a is None, options.scale_b is None, options.fast_accum,
         options.alpha, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
     )  # fmt: skip

@@ -17,7 +17,9 @@ from tilestream.kernels.epilogue import ACTIVATIONS, Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
-from tilestream.plan.problem import Problem, dtype_name
+from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtype
+from tilestream.plan.plan import SCALES
+from tilestream.plan.problem import Problem, Scales, dtype_name
 from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
 from tilestream.runtime.workspace import workspace
 from tilestream.schedule.schedule import Schedule
@@ -33,6 +35,7 @@ def problem_of(
     out_dtype: torch.dtype,
     rows: FlatArrival | None = None,
     columns: FlatArrival | None = None,
+    scales: Scales = "none",
 ) -> Problem:
     """The problem of canonical operands: ``a`` ``[B, M, K]``, ``b`` ``[B, K, N]``."""
     batch, m, k = a.shape
@@ -43,6 +46,8 @@ def problem_of(
         rows.incoming(m if shared else batch * m) if rows is not None else None,
         columns.incoming(n) if columns is not None else None,
         shared,
+        b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+        scales=scales,
     )  # fmt: skip
 
 
@@ -135,12 +140,15 @@ def run_plan(
     alpha: float,
     beta: float,
     activation: str | None,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
     arrival: Arrival | None,
     weight_arrival: Arrival | None,
     deadline: float | None,
 ) -> torch.Tensor:
     """`Plan.run`."""
-    for name, given in (("a", a), ("b", b), ("out", out), ("bias", bias), ("residual", residual)):
+    tensors = {"out": out, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b}
+    for name, given in (("a", a), ("b", b), *tensors.items()):
         if not isinstance(given, torch.Tensor) and (given is not None or name in ("a", "b")):
             raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
     problem = plan.problem
@@ -152,17 +160,23 @@ def run_plan(
         raise ValueError(f"a: on {device}; the plan is for a GPU: {plan.device.name}")
     if out is None:
         out = torch.empty((problem.batch,) * (ndim - 2) + shapes["out"], dtype=out_dtype, device=device)
-    for name, tensor in (("a", a), ("b", b), ("out", out)):
+    dtypes = (*(getattr(torch, name) for name in problem.dtypes), out_dtype)
+    for (name, tensor), dtype in zip((("a", a), ("b", b), ("out", out)), dtypes, strict=True):
         expected = (problem.batch,) * (ndim - 2) + shapes[name]
-        dtype = out_dtype if name == "out" else getattr(torch, problem.dtype)
         if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
                 f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the plan is for {list(expected)} "
                 f"{dtype} on {device}"
             )
-    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation or "none")
+    scales = canonical_scales("plan.run", scale_a, scale_b, a.shape[:-1], b.shape[:-2], out.shape)
+    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation or "none", *scales)
+    if SCALES.index(epilogue.scales) > SCALES.index(problem.scales):
+        raise ValueError(
+            f"scale_a, scale_b: for scales={epilogue.scales!r}, the plan is for scales={problem.scales!r}; make a plan "
+            f"with scales={epilogue.scales!r}"
+        )
     refuse_overlap(out, epilogue, a=a, b=b)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, out, bias, residual)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, *tensors.values(), out)):
         raise RuntimeError(
             "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"
         )
@@ -200,6 +214,8 @@ def make_epilogue(
     alpha: float,
     beta: float,
     activation: str,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> Epilogue:
     """The epilogue for an output ``[M, N]`` or ``[B, M, N]``, its tensors checked and brought to canonical form."""
     if activation not in ACTIVATIONS:
@@ -213,10 +229,26 @@ def make_epilogue(
     for name, tensor in (("bias", bias), ("residual", residual)):
         if tensor is not None:
             dtype_name(tensor.dtype)
+            if tensor.dtype in FP8_DTYPES:
+                raise TypeError(f"{name}: {tensor.dtype}; of 8 bits are operands only: {name}.to({out.dtype})")
             if tensor.device != out.device:
                 raise ValueError(f"{name}: on {tensor.device}, the output on {out.device}; they are on one device")
+    for name, scale, extents in (("scale_a", scale_a, (-2, 1)), ("scale_b", scale_b, (1, -1))):
+        if scale is not None:
+            _check_scale(name, scale, out, extents)
     if residual is not None and beta != 0:
         residual = residual.detach().unsqueeze(0) if residual.dim() == 2 else residual.detach()
     else:
         residual = None  # beta == 0: not read, so that what is not a number there does not count
-    return Epilogue(alpha, bias.detach() if bias is not None else None, residual, beta, activation)
+    bias, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
+    return Epilogue(alpha, bias, residual, beta, activation, scale_a, scale_b)
+
+
+def _check_scale(name: str, scale: torch.Tensor, out: torch.Tensor, extents: tuple[int, int]) -> None:
+    """``extents``: of its last two dimensions, negative ones the output's."""
+    check_scale_dtype("gemm", name, scale)
+    if scale.device != out.device:
+        raise ValueError(f"{name}: on {scale.device}, the output on {out.device}; they are on one device")
+    shape = (*out.shape[:-2], *(out.shape[extent] if extent < 0 else extent for extent in extents))
+    if scale.numel() != 1 and tuple(scale.shape) != shape:
+        raise ValueError(f"{name}: shape {list(scale.shape)}; it has one element, or {list(shape)}")

@@ -1,4 +1,4 @@
-"""GPU operands to a launch of the portable kernel. What a problem and a layout decide is looked up, not worked out."""
+"""GPU operands to a launch. What a problem and a layout decide is looked up, not worked out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
+from tilestream.ops.scales import FP8_DTYPES
+from tilestream.plan import tma
 from tilestream.plan.plan import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
@@ -16,7 +18,8 @@ from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.portable.launch import Incoming
+    from tilestream.kernels.launch import Incoming
+    from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
@@ -38,6 +41,7 @@ def run(
     columns: FlatArrival | None = None,
     deadline: float = DEFAULT_DEADLINE,
     op: str = "matmul",
+    fast_accum: bool = True,
 ) -> None:
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
@@ -53,6 +57,8 @@ def run(
         How A's rows and B's columns arrive; None where they are there.
     deadline, op
         Seconds that the kernel may wait for them, and who asks.
+    fast_accum
+        See `tilestream.plan.problem.Problem`.
 
     Raises
     ------
@@ -67,7 +73,7 @@ def run(
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():
         return
-    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking)
+    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum)
     if a.device.index == torch.cuda.current_device():
         launch(a, b, out, epilogue, incoming)
     else:
@@ -78,22 +84,25 @@ def run(
 def find(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
-    chunking: tuple[object, ...] = (),
+    chunking: tuple[object, ...] = (), fast_accum: bool = True,
 ) -> Launch:  # fmt: skip
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     bias, residual = epilogue.bias, epilogue.residual
+    scale_a, scale_b = epilogue.scale_a, epilogue.scale_b
     key = (
-        a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, out.dtype, a.device,
+        a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, b.dtype, out.dtype, a.device,
         schedule, workers, id(plan), a.dtype == torch.float32 and allows_tf32(),
         # What the compiled kernel assumes of addresses.
         a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
         None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
         None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
-        epilogue.alpha != 1.0, epilogue.activation, *chunking,
+        None if scale_a is None else (scale_a.shape, scale_a.stride()),
+        None if scale_b is None else (scale_b.shape, scale_b.stride()),
+        fast_accum, epilogue.alpha != 1.0, epilogue.activation, *chunking,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns)
+        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -102,11 +111,10 @@ def find(
 
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
-    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None,
+    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool,
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
-    from tilestream.kernels.portable.launch import GemmLaunch
 
     residual = epilogue.residual
     layout = Layout(
@@ -114,6 +122,7 @@ def _make(
         None if epilogue.bias is None else epilogue.bias.stride(0),
         None if residual is None else _strides(residual),
         epilogue.alpha != 1.0, epilogue.activation,
+        _scale_strides(epilogue.scale_a, -2), _scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
     if plan is None:
         device = cuda_properties(a.device.index)
@@ -129,18 +138,48 @@ def _make(
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
             and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
+            no_tma=_no_tma(a, b, layout),
+            b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+            scales=epilogue.scales,
+            fast_accum=fast_accum or a.dtype not in FP8_DTYPES,
         )  # fmt: skip
         plan = plan_problem(problem, workers or None, schedule, device=device)
+    elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
+        raise ValueError(
+            f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"
+        )
+    if plan.backend == "hopper":
+        from tilestream.kernels.hopper.launch import GemmLaunch as HopperLaunch
+
+        return HopperLaunch(plan, layout, out.data_ptr() % 16 == 0)
+    from tilestream.kernels.portable.launch import GemmLaunch
+
     return GemmLaunch(plan, layout)
+
+
+def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
+    """What of A and B TMA cannot address, and why."""
+    (ab, *a_strides), (bb, *b_strides) = layout.a, layout.b
+    k_major_only = a.element_size() == 1
+    return tma.refuse(
+        "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if k_major_only else None
+    ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if k_major_only else None)
 
 
 def _incoming(
     device: torch.device, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str
 ) -> Incoming:
-    from tilestream.kernels.portable.launch import Incoming
+    from tilestream.kernels.launch import Incoming
 
     words = [None if flat is None else cast("DeviceSignals", flat.signals(op, device)) for flat in (rows, columns)]
     return Incoming(words[0], words[1], deadline, op)
+
+
+def _scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
+    """From one batch, and from one row (column), to the next; 0 where one serves all."""
+    if scale is None or scale.numel() == 1:
+        return 0, 0
+    return scale.stride(0) if scale.dim() == 3 and scale.shape[0] > 1 else 0, scale.stride(dim)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:

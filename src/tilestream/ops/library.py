@@ -11,7 +11,7 @@ Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -20,8 +20,9 @@ from tilestream.ops import gpu
 from tilestream.ops.execute import execute, make_epilogue, problem_of
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
+from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, check_pair, refuse_gradients
 from tilestream.plan.plan import SCHEDULES, plan_problem
-from tilestream.plan.problem import ITEMSIZE, dtype_name
+from tilestream.plan.problem import dtype_name, result_name
 
 _OPERANDS = (
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, ScalarType? out_dtype"
@@ -31,14 +32,16 @@ _HOW = "str schedule, int workers"
 _ARRIVING = (
     "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline, str op"
 )
+# Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
+_SCALED = "Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True"
 
 library = torch.library.Library("tilestream", "DEF")
-library.define(f"gemm({_OPERANDS}, {_HOW}) -> Tensor")
-library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out) -> ()")
+library.define(f"gemm({_OPERANDS}, {_HOW}, {_SCALED}) -> Tensor")
+library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out, {_SCALED}) -> ()")
 # A graph that torch.compile captures by itself would replay without the signals, which are issued outside of it.
 _alone = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}) -> Tensor", tags=_alone)
-library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out) -> ()", tags=_alone)
+library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}, {_SCALED}) -> Tensor", tags=_alone)
+library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out, {_SCALED}) -> ()", tags=_alone)
 library.define("clear_signals(Tensor(a!) signals) -> ()")
 
 gemm_op = torch.ops.tilestream.gemm.default
@@ -54,15 +57,11 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     Raises
     ------
     TypeError
-        If ``out_dtype`` is finer than what products are added up in.
+        If ``out_dtype`` is finer than what products are added up in, or of 8 bits.
     """
     if out_dtype is None:
-        return a.dtype
-    accumulator = 8 if a.dtype == torch.float64 else 4
-    if ITEMSIZE[dtype_name(out_dtype)] > accumulator:
-        raise TypeError(
-            f"out_dtype={out_dtype}: {a.dtype} operands are added up in float32; convert the operands or the result"
-        )
+        return FP8_RESULT_DTYPE if a.dtype in FP8_DTYPES else a.dtype
+    result_name(dtype_name(a.dtype), dtype_name(out_dtype))
     return out_dtype
 
 
@@ -70,15 +69,32 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
     """An empty output, after checking the operands: the one text for the real and the fake implementation."""
     if a.dim() not in (2, 3) or b.dim() != a.dim():
         raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both have 2, or both 3")
-    if a.dtype != b.dtype:
-        raise TypeError(f"gemm: a is {a.dtype}, b is {b.dtype}; they have one dtype")
+    check_pair("gemm", a, b)
     torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in K")
     if a.dim() == 3:
         torch._check(
             a.shape[0] == b.shape[0], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in batches"
         )
-    dtype_name(a.dtype)
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=result_dtype(a, out_dtype))
+
+
+class _Arriving(NamedTuple):
+    """The schema's `_ARRIVING`; by default nothing arrives."""
+
+    row_signals: torch.Tensor | None = None
+    row_arrival: Sequence[int] = ()
+    column_signals: torch.Tensor | None = None
+    column_arrival: Sequence[int] = ()
+    deadline: float | None = None
+    op: str = "matmul"
+
+
+class _Scaled(NamedTuple):
+    """The schema's `_SCALED`."""
+
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    fast_accum: bool = True
 
 
 def _run(
@@ -94,40 +110,57 @@ def _run(
     out_dtype: torch.dtype | None,
     schedule: str,
     workers: int,
-    row_signals: torch.Tensor | None = None,
-    row_arrival: Sequence[int] = (),
-    column_signals: torch.Tensor | None = None,
-    column_arrival: Sequence[int] = (),
-    deadline: float | None = None,
-    op: str = "matmul",
+    *,
+    arriving: _Arriving,
+    scaled: _Scaled,
 ) -> None:
-    """What every op does, given its arguments in the schema's order: those without arrival leave the last six away."""
+    """What every op does, given its arguments in the schema's order."""
+    row_signals, row_arrival, column_signals, column_arrival, deadline, op = arriving
+    scale_a, scale_b, fast_accum = scaled
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation)
+    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation, scale_a, scale_b)
     if not fresh:
         refuse_overlap(out, epilogue, a=a, b=b)
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
     if out.is_cuda:
-        gpu.run(a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op)
+        gpu.run(a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op, fast_accum)
         return
     a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
-    problem = problem_of(a3, b3, out.dtype, rows, columns)
+    problem = problem_of(a3, b3, out.dtype, rows, columns, epilogue.scales)
     plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads())
     execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op)
 
 
+# torch leaves out arguments that are the schema's defaults: those of `_Scaled`, all or the last ones.
+_COMMON, _ALL = 8, 8 + len(_Arriving._fields)
+
+
 def _gemm(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
     out = _output(a, b, others[5])
-    _run(out, True, a, b, *others)
+    _run(out, True, a, b, *others[:_COMMON], arriving=_Arriving(), scaled=_Scaled(*others[_COMMON:]))
     return out
 
 
 def _gemm_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
-    *inputs, out = others
-    _check_out(out, a, b, inputs[5])
-    _run(out, False, a, b, *inputs)
+    out = others[_COMMON]
+    _check_out(out, a, b, others[5])
+    _run(out, False, a, b, *others[:_COMMON], arriving=_Arriving(), scaled=_Scaled(*others[_COMMON + 1 :]))
+
+
+def _gemm_arriving(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
+    out = _output(a, b, others[5])
+    arriving = _Arriving(*others[_COMMON:_ALL])
+    _run(out, True, a, b, *others[:_COMMON], arriving=arriving, scaled=_Scaled(*others[_ALL:]))
+    return out
+
+
+def _gemm_arriving_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
+    out = others[_ALL]
+    _check_out(out, a, b, others[5])
+    arriving = _Arriving(*others[_COMMON:_ALL])
+    _run(out, False, a, b, *others[:_COMMON], arriving=arriving, scaled=_Scaled(*others[_ALL + 1 :]))
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
@@ -149,8 +182,8 @@ def _clear_signals(signals: torch.Tensor) -> None:
 for _device in ("CPU", "CUDA"):
     library.impl("gemm", _gemm, _device)
     library.impl("gemm_out", _gemm_out, _device)
-    library.impl("gemm_arriving", _gemm, _device)
-    library.impl("gemm_arriving_out", _gemm_out, _device)
+    library.impl("gemm_arriving", _gemm_arriving, _device)
+    library.impl("gemm_arriving_out", _gemm_arriving_out, _device)
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
 
 
@@ -161,21 +194,27 @@ def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 @torch.library.register_fake("tilestream::gemm_out", lib=library)
+def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
+    _check_out(args[_COMMON], a, b, args[5])
+
+
 @torch.library.register_fake("tilestream::gemm_arriving_out", lib=library)
 def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
-    _check_out(args[-1], a, b, args[5])
+    _check_out(args[_ALL], a, b, args[5])
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, bias, residual, alpha, beta, activation, _, schedule, workers, *_ = inputs
+    a, b, bias, residual, alpha, beta, activation, _, schedule, workers, *others = inputs
+    scale_a, scale_b, ctx.fast_accum = others[-3:]
+    refuse_gradients("gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     # What the derivative of the activation needs: relu's is in the output; the others' input is computed once more
     # in the backward pass, which costs a matmul and keeps no [M, N] tensor alive.
     kept = (a, b, output if activation == "relu" else None)
     again = (bias, residual) if activation not in ("none", "relu") else (None, None)
-    ctx.save_for_backward(*kept, *again)
+    ctx.save_for_backward(*kept, *again, scale_a, scale_b)
     ctx.alpha, ctx.beta, ctx.activation = alpha, beta, activation
     ctx.schedule, ctx.workers = schedule, workers
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
@@ -183,17 +222,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, b, output, bias, residual = ctx.saved_tensors
+    a, b, output, bias, residual, scale_a, scale_b = ctx.saved_tensors
     how = (ctx.schedule, ctx.workers)
     if ctx.activation == "relu":
         grad = torch.ops.aten.threshold_backward(grad, output, 0)
     elif ctx.activation != "none":
         wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-        before = gemm_op(a, b, bias, residual, ctx.alpha, ctx.beta, "none", wide, *how)
+        scaled = (scale_a, scale_b, ctx.fast_accum)
+        before = gemm_op(a, b, bias, residual, ctx.alpha, ctx.beta, "none", wide, *how, *scaled)
         grad = _activation_backward(ctx.activation, grad.to(wide), before)
     grad_a = grad_b = grad_bias = grad_residual = None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        narrow = grad.to(a.dtype)
+        product = grad
+        for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
+            product = product if scale is None else product * scale
+        narrow = product.to(a.dtype)
         if ctx.needs_input_grad[0]:
             grad_a = gemm_op(narrow, b.mT, None, None, ctx.alpha, 1.0, "none", None, *how)
         if ctx.needs_input_grad[1]:
@@ -202,7 +245,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias[1])
     if ctx.residual is not None and ctx.needs_input_grad[3]:
         grad_residual = (ctx.beta * grad).to(ctx.residual)
-    return grad_a, grad_b, grad_bias, grad_residual, *([None] * 6)
+    return grad_a, grad_b, grad_bias, grad_residual, *([None] * 9)
 
 
 def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

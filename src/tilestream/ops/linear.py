@@ -18,13 +18,16 @@ def linear(
     beta: float = 1.0,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True,
     arrival: Arrival | None = None,
     weight_arrival: Arrival | None = None,
     schedule: str = "auto",
     workers: int | None = None,
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """``activation(x @ weight.T + bias + beta * residual)``.
+    """``activation(scale_a * scale_b * (x @ weight.T) + bias + beta * residual)``.
 
     Parameters
     ----------
@@ -36,7 +39,9 @@ def linear(
         ``[N]``.
     weight_arrival
         How ``weight``'s rows come in: a weight that is still being copied from the host or read from a file.
-    out, residual, beta, activation, out_dtype, arrival, schedule, workers, deadline
+    scale_b
+        float32: one element, or one a row of ``weight``: ``[N]``, ``[N, 1]`` or ``[1, N]``.
+    out, residual, beta, activation, out_dtype, scale_a, use_fast_accum, arrival, schedule, workers, deadline
         As for `tilestream.matmul`, whose exceptions are raised.
 
     Raises
@@ -57,6 +62,9 @@ def linear(
             beta=beta,
             activation=activation,
             out_dtype=out_dtype,
+            scale_a=scale_a,
+            scale_b=_of_columns(scale_b),
+            fast_accum=use_fast_accum,
             arrival=arrival,
             weight_arrival=weight_arrival,
             schedule=schedule,
@@ -64,3 +72,10 @@ def linear(
             deadline=deadline,
         ),
     )
+
+
+def _of_columns(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A scale a row of the weight, as one a column of its transpose."""
+    if isinstance(scale, torch.Tensor) and scale.dim() == 2 and scale.shape[1] == 1:
+        return scale.t()
+    return scale

@@ -18,18 +18,23 @@ def matmul(
     beta: float = 1.0,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True,
     arrival: Arrival | None = None,
     schedule: str = "auto",
     workers: int | None = None,
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """``activation(a @ b + bias + beta * residual)``, with torch.matmul's rules for dimensions and broadcasting.
+    """``activation(scale_a * scale_b * (a @ b) + bias + beta * residual)``.
+
+    With torch.matmul's rules for dimensions and broadcasting.
 
     Parameters
     ----------
     a, b
-        ``[..., M, K]`` and ``[..., K, N]``, or vectors ``[K]``; one dtype of float16, bfloat16, float32, float64; any
-        strides.
+        ``[..., M, K]`` and ``[..., K, N]``, or vectors ``[K]``; one dtype of float16, bfloat16, float32, float64, or
+        each of float8_e4m3fn or float8_e5m2; any strides. Operands of 8 bits get no gradient.
     out
         Where to write the result; of its shape and dtype, any strides whose leading dimensions can be seen as one. No
         gradient flows through it.
@@ -41,8 +46,16 @@ def matmul(
         ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"``. The backward pass of the last three computes
         their input once more instead of keeping it.
     out_dtype
-        Dtype of the result; default that of the operands. With an epilogue or another dtype, 16-bit operands are
-        added up in float32 and the result is rounded once.
+        Dtype of the result; default that of the operands, bfloat16 where those are of 8 bits. With an epilogue or
+        another dtype, 16-bit operands are added up in float32 and the result is rounded once; 8-bit ones always are.
+    scale_a, scale_b
+        float32, on the operands' device, there when the call is made; None: 1. Either of one element, or one a row of
+        ``a`` (``[M]``, ``[M, 1]``, or what broadcasts to ``[..., M, 1]``) and one a column of ``b`` (``[N]``,
+        ``[1, N]``, or what broadcasts to ``[..., 1, N]``), as ``torch._scaled_mm`` has them; one may be of one element
+        where the other is not. For operands of any dtype. They get no gradient.
+    use_fast_accum
+        Whether products of 8-bit operands may be added up in what Hopper's tensor cores keep, which is less than
+        float32; False: in float32, at least every 128 of K, which is slower. No effect elsewhere.
     arrival
         How ``a``'s rows come in, where they are not there yet: chunks and signals. ``a``'s leading dimensions count as
         rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
@@ -64,6 +77,8 @@ def matmul(
     ------
     ValueError, TypeError
         For arguments that do not fit, before anything is computed.
+    RuntimeError
+        If an operand of 8 bits, or a scale, requires a gradient; or any operand of a call with ``out``.
     NotImplementedError
         For tensors on a device that this version has no backend for.
     ArrivalTimeout
@@ -89,6 +104,9 @@ def matmul(
             beta=beta,
             activation=activation,
             out_dtype=out_dtype,
+            scale_a=scale_a,
+            scale_b=scale_b,
+            fast_accum=use_fast_accum,
             arrival=arrival,
             schedule=schedule,
             workers=workers,

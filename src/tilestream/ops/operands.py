@@ -21,6 +21,7 @@ from tilestream.ops.library import (
     gemm_out_op,
     result_dtype,
 )
+from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_pair, check_scale_dtype, refuse_gradients
 from tilestream.plan.plan import SCHEDULES
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import exit
@@ -49,6 +50,9 @@ class Options:
     schedule: str = "auto"
     workers: int | None = None
     deadline: float | None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    fast_accum: bool = True
 
     def check(self) -> None:
         """Raise for what is wrong whatever the operands are."""
@@ -67,6 +71,8 @@ class Options:
                 raise TypeError(f"{self.op}: {name}={factor!r}; it is a number")
         if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
             raise TypeError(f"{self.op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
+        if not isinstance(self.fast_accum, bool):
+            raise TypeError(f"{self.op}: use_fast_accum={self.fast_accum!r}; it is True or False")
         for name, arrival in (("arrival", self.arrival), ("weight_arrival", self.weight_arrival)):
             if arrival is not None and not isinstance(arrival, Arrival):
                 raise TypeError(
@@ -105,6 +111,10 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
             dtype_name(tensor.dtype)
         except TypeError as error:
             raise TypeError(f"{op}: {name}: {error}") from None
+        if name in ("scale_a", "scale_b"):
+            check_scale_dtype(op, name, tensor)
+        elif tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
         device = tensor.device
@@ -124,6 +134,8 @@ def autocast(options: Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
     kind = tensors[0].device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
+    if any(tensor.dtype in FP8_DTYPES for tensor in tensors):
+        return tensors  # somebody has chosen them, and scales that belong to them
     dtype = torch.get_autocast_dtype(kind)
     if all(tensor.dtype == dtype or tensor.dtype == torch.float64 for tensor in tensors):
         return tensors
@@ -149,13 +161,15 @@ def multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor
 def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor:
     options.check()
     op, out = options.op, options.out
-    check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out)
+    scale_a, scale_b = options.scale_a, options.scale_b
+    check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out, scale_a=scale_a, scale_b=scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    _refuse_tangents(op, a, b, options.bias, options.residual)
+    _refuse_tangents(op, a, b, options.bias, options.residual, scale_a, scale_b)
+    if torch.is_grad_enabled():
+        refuse_gradients(op, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     a, b = autocast(options, a, b)
-    if a.dtype != b.dtype:
-        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; they have one dtype")
+    check_pair(op, a, b)
     row, column = a.dim() == 1, b.dim() == 1
     a = a.unsqueeze(0) if row else a
     b = b.unsqueeze(1) if column else b
@@ -185,26 +199,34 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tenso
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not options.arriving)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
+    batch_b = () if folded else batch
+    scales = canonical_scales(op, scale_a, scale_b, (*batch, a.shape[-2]), batch_b, canonical)
     if folded:
         a = a.reshape(canonical[0], a.shape[-1])
     elif len(full) > 2:
         a, b = _batched(op, "a", a, batch, options.arrival), _batched(op, "b", b, batch, None)
     residual = residual.reshape(canonical) if residual is not None else None
     if torch.compiler.is_compiling():
-        result = _call(a, b, residual, canonical, options)
+        result = _call(a, b, residual, scales, canonical, options)
     else:
         with exit.call():
-            result = _call(a, b, residual, canonical, options)
+            result = _call(a, b, residual, scales, canonical, options)
     return out if out is not None else result.reshape(shape)
 
 
 def _call(
-    a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None, canonical: tuple[int, ...], options: Options
+    a: torch.Tensor,
+    b: torch.Tensor,
+    residual: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    canonical: tuple[int, ...],
+    options: Options,
 ) -> torch.Tensor:
     operands = (
         a, b, options.bias, residual, float(options.alpha), float(options.beta), options.activation or "none",
         options.out_dtype, options.schedule, options.workers or 0,
     )  # fmt: skip
+    scaled = (*scales, options.fast_accum)
     out = options.out
     into = None if out is None else _view(out, canonical)
     if options.arriving:
@@ -214,17 +236,17 @@ def _call(
             arriving += [flat.words, flat.ints] if flat is not None else [None, []]
         deadline = check_deadline(options.deadline)
         if into is None:
-            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline, options.op)
+            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline, options.op, *scaled)
         else:
-            gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into)
+            gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into, *scaled)
             result = into
         for words in (arriving[0], arriving[2]):
             if isinstance(words, torch.Tensor) and not words.is_cuda:  # there the launch does it
                 clear_signals_op(words)
     elif into is None:
-        result = gemm_op(*operands)
+        result = gemm_op(*operands, *scaled)
     else:
-        gemm_out_op(*operands, into)
+        gemm_out_op(*operands, into, *scaled)
         result = into
     return result
 

@@ -23,7 +23,8 @@ def refuse_overlap(out: torch.Tensor, epilogue: Epilogue, **operands: torch.Tens
         raise ValueError(
             f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()"
         )
-    read = {**operands, "bias": epilogue.bias, "residual": epilogue.residual}
+    scales = {"scale_a": epilogue.scale_a, "scale_b": epilogue.scale_b}
+    read = {**operands, "bias": epilogue.bias, "residual": epilogue.residual, **scales}
     for name, tensor in read.items():
         if tensor is None or not tensor.numel():
             continue

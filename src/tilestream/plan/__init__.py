@@ -4,6 +4,7 @@ from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.floor import Floor
 from tilestream.plan.plan import SCHEDULES, Plan, Refusal, plan, plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.search import search_space
 
 __all__ = [
     "SCHEDULES",
@@ -17,4 +18,5 @@ __all__ = [
     "dtype_name",
     "plan",
     "plan_problem",
+    "search_space",
 ]

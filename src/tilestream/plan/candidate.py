@@ -14,7 +14,11 @@ class Candidate:
     Attributes
     ----------
     warps, stages
-        Of a worker, and of its ring; 0 where the backend has none.
+        Of a worker (hopper: of a math loop), and of its ring; 0 where the backend has none.
+    swapped
+        hopper: whether the tensor cores' rows are B's columns.
+    strip
+        hopper: columns that go through a C buffer at a time.
     """
 
     variant: str
@@ -23,3 +27,5 @@ class Candidate:
     seconds: float
     warps: int = 0
     stages: int = 0
+    swapped: bool = False
+    strip: int = 0

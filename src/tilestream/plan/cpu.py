@@ -4,7 +4,8 @@ The model has five terms, in seconds, fitted on an EPYC (Zen 5) with MKL; what m
 candidates in is right:
 
 * a tile's multiply-adds, at the rate the BLAS reaches;
-* what the BLAS does once per tile: copying the tile's rows of A and columns of B into its own layout;
+* what the BLAS does once per tile: copying the tile's rows of A and columns of B into its own layout; operands of 8
+  bits are looked up first;
 * what Python does once per tile: taking it, and the call;
 * starting the workers;
 * the bytes that must come from memory and go there, which nothing is assumed to hide.
@@ -27,6 +28,8 @@ from tilestream.schedule.schedule import Kind, Schedule
 BLAS_EFFICIENCY = 0.45
 #: Bytes a second at which one worker copies operands into the BLAS's layout.
 PACK_BANDWIDTH = 12e9
+#: 8-bit elements a second that one worker looks up, and one thread in a launch without workers.
+WIDEN_RATE = 1.7e9
 #: Seconds of Python a tile, a launch on workers, and a launch in the calling thread take.
 TILE_SECONDS = 25e-6
 START_SECONDS = 150e-6
@@ -85,7 +88,8 @@ def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
 
 def _inline_seconds(problem: Problem, device: DeviceProperties, workers: int) -> float:
     rate = device.peak(problem.dtype, workers) * BLAS_EFFICIENCY
-    return INLINE_SECONDS + problem.operations / rate + problem.bytes / device.bandwidth
+    widen = problem.batch * (problem.m + problem.n) * problem.k / WIDEN_RATE if problem.fp8 else 0.0
+    return INLINE_SECONDS + problem.operations / rate + widen + problem.bytes / device.bandwidth
 
 
 def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, block: tuple[int, int, int]) -> float:
@@ -93,6 +97,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, blo
     block_m, block_n = min(block[0], problem.m), min(block[1], problem.n)
     math = 2 * block_m * block_n * problem.k / (device.peak(problem.dtype, 1) * BLAS_EFFICIENCY)
     pack = (block_m + block_n) * problem.k * ITEMSIZE[problem.dtype] / PACK_BANDWIDTH
+    if problem.fp8:
+        pack = (block_m + block_n) * problem.k * (1 / WIDEN_RATE + ITEMSIZE["float32"] / PACK_BANDWIDTH)
     tile = math + pack + TILE_SECONDS
     if schedule.kind == "stream_k" and schedule.remainder:
         partials = 2 * schedule.slots * block_m * block_n * 4 / PACK_BANDWIDTH

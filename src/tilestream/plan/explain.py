@@ -26,8 +26,16 @@ def explain(plan: Plan) -> str:
         ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
     ]
     lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused]
-    head = f"matmul {shape}, {problem.dtype} -> {problem.out_dtype}"
+    head = f"matmul {shape}, {_dtypes(plan)} -> {problem.out_dtype}"
     return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
+
+
+def _dtypes(plan: Plan) -> str:
+    problem = plan.problem
+    a, b = problem.dtypes
+    scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
+    emptied = ", added up in float32 every 128 of K" if problem.fp8 and not problem.fast_accum else ""
+    return (a if a == b else f"{a} x {b}") + scaled + emptied
 
 
 def _schedule(plan: Plan) -> list[tuple[str, str]]:

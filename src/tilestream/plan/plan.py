@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, get_args
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.gate import Gate
-from tilestream.plan import cpu, portable
+from tilestream.plan import cpu, hopper, portable, tma
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.explain import explain
 from tilestream.plan.floor import Floor
-from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
 from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind, Schedule
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
+#: What a caller may ask for as ``scales=``.
+SCALES: tuple[Scales, ...] = get_args(Scales)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Plan:
     variant
         ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
         torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
-        programs, one a worker.
+        programs, one a worker. Of those on Hopper, ``cooperative``, ``ping_pong`` and ``single``: see
+        `tilestream.kernels.hopper.gemm`.
     block
         ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
     schedule
@@ -64,7 +67,11 @@ class Plan:
     predicted
         Seconds the cost model expects, with everything arrived.
     warps, stages
-        GPUs: warps of a worker, stages of its ring.
+        GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
+    swapped
+        Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
+    strip
+        Hopper: columns of the accumulator that go through a C buffer at a time.
     """
 
     problem: Problem
@@ -78,6 +85,8 @@ class Plan:
     predicted: float
     warps: int = 0
     stages: int = 0
+    swapped: bool = False
+    strip: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -111,8 +120,9 @@ class Plan:
         if self.variant == "inline":
             return f"{self.backend} inline"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 else ""
+        backend = f"hopper {self.variant}" if self.backend == "hopper" else self.backend
         return (
-            f"{self.backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
+            f"{backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
             f"{schedule.raster.order} raster"
         )
 
@@ -131,6 +141,8 @@ class Plan:
         alpha: float = 1.0,
         beta: float = 1.0,
         activation: str | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
         arrival: Arrival | None = None,
         weight_arrival: Arrival | None = None,
         deadline: float | None = None,
@@ -143,6 +155,9 @@ class Plan:
         ----------
         a, b
             ``[m, k]`` and ``[k, n]``; ``[batch, m, k]`` and ``[batch, k, n]`` where the plan has several batches.
+        scale_a, scale_b
+            As the plan's ``scales`` has them: of one element, or of one a row of A and one a column of B. A plan for
+            more takes less: one element where there could be one a row, None where there could be a scale.
 
         Raises
         ------
@@ -160,7 +175,7 @@ class Plan:
         run = uncompiled_run_plan() if torch.compiler.is_compiling() else run_plan
         result: torch.Tensor = run(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
-            arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
+            scale_a=scale_a, scale_b=scale_b, arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
         )  # fmt: skip
         return result
 
@@ -172,7 +187,10 @@ def plan(
     *,
     batch: int = 1,
     dtype: object = "float32",
+    b_dtype: object | None = None,
     out_dtype: object | None = None,
+    scales: Scales = "none",
+    use_fast_accum: bool = True,
     device: object = "cpu",
     workers: int | None = None,
     schedule: str = "auto",
@@ -182,6 +200,10 @@ def plan(
     shares: int | None = None,
     arrival: Arrival | None = None,
     weight_arrival: Arrival | None = None,
+    layout: str | None = None,
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
 ) -> Plan:
     """How ``[batch, m, k] @ [batch, k, n]`` would be run.
 
@@ -189,8 +211,14 @@ def plan(
     ----------
     m, n, k, batch
         Extents, at least 0.
-    dtype, out_dtype
-        Of the operands and of the output (default: the same), as torch dtypes or their names.
+    dtype, b_dtype, out_dtype
+        Of the operands, of B where it is another (both of 8 bits), and of the output (default: the operands', bfloat16
+        where those are of 8 bits), as torch dtypes or their names.
+    scales
+        ``"tensor"`` where ``scale_a`` and ``scale_b`` of `tilestream.matmul` have one element each, ``"row"`` where
+        they have one a row and one a column, else ``"none"``.
+    use_fast_accum
+        As for `tilestream.matmul`.
     device
         ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``), or `DeviceProperties`, for a plan without the
         device.
@@ -208,6 +236,14 @@ def plan(
         Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
     arrival, weight_arrival
         How A's rows, and B's columns (a weight's rows), come in.
+    layout
+        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
+        matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
+        alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
+    backend
+        GPUs: force ``"hopper"`` or ``"portable"``; None: the fast one if it can.
+    variant, stages
+        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring.
 
     Returns
     -------
@@ -218,7 +254,7 @@ def plan(
     ValueError, TypeError
         If an argument is out of range, or two exclude each other.
     NotImplementedError
-        If there is no backend for the device.
+        If there is no backend for the device, or the one that is forced does not do this problem.
 
     Examples
     --------
@@ -240,20 +276,42 @@ def plan(
         tile = (operator.index(tile[0]), operator.index(tile[1]))
     m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
+    layout = layout or ("nt" if name in FP8 else "nn")
+    if layout not in ("nn", "nt", "tn", "tt"):
+        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+    if backend not in (None, "hopper", "portable"):
+        raise ValueError(f"backend={backend!r}; it is 'hopper', 'portable', or None for the plan's choice")
+    if variant is not None and variant not in hopper.VARIANTS:
+        raise ValueError(
+            f"variant={variant!r}; it is one of {', '.join(hopper.VARIANTS)}, or None for the plan's choice"
+        )
+    if stages is not None and (not _whole(stages) or stages < 2):
+        raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
+    if backend is None and (variant is not None or stages is not None):
+        backend = "hopper"
+    other = name if b_dtype is None else dtype_name(b_dtype)
+    if scales not in SCALES:
+        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
     problem = Problem(
-        m, n, k, batch, name, name if out_dtype is None else dtype_name(out_dtype),
+        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
         None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
         None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
+        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
     if order is not None:
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
         return plan_problem.__wrapped__(
-            problem, workers, schedule, tile, order, queues, shares, default, device=properties
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
         )
-    return plan_problem(problem, workers, schedule, tile, order, queues, shares, default, device=properties)
+    return plan_problem(
+        problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
+    )
 
 
 def _default_workers(device: DeviceProperties) -> int | None:
@@ -307,6 +365,9 @@ def plan_problem(
     shares: int | None = None,
     default_workers: int | None = None,
     device: DeviceProperties | None = None,
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
 ) -> Plan:
     """`plan` for a `Problem`; the same object for the same question."""
     device = device or cpu_properties()
@@ -320,6 +381,7 @@ def plan_problem(
         )
         if given
     ]  # fmt: skip
+    name = device.backend
     if device.backend == "cpu":
         arriving = problem.rows is not None or problem.columns is not None
         inline = not arriving and not forced
@@ -333,26 +395,60 @@ def plan_problem(
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
         refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
-        found = list(
-            portable.candidates(
-                problem, device, count, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares
-            )
-        )
+        name, found, why_not = _on_gpu(
+            problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
+            queues=queues, shares=shares, variant=variant, stages=stages,
+        )  # fmt: skip
         best = _best(found)
         refused += _other_tiles(best, found)
-        if not problem.aligned:
+        if name == "portable" and not problem.aligned:
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
-        elsewhere = Refusal("hopper, cdna", "this version has the portable kernel only")
+        elsewhere = why_not
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(best, found),)
     refused += (elsewhere,)
-    made = Plan(
-        problem, device, device.backend, best.variant, best.block, best.schedule,
-        f"least of {len(found)} candidates in the cost model", refused, best.seconds, best.warps, best.stages,
-    )  # fmt: skip
+    made = of_candidate(problem, device, name, best, f"least of {len(found)} candidates in the cost model", refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
+
+
+def _on_gpu(
+    problem: Problem, device: DeviceProperties, workers: int, backend: str | None, *, kinds: tuple[Kind, ...],
+    auto: bool, tile: tuple[int, int] | None, order: TileOrder | None, queues: int | None, shares: int | None,
+    variant: str | None, stages: int | None,
+) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
+    """Which backend, its candidates, and why not the other one."""
+    why = hopper.refusal(problem, device)
+    if backend != "portable" and not why:
+        found = list(
+            hopper.candidates(
+                problem, device, workers, kinds=kinds, auto=auto, tile=tile, order=order, queues=queues, shares=shares,
+                variant=variant, stages=stages,
+            )
+        )  # fmt: skip
+        if found:
+            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+        why = f"it has no {'x'.join(map(str, tile))} tile here" if tile else "no tile of it fits"
+        if variant or stages:
+            why += f" with variant={variant}, stages={stages}"
+    if backend == "hopper":
+        raise NotImplementedError(f"backend='hopper': {why}; leave backend=, variant= and stages= away")
+    found = list(
+        portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
+    )
+    return "portable", found, Refusal("hopper", why or "backend='portable' given")
+
+
+def of_candidate(
+    problem: Problem, device: DeviceProperties, backend: str, candidate: Candidate, why: str,
+    refused: tuple[Refusal, ...] = (),
+) -> Plan:  # fmt: skip
+    """A candidate as a plan."""
+    return Plan(
+        problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
+        candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
+    )  # fmt: skip
 
 
 def _best(found: list[Candidate]) -> Candidate:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.problem import FP8, ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
@@ -35,6 +35,9 @@ NO_STATIC = "2 to 10 % faster on an idle GPU, but the tiles of a worker that a n
 _MOST = 2**31 - 256
 #: Dtypes of operands.
 DTYPES = ("float16", "bfloat16", "float32")
+#: NVIDIA's first architecture with matrix units for 8-bit operands, and AMD's whose units take torch's kinds of them.
+_FIRST_SM = 89
+_FP8_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
 
 
 class Tile(NamedTuple):
@@ -65,6 +68,21 @@ TILES: dict[str, tuple[Tile, ...]] = {
     ),
     # An element a load: one 64-bit address each, in registers.
     "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
+    "8-bit": (
+        Tile(128, 256, 128, 8, 3, 0.60),
+        Tile(128, 128, 128, 8, 4, 0.50),
+        Tile(64, 128, 128, 4, 4, 0.35),
+        Tile(64, 64, 128, 4, 4, 0.22),
+        Tile(16, 128, 64, 4, 4, 0.10),  # 16 rows: multiplied as float16
+    ),
+    # Each accumulator twice: what the tensor cores add to, and what that is emptied into.
+    "8-bit, precise": (
+        Tile(128, 128, 128, 8, 4, 0.45),
+        Tile(64, 128, 128, 4, 4, 0.30),
+        Tile(64, 64, 128, 4, 4, 0.20),
+        Tile(16, 128, 64, 4, 4, 0.10),
+    ),
+    "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.08), Tile(64, 64, 32, 4, 2, 0.05)),
     "tf32": (Tile(128, 128, 32, 8, 3, 0.50), Tile(64, 64, 32, 4, 3, 0.25)),
     "float32": (Tile(128, 128, 16, 8, 3, 0.50), Tile(64, 64, 16, 8, 3, 0.35)),
     "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.20),),
@@ -76,8 +94,10 @@ _HIP_STAGES = 2
 
 def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
     """The rows of `TILES` for a problem, those whose ring does not fit the device left out."""
-    if ITEMSIZE[problem.dtype] == 2:
-        kind = "16-bit"
+    if ITEMSIZE[problem.dtype] <= 2:
+        kind = f"{8 * ITEMSIZE[problem.dtype]}-bit"
+        if problem.aligned and problem.fp8 and not problem.fast_accum:
+            kind += ", precise"
     else:
         kind = "tf32" if problem.tf32 else "float32"
     if not problem.aligned and f"{kind}, unaligned" in TILES:
@@ -109,7 +129,7 @@ def candidates(
     ValueError
         If ``tile`` is none that it has for these inputs.
     """
-    _refuse(problem)
+    _refuse(problem, device)
     rows = tiles(problem, device)
     if tile is not None:
         rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(tile))
@@ -131,18 +151,32 @@ def candidates(
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
 
 
-def _refuse(problem: Problem) -> None:
-    for dtype in (problem.dtype, problem.out_dtype):
-        if dtype not in DTYPES:
+def _refuse(problem: Problem, device: DeviceProperties) -> None:
+    for dtype, known in ((problem.dtype, (*DTYPES, *FP8)), (problem.out_dtype, DTYPES)):
+        if dtype not in known:
             raise NotImplementedError(
-                f"dtype: {dtype} on a GPU; the portable kernel multiplies {', '.join(DTYPES)}: use torch.matmul there"
+                f"dtype: {dtype} on a GPU; the portable kernel multiplies {', '.join(known)}: use torch.matmul there"
             )
+    if problem.fp8:
+        _refuse_fp8(problem, device)
     for name in ("m", "n", "k"):
         if getattr(problem, name) >= _MOST:
             raise NotImplementedError(
                 f"{name}={getattr(problem, name)}; the portable kernel counts rows, columns and K in 31 bits: cut the "
                 "operands, or use torch.matmul"
             )
+
+
+def _refuse_fp8(problem: Problem, device: DeviceProperties) -> None:
+    arch = device.arch
+    if arch in _FP8_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM):
+        return
+    why = "has no matrix units for operands of 8 bits"
+    if arch == "gfx942":
+        why = "has matrix units for the fnuz kinds of fp8 only, to which the same bits are other numbers"
+    raise NotImplementedError(
+        f"dtype: {problem.dtype}; {device.name}, {arch}, {why}: convert the operands to bfloat16 there"
+    )
 
 
 def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:

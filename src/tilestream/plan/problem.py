@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tilestream.arrival.chunks import Chunks
 
 #: Bytes of each dtype that a matmul takes.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
+#: Those of 8 bits: operands only, in any pair, and bfloat16 is what comes of them where nobody says.
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+FP8_RESULT = "bfloat16"
+#: What the products are scaled by: nothing, one factor, or a factor for each row of A and each column of B.
+Scales = Literal["none", "tensor", "row"]
 
 
 def dtype_name(dtype: object) -> str:
@@ -24,6 +30,28 @@ def dtype_name(dtype: object) -> str:
             f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul"
         )
     return name
+
+
+def result_name(dtype: str, out_dtype: str | None) -> str:
+    """The dtype of the result of operands of ``dtype``.
+
+    Raises
+    ------
+    TypeError
+        If nothing writes ``out_dtype``, or it is finer than what products are added up in.
+    """
+    if out_dtype is None:
+        return FP8_RESULT if dtype in FP8 else dtype
+    if out_dtype in FP8:
+        raise TypeError(
+            f"out_dtype={out_dtype}: results have 16 bits or more, there is no scale for fewer; take bfloat16 and "
+            "convert the result"
+        )
+    if ITEMSIZE[out_dtype] > (8 if dtype == "float64" else 4):
+        raise TypeError(
+            f"out_dtype={out_dtype}: {dtype} operands are added up in float32; convert the operands or the result"
+        )
+    return out_dtype
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,15 @@ class Problem:
     aligned
         Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
         the address are multiples of 16.
+    no_tma
+        What of A and B TMA cannot address, and why; empty where it can.
+    b_dtype
+        B's dtype where it is not A's: both are of 8 bits then.
+    scales
+        What the products are scaled by.
+    fast_accum
+        Whether the matrix units may add up 8-bit products in their own accumulator, which on Hopper keeps fewer bits
+        than float32's; otherwise it is emptied into float32 at least every 128 of K.
     """
 
     m: int
@@ -62,8 +99,16 @@ class Problem:
     shared_rows: bool = False
     tf32: bool = False
     aligned: bool = True
+    no_tma: str = ""
+    b_dtype: str = ""
+    scales: Scales = "none"
+    fast_accum: bool = True
 
     def __post_init__(self) -> None:
+        if self.b_dtype and self.b_dtype != self.dtype and not (self.dtype in FP8 and self.b_dtype in FP8):
+            raise TypeError(
+                f"b_dtype={self.b_dtype!r}: A is {self.dtype}; they have one dtype, or are two of {', '.join(FP8)}"
+            )
         for name in ("m", "n", "k", "batch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; an extent is not negative")
@@ -73,8 +118,20 @@ class Problem:
                 raise ValueError(f"{name}: its chunks bring {incoming.chunks.rows} rows, the operand has {extent}")
 
     @property
+    def dtypes(self) -> tuple[str, str]:
+        """A's and B's."""
+        return self.dtype, self.b_dtype or self.dtype
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the operands are of 8 bits."""
+        return self.dtype in FP8
+
+    @property
     def kind(self) -> str:
-        """What the matrix units are fed with: the operands' dtype, or ``"tf32"``."""
+        """What the matrix units are fed with: the operands' dtype, ``"fp8"`` for each of 8 bits, or ``"tf32"``."""
+        if self.fp8:
+            return "fp8"
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     @property

@@ -33,7 +33,8 @@ class Words(NamedTuple):
     counters
         ``int64``, `LINE` apart: a counter a queue, one for those who left, the abort word.
     counts, partials
-        stream_k: ``int32`` and ``[block_m, block_n]`` of ``float32`` a slot.
+        stream_k: two ``int32`` (the halves of a tile may be counted apart) and ``[block_m, block_n]`` of ``float32`` a
+        slot.
     base
         What the counters are counted from.
     reset
@@ -77,8 +78,8 @@ class DeviceWorkspace:
             self._counters = torch.zeros(words, dtype=torch.int64, device=self._device)
         counts, partials = None, None
         if schedule.slots:
-            if self._counts is None or self._counts.numel() < schedule.slots:
-                self._counts = torch.zeros(schedule.slots, dtype=torch.int32, device=self._device)
+            if self._counts is None or self._counts.numel() < 2 * schedule.slots:
+                self._counts = torch.zeros(2 * schedule.slots, dtype=torch.int32, device=self._device)
             size = schedule.slots * block[0] * block[1]
             if self._partials is None or self._partials.numel() < size:
                 self._partials = torch.empty(size, dtype=torch.float32, device=self._device)
@@ -135,6 +136,6 @@ def captured_words(device: torch.device, schedule: Schedule, block: tuple[int, i
     counters = zeros(words_of(schedule))
     if not schedule.slots:
         return Words(counters, None, None, 0, 1)
-    counts = zeros(-(-schedule.slots // 2)).view(torch.int32)
+    counts = zeros(schedule.slots).view(torch.int32)  # two to a word
     partials = torch.empty(schedule.slots * block[0] * block[1], dtype=torch.float32, device=device)
     return Words(counters, counts, partials, 0, 1)

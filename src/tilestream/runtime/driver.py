@@ -24,7 +24,22 @@ def _function(cuda: str, hip: str, arguments: tuple[type, ...]) -> Callable[...,
     return function
 
 
-def _bind_context() -> None:
+def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
+    """A function of CUDA's driver, which is called without the GIL and returns a code: see `error_name`."""
+    return _function(name, "", arguments)
+
+
+def error_name(code: int) -> str:
+    """What CUDA's driver calls an error, and says of it: ``CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
+    said = []
+    for function in ("cuGetErrorName", "cuGetErrorString"):
+        text = ctypes.c_char_p()
+        cuda_function(function, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))(code, ctypes.byref(text))
+        said.append("" if text.value is None else text.value.decode())
+    return f"{said[0]} ({said[1]})" if all(said) else f"code {code}"
+
+
+def bind_context() -> None:
     """Make the device's context this thread's own: a fresh thread has none until CUDA's runtime was used in it."""
     if torch.version.hip is not None:
         return
@@ -52,7 +67,7 @@ def stream_write(stream: int, address: int, value: int) -> None:
     RuntimeError
         If the driver refuses.
     """
-    _bind_context()
+    bind_context()
     write = _function("cuStreamWriteValue32_v2", "hipStreamWriteValue32", _WRITE_ARGUMENTS)
     code = write(stream, address, value & 0xFFFFFFFF, 0)
     if code:
@@ -95,7 +110,7 @@ def create_stream() -> int:
     RuntimeError
         If the driver refuses.
     """
-    _bind_context()
+    bind_context()
     create = _function("cuStreamCreate", "hipStreamCreateWithFlags", _CREATE_ARGUMENTS)
     handle = ctypes.c_void_p()
     code = create(ctypes.byref(handle), _NON_BLOCKING)

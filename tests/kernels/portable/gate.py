@@ -5,9 +5,9 @@ Triton, no torch. ``python gate.py quick|sample|all sm_90a|gfx942|gfx950 [...]``
 
 What is compiled of each tile of `tilestream.plan.portable.TILES`, for each device that picks it:
 
-* ``worst``: stream_k, K uneven, 64-bit offsets, fp32 out, alpha, bias, residual, exact gelu. The other schedules are
-  parts of it, as are the other epilogues: what it does not spill, they do not;
-* ``plain``: a queue, even K, no epilogue: what runs most;
+* ``worst``: stream_k, K uneven, 64-bit offsets, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu.
+  The other schedules are parts of it, as are the other epilogues: what it does not spill, they do not;
+* ``plain``: a queue, even K, no epilogue, or of 8-bit operands a scale each: what runs most;
 * ``static`` and ``stealing``: the rest of the schedules;
 * ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
 
@@ -49,7 +49,7 @@ from tilestream.kernels.portable.gemm import gemm
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import Plan, plan_problem
 from tilestream.plan.portable import tiles
-from tilestream.plan.problem import Incoming, Problem
+from tilestream.plan.problem import FP8, Incoming, Problem, result_name
 from tilestream.schedule.schedule import Schedule
 
 TARGETS = {
@@ -66,7 +66,24 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 HOWS = ("worst", "plain", "static", "stealing", "arriving")
 #: What a sample has of each tile: how, layout, aligned.
 SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("worst", "nn", False))
-FULL = {"bias": 1, "scaled": True, "activation": "gelu"}
+FULL = {"bias": 1, "scaled": True, "activation": "gelu", "scale_a": (0, 1), "scale_b": (0, 1)}
+#: Inputs: A's dtype, B's, whether float32 is rounded to tf32, whether 8-bit products may stay in the tensor cores.
+INPUTS = {
+    "bfloat16": ("bfloat16", "", False, True),
+    "float16": ("float16", "", False, True),
+    "float32": ("float32", "", False, True),
+    "float32 tf32": ("float32", "", True, True),
+    "float8": ("float8_e4m3fn", "", False, True),
+    "float8 precise": ("float8_e4m3fn", "", False, False),
+    "float8 mixed": ("float8_e4m3fn", "float8_e5m2", False, True),
+}
+#: Of these inputs, what differs from the others' in an instruction is compiled in one way.
+ALIKE = ("float16", "float8 mixed")
+TAKES = {
+    "sm_90a": tuple(INPUTS),
+    "gfx942": ("bfloat16", "float16", "float32"),
+    "gfx950": tuple(name for name in INPUTS if name not in ("float32 tf32", "float8 precise")),
+}
 
 
 class Pointer:
@@ -104,27 +121,23 @@ class _NoGpu:
 def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, bool]]:
     """``(name, plan, layout, aligned)``."""
     device = DEVICES[target]
-    tf32 = (False, True) if target == "sm_90a" else (False,)
-    for dtype, aligned, rounded in (
-        *itertools.product(("bfloat16", "float16"), (True, False), (False,)),
-        *itertools.product(("float32",), (True, False), tf32),
-    ):
+    for inputs, aligned in itertools.product(TAKES[target], (True, False)):
+        dtype, other, rounded, fast = INPUTS[inputs]
         extent = 4096 if aligned else 4097
-        problem = Problem(extent, extent, extent, 1, dtype, dtype, tf32=rounded, aligned=aligned)
+        problem = Problem(
+            extent, extent, extent, 1, dtype, result_name(dtype, None), tf32=rounded, aligned=aligned, b_dtype=other,
+            scales="tensor" if dtype in FP8 else "none", fast_accum=fast,
+        )  # fmt: skip
         for row, how in itertools.product(tiles(problem, device), HOWS):
             block = (row.block_m, row.block_n)
             kind = {"worst": "stream_k", "arriving": "stream_k", "static": "static"}.get(how, "dynamic")
             plan = plan_problem(problem, None, kind, block, queues=2 if how == "stealing" else None, device=device)
             layouts = LAYOUTS if how in ("worst", "plain") else ("nt",)
             for layout in layouts:
-                inputs = dtype + (" tf32" if rounded else "") + ("" if aligned else " unaligned")
-                name = f"{inputs} {block[0]}x{block[1]} {how} {layout}"
-                # fp16 differs from bf16 in one instruction.
-                if dtype == "float16" and (how, layout) != ("worst", "nt"):
+                name = f"{inputs}{'' if aligned else ' unaligned'} {block[0]}x{block[1]} {how} {layout}"
+                if inputs in ALIKE and (how, layout) != ("worst", "nt"):
                     continue
-                if what != "all" and (how, layout, aligned) not in SAMPLE:
-                    continue
-                if what != "all" and dtype == "float16":
+                if what != "all" and ((how, layout, aligned) not in SAMPLE or inputs in ALIKE):
                     continue
                 if what == "quick" and (block not in ((128, 256), (16, 128), (64, 64)) or not aligned):
                     continue
@@ -138,7 +151,7 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
     if how not in ("worst", "arriving"):
         return plan, Layout(a, b, out)
     # Uneven K, and an offset past 31 bits: rows of 2**20, as in a view of something wider. A schedule with a remainder.
-    problem = replace(plan.problem, k=plan.problem.k + 16, out_dtype="float32")
+    problem = replace(plan.problem, k=plan.problem.k + 16, out_dtype="float32", scales="row")
     if how == "arriving":
         rows, columns = Incoming(Chunks.uniform(problem.m, 512)), Incoming(Chunks((0, 5, 5, problem.n)))
         problem = replace(problem, rows=rows, columns=columns)
@@ -153,12 +166,14 @@ def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
     arguments = Arguments(plan, layout)
     address = 0 if aligned else 2
     problem = plan.problem
+    addend = "bfloat16" if problem.fp8 else problem.dtype
+    scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
     slots, queue = plan.schedule.slots > 0, plan.schedule.kind != "static" or plan.gate is not None
     filled = arguments.fill(
-        Pointer(problem.dtype, address), Pointer(problem.dtype, address), Pointer(problem.out_dtype),
-        Pointer(problem.dtype) if layout.bias else None, Pointer(problem.dtype) if layout.residual else None,
+        *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
+        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
         Pointer("float32") if slots else None, Pointer("int32") if slots else None, Pointer("int64") if queue else None,
-        None, None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan),
+        None, None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan), scales=scales,
     )  # fmt: skip
     triton.runtime.driver.set_active(_NoGpu(TARGETS[target]))
     gemm.device_caches.clear()  # Triton takes a device's target to be for ever

@@ -71,7 +71,7 @@ def plan_for(
 
 
 def incoming(rows=None, columns=None, deadline=0.05):
-    from tilestream.kernels.portable.launch import Incoming
+    from tilestream.kernels.launch import Incoming
 
     return Incoming(rows, columns, deadline, "matmul")
 
@@ -99,7 +99,7 @@ CHUNKS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 def test_every_pivot_and_the_order_of_the_gate(chunks, kind):
-    from tilestream.kernels.portable.launch import Probe
+    from tilestream.kernels.launch import Probe
 
     a, b = rand(70, 40), rand(40, 33)
     for pivot in range(CHUNKS[chunks].count):

@@ -10,11 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+
+from tritons import triton
 
 GATE = Path(__file__).parent / "gate.py"
 TRITONS = ("3.6.0", "3.7.1", "3.9.0")
@@ -39,22 +39,6 @@ def check(found: list[dict], least: int) -> None:
     assert not spilled, spilled
     limits = {"sm_90a": 232448, "gfx942": 65536, "gfx950": 163840}
     assert all(one["shared"] <= limits[one["target"]] for one in found)
-
-
-def triton(version: str) -> str:
-    """A Python that has this Triton; made on first use."""
-    root = Path(os.environ.get("TILESTREAM_TRITONS", Path.home() / ".cache" / "tilestream"))
-    home = root / f"triton-{version}-py{sys.version_info.major}.{sys.version_info.minor}"
-    python = home / "bin" / "python"
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / f"{home.name}.lock"):  # tests run in several processes
-        if not (home / "ready").exists():
-            venv.create(home, with_pip=True, clear=True)
-            run = subprocess.run([python, "-m", "pip", "install", "-q", f"triton=={version}"], check=False)
-            if run.returncode:
-                pytest.skip(f"no Triton {version} to be had here")
-            (home / "ready").touch()
-    return str(python)
 
 
 @pytest.mark.timeout(110)

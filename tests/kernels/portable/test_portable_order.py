@@ -26,7 +26,7 @@ def _small(monkeypatch):
 
 
 def probed(plan, k=40):
-    from tilestream.kernels.portable.launch import Probe
+    from tilestream.kernels.launch import Probe
 
     problem = plan.problem
     a, b = rand(problem.batch, problem.m, k), rand(problem.batch, k, problem.n)

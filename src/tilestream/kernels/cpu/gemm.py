@@ -10,7 +10,7 @@ With everything arrived it reaches 0.92 to 1.0 of ``torch.mm`` with the same num
 
 Accumulation is in the BLAS's own precision for a plain product in the inputs' dtype, as ``torch.mm`` has it. As soon as
 there is an epilogue, another output dtype or a part to be added, 16-bit inputs are multiplied and accumulated in fp32
-and rounded once, at the end.
+and rounded once, at the end; 8-bit inputs always are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tilestream.kernels.cpu.convert import widen
 from tilestream.kernels.cpu.epilogue import apply
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.runtime.workspace import Workspace
@@ -110,7 +111,9 @@ class GemmBody:
             return
         borrow = self._workspace.borrow
         with borrow(a.shape, into.dtype) as wide_a, borrow(b.shape, into.dtype) as wide_b:
-            torch.mm(wide_a.copy_(a), wide_b.copy_(b), out=into)
+            widen(a, wide_a, self._workspace)
+            widen(b, wide_b, self._workspace)
+            torch.mm(wide_a, wide_b, out=into)
 
     def _slot(self, slot: int, tile: torch.Tensor) -> torch.Tensor:
         assert self._slots is not None, "a part of a tile without a place for its partial result"

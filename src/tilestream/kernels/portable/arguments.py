@@ -16,12 +16,15 @@ from tilestream.plan.problem import Incoming
 from tilestream.schedule.grid import WorkItem
 
 _INT31 = 2**31
+#: Of K, at most, between two times that an accumulator of 8-bit products is emptied.
+_PRECISE_K = 128
 #: Registers that a thread can have, and an SM. A worker has an SM to itself, and may take them all: not told so, ptxas
 #: spills a few bytes, in one tile or another of each version, to get down to a count with which several workers fit.
 _MOST_REGISTERS = 255
 _SM_REGISTERS = 2**16
 
 Strides = tuple[int, int, int]
+ScaleStrides = tuple[int, int]
 
 
 class Layout(NamedTuple):
@@ -37,6 +40,8 @@ class Layout(NamedTuple):
         Strides of the residual, likewise.
     scaled
         Whether alpha is not 1.
+    scale_a, scale_b
+        From one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
     """
 
     a: Strides
@@ -46,6 +51,8 @@ class Layout(NamedTuple):
     residual: Strides | None = None
     scaled: bool = False
     activation: str = "none"
+    scale_a: ScaleStrides = (0, 0)
+    scale_b: ScaleStrides = (0, 0)
 
 
 def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int) -> bool:
@@ -103,7 +110,7 @@ class Arguments:
         grid, raster = schedule.grid, schedule.raster
         self._numbers = (
             *_chunk_numbers(plan), problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
-            layout.bias or 0, *(layout.residual or (0, 0, 0)),
+            layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
         )  # fmt: skip
         self._schedule = (
             grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
@@ -114,7 +121,9 @@ class Arguments:
         #: How the kernel is compiled.
         self.options = options(plan)
 
-    def fill(self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE) -> tuple[Any, ...]:
+    def fill(
+        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None)
+    ) -> tuple[Any, ...]:
         """All of them, in the kernel's order.
 
         Parameters
@@ -122,11 +131,13 @@ class Arguments:
         operands
             a, b, out, bias, residual, partials, counts, counters, table, probe (tensors, addresses, or whatever stands
             in for them), base, reset, alpha, beta.
+        scales
+            scale_a and scale_b.
         """
         base, reset, alpha, beta = operands[10:]
         return (
-            *operands[:10], *gate[:8], base, reset, *gate[8:], *self._numbers, alpha, beta, *self._schedule, capacity,
-            *self._constants,
+            *operands[:5], *scales, *operands[5:10], *gate[:8], base, reset, *gate[8:], *self._numbers, alpha, beta,
+            *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
 
@@ -156,7 +167,11 @@ def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]
         "EVEN_K": problem.k > 0 and problem.k % block_k == 0,
         "WIDE": _wide(plan, layout),
         "PRECISION": "tf32" if problem.kind == "tf32" else "ieee",
+        # The tensor cores' own accumulator of 8-bit products has fewer bits than float32: after so much of K it is
+        # emptied into one that has them. None leaves it to Triton, which does not.
+        "IMPRECISE": min(_PRECISE_K, block_k) if problem.fp8 and not problem.fast_accum else None,
         "SCALED": layout.scaled,
+        "SCALES": problem.scales,
         "BIAS": layout.bias is not None,
         "RESIDUAL": layout.residual is not None,
         "ACTIVATION": layout.activation,
@@ -169,10 +184,12 @@ def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]
 def _wide(plan: Plan, layout: Layout) -> bool:
     """Whether an offset inside one batch leaves 31 bits. Offsets past the end are masked, so theirs may."""
     problem = plan.problem
-    extents = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}
-    strides = {"a": layout.a, "b": layout.b, "out": layout.out}
+    m, n, k = problem.m, problem.n, problem.k
+    extents: dict[str, tuple[int, ...]] = {"a": (m, k), "b": (k, n), "out": (m, n), "scale_a": (m,), "scale_b": (n,)}
+    strides: dict[str, tuple[int, ...]] = {"a": layout.a, "b": layout.b, "out": layout.out}
     if layout.residual is not None:
         extents["residual"], strides["residual"] = extents["out"], layout.residual
+    strides |= {"scale_a": layout.scale_a, "scale_b": layout.scale_b}
     return any(
         sum(max(extent - 1, 0) * stride for extent, stride in zip(extents[name], strides[name][1:], strict=True))
         >= _INT31

@@ -24,12 +24,12 @@ from tilestream.kernels.portable.schedule import LINE, enter, leave, take
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
-    "first", "band", "first_batch", "capacity", "stride_bias", "alpha", "beta", "row_epoch", "row_key",
-    "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch", "column_epoch", "column_key",
-    "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
+    "first", "band", "first_batch", "capacity", "stride_bias", "stride_sab", "stride_sam", "stride_sbb", "stride_sbn",
+    "alpha", "beta", "row_epoch", "row_key", "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch",
+    "column_epoch", "column_key", "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
 )  # fmt: skip
-#: Words that lie anywhere: a caller's own, or slices of ours.
-UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine")
+#: Words and scales that lie anywhere: a caller's own, or slices of ours.
+UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine", "scale_a", "scale_b")
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def product(
     a, b, batch, pm, pn, k_begin, k_end, m, n, k,
     stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):  # fmt: skip
     """K steps [k_begin, k_end) of a tile, in fp32.
 
@@ -73,7 +73,7 @@ def product(
         if PRECISION == "tf32":
             x = to_tf32(x)
             y = to_tf32(y)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
         at_a += BLOCK_K * stride_ak
         at_b += BLOCK_K * stride_bk
     return acc
@@ -118,26 +118,29 @@ def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def gemm(
-    a, b, out, bias, residual, partials, counts, counters, table, probe,
+    a, b, out, bias, residual, scale_a, scale_b, partials, counts, counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
     base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
     row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_on,
-    stride_bias, stride_rb, stride_rm, stride_rn, alpha, beta,
+    stride_bias, stride_rb, stride_rm, stride_rn,
+    stride_sab, stride_sam, stride_sbb, stride_sbn, alpha, beta,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STRIP: tl.constexpr,
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+    SCALED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
-    """``out = activation(alpha * a @ b + bias + beta * residual)``, one resident program a worker.
+    """``out = activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)``, one resident program a worker.
 
     Parameters
     ----------
     a, b, out, residual
         ``[batches, m, k]``, ``[batches, k, n]``, ``[batches, m, n]``, any strides.
+    scale_a, scale_b
+        float32: one element each (``SCALES`` is ``"tensor"``), or one a row of A and one a column of B; None: 1.
     partials, counts
         stream_k: slots ``[BLOCK_M, BLOCK_N]`` of fp32, and a word for each, 0 before and after: a tile's count is at
         its first slot.
@@ -212,15 +215,16 @@ def gemm(
             acc = product(
                 a, b, batch, pm, pn, k_begin, k_end, m, n, k,
                 stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDE, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDE, PRECISION, IMPRECISE,
             )  # fmt: skip
             if GATED:
                 acc = tl.where(over != 0, float("nan"), acc)
             if parts == 1:
                 finish(
                     acc, batch, pm, pn * BLOCK_N, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
-                    residual, stride_rb, stride_rm, stride_rn, alpha, beta,
-                    BLOCK_M, BLOCK_N, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
+                    residual, stride_rb, stride_rm, stride_rn,
+                    scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, alpha, beta,
+                    BLOCK_M, BLOCK_N, STRIP, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
                 )  # fmt: skip
             elif KIND == "stream_k":
                 size: tl.constexpr = BLOCK_M * BLOCK_N
@@ -232,8 +236,9 @@ def gemm(
                         finish(
                             add_up(at + strip * BLOCK_M * STRIP, parts, size, BLOCK_M, STRIP),
                             batch, pm, pn * BLOCK_N + strip * STRIP, m, n, out, stride_ob, stride_om, stride_on,
-                            bias, stride_bias, residual, stride_rb, stride_rm, stride_rn, alpha, beta,
-                            BLOCK_M, STRIP, STRIP, WIDE, SCALED, BIAS, RESIDUAL, ACTIVATION,
+                            bias, stride_bias, residual, stride_rb, stride_rm, stride_rn,
+                            scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, alpha, beta,
+                            BLOCK_M, STRIP, STRIP, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
                         )  # fmt: skip
     if GATED:
         leave_gate(

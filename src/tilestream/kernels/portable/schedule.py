@@ -110,8 +110,8 @@ def draw(
     """``(found, queue, ticket, home_open, noted)``: a ticket from the worker's own queue, then from the fullest."""
     home = home_queue(worker, queues)
     queue = home
-    ticket = tl.zeros((), tl.int32)
-    found = tl.zeros((), tl.int32)
+    ticket = tl.cast(0, tl.int32)
+    found = tl.cast(0, tl.int32)
     if home_open != 0:
         ticket = add(counters, home, base)
         noted = note(probe, capacity, worker, noted, TOOK, home, ticket, 0, 0, 0, 0, PROBE)
@@ -120,8 +120,8 @@ def draw(
     if STEAL:
         looking = 1 - found
         while looking != 0:
-            victim = tl.full((), -1, tl.int32)
-            most = tl.zeros((), tl.int32)
+            victim = tl.cast(-1, tl.int32)
+            most = tl.cast(0, tl.int32)
             for other in range(queues):
                 if other != home:
                     size = queue_size(other, queues, batch, num_m, num_n, tickets, SPLIT)
@@ -169,7 +169,7 @@ def restore(counters, queues, GATED: tl.constexpr):
     if GATED:
         words += 1
     for word in range(words):
-        tl.store(counters + word * LINE, tl.zeros((), tl.int64))
+        tl.store(counters + word * LINE, tl.cast(0, tl.int64))
 
 
 @triton.jit
@@ -249,15 +249,15 @@ def take(
     -------
     (found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted)
     """
-    found = tl.full((), 1, tl.int32)
-    batch = tl.zeros((), tl.int32)
-    pm = tl.zeros((), tl.int32)
-    pn = tl.zeros((), tl.int32)
-    k_begin = tl.zeros((), tl.int32)
+    found = tl.cast(1, tl.int32)
+    batch = tl.cast(0, tl.int32)
+    pm = tl.cast(0, tl.int32)
+    pn = tl.cast(0, tl.int32)
+    k_begin = tl.cast(0, tl.int32)
     k_end = k_begin + k_steps
-    part = tl.zeros((), tl.int32)
-    parts = tl.full((), 1, tl.int32)
-    slot = tl.full((), -1, tl.int32)
+    part = tl.cast(0, tl.int32)
+    parts = tl.cast(1, tl.int32)
+    slot = tl.cast(-1, tl.int32)
     if KIND == "static":
         position = worker + ticket * workers
         found = (position < full_tiles).to(tl.int32)
@@ -281,7 +281,7 @@ def take(
                 counters, base, worker, home_open, queues, batches, num_m, num_n, full_tiles + shares,
                 probe, capacity, noted, "items", False, PROBE,
             )  # fmt: skip
-            share = tl.full((), -1, tl.int32)
+            share = tl.cast(-1, tl.int32)
             if found != 0:
                 if drawn >= full_tiles:
                     share = drawn - full_tiles
@@ -289,7 +289,7 @@ def take(
                     unit_end = unit + part_size(units, shares, share)
             position = drawn
         else:
-            position = tl.zeros((), tl.int32)
+            position = tl.cast(0, tl.int32)
         if found != 0:
             if share >= 0:
                 tile, k_begin, k_end = share_part(unit, unit_end, k_steps)

@@ -1,4 +1,4 @@
-"""What a launch of the portable GEMM keeps, and for how long; without a launch."""
+"""What a launch keeps, and for how long; without a launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from fake_cuda import DEVICE
 
-launch = pytest.importorskip("tilestream.kernels.portable.launch", exc_type=ImportError)
+launch = pytest.importorskip("tilestream.kernels.launch", exc_type=ImportError)
 
 #: As a launch on a GPU asks it; nothing is brought there, since the table is there already.
 GPU = SimpleNamespace(type="cuda")
@@ -21,7 +21,7 @@ def kept(monkeypatch):
 
 
 def test_a_captured_launch_keeps_the_table_that_an_eager_one_brought(cuda, kept):
-    table = launch._Table([3, 1, 2])
+    table = launch.Table([3, 1, 2])
     there = table.on(DEVICE)
     assert there.tolist() == [3, 1, 2]
     with cuda.capture():
@@ -30,7 +30,7 @@ def test_a_captured_launch_keeps_the_table_that_an_eager_one_brought(cuda, kept)
 
 
 def test_an_eager_launch_keeps_nothing_and_tells_the_allocator_of_its_stream(cuda, kept):
-    table, stream = launch._Table([3, 1, 2]), cuda.stream()
+    table, stream = launch.Table([3, 1, 2]), cuda.stream()
     there = table.on(DEVICE)
     with cuda.on(stream):
         assert table.on(GPU) is there
@@ -39,4 +39,4 @@ def test_an_eager_launch_keeps_nothing_and_tells_the_allocator_of_its_stream(cud
 
 
 def test_no_table(cuda, kept):
-    assert launch._Table(None).on(GPU) is None
+    assert launch.Table(None).on(GPU) is None

@@ -1,0 +1,1 @@
+"""Gluon, sm_90a: TMA, mbarrier ring, warp specialisation, wgmma."""

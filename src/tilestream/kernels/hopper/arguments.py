@@ -1,0 +1,177 @@
+"""What `tilestream.kernels.hopper.gemm.gemm` is launched with: the part that a plan and a layout decide.
+
+No torch here, as in `tilestream.kernels.portable.arguments`, whose `Layout` it takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilestream.kernels.portable.arguments import Layout
+from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS
+from tilestream.plan.plan import Plan
+from tilestream.plan.problem import ITEMSIZE
+from tilestream.plan.tma import major_of
+
+_INT31 = 2**31
+#: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
+_SINGLE_REGISTERS = 128
+
+
+class Map(NamedTuple):
+    """What a tensor map is made of, but for the address.
+
+    Attributes
+    ----------
+    shape, strides
+        In elements, outermost first; the last stride is 1.
+    box
+        What one copy brings.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+class Arguments:
+    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+
+    Parameters
+    ----------
+    out_aligned
+        Whether the output's address is a multiple of 16.
+
+    Attributes
+    ----------
+    x, y, out
+        Maps; ``out`` is None where TMA cannot address the output.
+    options
+        How the kernel is compiled.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False) -> None:
+        self.plan, self.layout = plan, layout
+        problem, swapped = plan.problem, plan.swapped
+        block_m, block_n, block_k = plan.block
+        batches = problem.batch if problem.batch > 1 else 0
+        (ab, am, ak), (bb, bk, bn), (ob, om, on) = layout.a, layout.b, layout.out
+        a, b = (problem.m, block_m, ab, am, ak, problem.dtypes[0]), (problem.n, block_n, bb, bn, bk, problem.dtypes[1])
+        x, y = (b, a) if swapped else (a, b)
+        self._halves = 2 if plan.variant == "cooperative" else 1
+        self.rows, self.columns = x[1], y[1]
+        self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
+        self.y, self._y_major = _operand(y, self.columns, problem.k, block_k, batches)
+        extents, strides = (x[0], y[0]), (on, om) if swapped else (om, on)
+        size = ITEMSIZE[problem.out_dtype]
+        major = major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
+        self._flipped = major == 0
+        self.out = None
+        if major is not None:
+            box = (self.rows // self._halves, plan.strip)
+            if self._flipped:
+                extents_, strides_, box = extents[::-1], strides[::-1], box[::-1]
+            else:
+                extents_, strides_ = extents, strides
+            self.out = _map(extents_, strides_, box, batches, ob)
+        residual = layout.residual or (0, 0, 0)
+        rb, rr, rc = (residual[0], *(residual[:0:-1] if swapped else residual[1:]))
+        scales = (layout.scale_b, layout.scale_a) if swapped else (layout.scale_a, layout.scale_b)
+        schedule = plan.schedule
+        grid, raster = schedule.grid, schedule.raster
+        self._extents = (
+            int(bool(batches) and bool(x[2])), int(bool(batches) and bool(y[2])), *extents,
+            ob, *strides, layout.bias or 0, rb, rr, rc, *scales[0], *scales[1],
+        )  # fmt: skip
+        self._schedule = (
+            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
+            schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
+        )  # fmt: skip
+        self._constants = tuple(self._made(probe).values())
+        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": True}
+        if plan.variant == "single":
+            self.options["maxnreg"] = _SINGLE_REGISTERS
+
+    def fill(self, operands: tuple[Any, ...], capacity: int = 0) -> tuple[Any, ...]:
+        """All of them, in the kernel's order.
+
+        Parameters
+        ----------
+        operands
+            The three maps; then out, bias, residual, scale of the rows, scale of the columns, partials, counts,
+            counters, table, probe, base, reset, alpha, beta: values, or whatever stands in for them.
+        """
+        base, reset, alpha, beta = operands[13:]
+        return (
+            *operands[:13], base, reset, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
+        )  # fmt: skip
+
+    def _made(self, probe: bool) -> dict[str, Any]:
+        """The kernel's compile-time arguments, in its order."""
+        plan, layout = self.plan, self.layout
+        problem, schedule = plan.problem, plan.schedule
+        biased = "rows" if plan.swapped else "columns"
+        return {
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "BLOCK_K": plan.block[2],
+            "STAGES": plan.stages,
+            "STRIP": plan.strip,
+            "X_K_MAJOR": self._x_major,
+            "Y_K_MAJOR": self._y_major,
+            "BATCHED": problem.batch > 1,
+            "SWAPPED": plan.swapped,
+            # With nothing to split, stream_k is a queue, and there are no slots.
+            "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
+            "SPLIT": schedule.split,
+            "STEAL": schedule.queues > 1,
+            "ORDER": schedule.raster.order,
+            "TRANSPOSED": schedule.raster.transposed,
+            "CONSUMERS": plan.variant,
+            "PROMOTE": problem.fp8 and not problem.fast_accum,
+            "LOAD_REGISTERS": LOAD_REGISTERS,
+            "MATH_REGISTERS": MATH_REGISTERS,
+            "STORE": "direct" if self.out is None else "tma",
+            "FLIPPED": self._flipped,
+            "WIDE": self._wide(),
+            "SCALED": layout.scaled,
+            "SCALES": problem.scales != "none",
+            "BIAS": "none" if layout.bias is None else biased,
+            "RESIDUAL": layout.residual is not None,
+            "ACTIVATION": layout.activation,
+            "CHAINED": True,
+            "PROBE": probe,
+        }
+
+    def _wide(self) -> bool:
+        """Whether an offset inside one batch of what is addressed without TMA leaves 31 bits."""
+        problem = self.plan.problem
+        return any(
+            (problem.m - 1) * strides[1] + (problem.n - 1) * strides[2] >= _INT31
+            for strides in (self.layout.out, self.layout.residual)
+            if strides is not None
+        )
+
+
+def _operand(
+    operand: tuple[int, int, int, int, int, str], box_rows: int, k: int, block_k: int, batches: int
+) -> tuple[Map, bool]:
+    """The map of an operand ``[rows, K]``, and whether it is K-major."""
+    rows, _, batch_stride, row_stride, k_stride, dtype = operand
+    extents, strides = (rows, k), (row_stride, k_stride)
+    major = major_of(extents, strides, batch_stride if batches else 0, ITEMSIZE[dtype])
+    if major is None:
+        raise ValueError(f"an operand of extents {extents} and strides {strides}: TMA cannot address it")
+    if major == 1:
+        return _map(extents, strides, (box_rows, block_k), batches, batch_stride), True
+    return _map(extents[::-1], strides[::-1], (block_k, box_rows), batches, batch_stride), False
+
+
+def _map(
+    extents: tuple[int, int], strides: tuple[int, int], box: tuple[int, int], batches: int, batch_stride: int
+) -> Map:
+    strides = (strides[0], 1)
+    if not batches:
+        return Map(extents, strides, box)
+    # One that all batches share is a batch of one, which the kernel stays at.
+    return Map((batches if batch_stride else 1, *extents), (batch_stride, *strides), (1, *box))

@@ -1,0 +1,44 @@
+"""What Triton 3.6, 3.7 and 3.9 call by different names, bound once: kernels of this package call these.
+
+============================  ==============================  ==========================
+here                          3.6, 3.7                        3.9
+============================  ==============================  ==========================
+``tma_load``                  ``async_copy_global_to_shared`` ``async_load``
+``tma_store``                 ``async_copy_shared_to_global`` ``async_store``
+``viewed``                    ``_reinterpret``                ``reinterpret``
+``barrier``                   ``thread_barrier`` (3.6)        ``barrier`` (3.7, too)
+============================  ==============================  ==========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+
+    @gluon.jit
+    def viewed(buffer, tensor_map):
+        """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
+        return buffer._reinterpret(tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
+
+else:
+
+    @gluon.jit
+    def viewed(buffer, tensor_map):
+        """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
+        return buffer.reinterpret(tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
+
+
+def device(leaf: Callable[..., Any]) -> Any:
+    """A plain integer function as kernels of this package call it: see `tilestream.kernels.portable.jit`."""
+    return gluon.jit(leaf)

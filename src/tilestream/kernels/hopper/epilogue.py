@@ -1,0 +1,157 @@
+"""The epilogue: what happens to the accumulator of a math loop, in fp32, and its way out.
+
+In strips of columns, one after the other: the C buffer of a strip leaves room for another stage of the ring, and two of
+them let one strip be written while the one before it drains. A strip goes through shared memory and is stored by TMA,
+which clips what lies outside; what TMA cannot address is stored from registers.
+
+Rows and columns are the accumulator's. Where the output lies the other way round (``FLIPPED``: its contiguous dimension
+is the rows'), a strip is written to its buffer transposed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
+from tilestream.kernels.portable.epilogue import activate
+
+
+@gluon.constexpr_function
+def mma_layout(width, depth=16):
+    """How four warps hold an accumulator of ``width`` columns; ``depth``: elements of K that an instruction takes."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, depth])
+
+
+@gluon.jit
+def strip_of(acc, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr):
+    """Columns [START, START + STRIP) of an accumulator: no data moves."""
+    x = gl.convert_layout(acc, mma_layout(WIDTH), assert_trivial=True)
+    if WIDTH == STRIP:
+        return x
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        low, high = x.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
+        if START < HALF:
+            return strip_of(low, START, HALF, STRIP, ROWS)
+        else:
+            return strip_of(high, START - HALF, HALF, STRIP, ROWS)
+
+
+@gluon.jit
+def finish_strip(
+    acc, batch, first_row, first_column, rows, columns, BUFFER: gl.constexpr,
+    out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
+    residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
+    alpha, beta,
+    ROWS: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr,
+    BATCHED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored."""
+    layout: gl.constexpr = mma_layout(STRIP)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = first_column + gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    x = acc
+    if SCALES:
+        # x = (x * r) * c could overflow where x * (r * c) does not, and costs as many multiplications.
+        factor = gl.full([ROWS, STRIP], 1.0, gl.float32, layout)
+        if row_scale is not None:
+            at = row_scale + batch.to(gl.int64) * stride_sb + row.to(gl.int64) * stride_sr
+            factor = factor * gl.load(at, mask=row < rows, other=0.0)[:, None]
+        if column_scale is not None:
+            at = column_scale + batch.to(gl.int64) * stride_tb + column.to(gl.int64) * stride_tc
+            factor = factor * gl.load(at, mask=column < columns, other=0.0)[None, :]
+        x = x * factor
+    if SCALED:
+        x = x * alpha
+    if BIAS == "columns":
+        x = (
+            x
+            + gl.load(bias + column.to(gl.int64) * stride_bias, mask=column < columns, other=0.0).to(gl.float32)[
+                None, :
+            ]
+        )
+    if BIAS == "rows":
+        x = x + gl.load(bias + row.to(gl.int64) * stride_bias, mask=row < rows, other=0.0).to(gl.float32)[:, None]
+    if RESIDUAL or STORE == "direct":
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        if WIDE:
+            row = row.to(gl.int64)
+            column = column.to(gl.int64)
+    if RESIDUAL:
+        at = residual + batch.to(gl.int64) * stride_rb + row[:, None] * stride_rr + column[None, :] * stride_rc
+        x = x + beta * gl.load(at, mask=inside, other=0.0).to(gl.float32)
+    x = activate(x, ACTIVATION)
+    if STORE == "direct":
+        at = out + batch.to(gl.int64) * stride_ob + row[:, None] * stride_or + column[None, :] * stride_oc
+        gl.store(at, x.to(out.dtype.element_ty), mask=inside)
+    else:
+        buffer = out_buffers.index(BUFFER)
+        tma.store_wait(BUFFERS - 1)
+        if FLIPPED:
+            buffer.permute((1, 0)).store(x.to(out_map.dtype))
+        else:
+            buffer.store(x.to(out_map.dtype))
+        fence_async_shared()
+        if FLIPPED:
+            at_outer, at_inner = first_column, first_row
+        else:
+            at_outer, at_inner = first_row, first_column
+        if BATCHED:
+            tma_store(out_map, [batch, at_outer, at_inner], viewed(buffer, out_map))
+        else:
+            tma_store(out_map, [at_outer, at_inner], buffer)
+
+
+@gluon.jit
+def hand_in(acc, at, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
+    """Store a partial result at ``at``: strips ``[ROWS, STRIP]``, one behind the other."""
+    layout: gl.constexpr = mma_layout(STRIP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    place = row[:, None] * STRIP + column[None, :]
+    for i in gl.static_range(WIDTH // STRIP):
+        gl.store(at + i * ROWS * STRIP + place, strip_of(acc, i * STRIP, WIDTH, STRIP, ROWS))
+
+
+@gluon.jit
+def settle(acc, count, at, parts, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
+    """Hand in a partial result, unless all others have been handed in; whether this one is the last.
+
+    Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
+    written it: where the others have counted already, nobody else can be the last.
+
+    The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
+    consumer: for its stores before, for its loads after.
+    """
+    last = gl.atomic_add(count, 0, sem="acquire", scope="gpu") == parts - 1
+    if not last:
+        hand_in(acc, at, ROWS, WIDTH, STRIP)
+        barrier()
+        last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
+    barrier()
+    if last:
+        gl.store(count, 0)
+    return last
+
+
+@gluon.jit
+def add_up(mine, at, part, parts, size, ROWS: gl.constexpr, STRIP: gl.constexpr):
+    """One strip of a tile's partial results, added in K order, this consumer's from its registers.
+
+    The others' come past the first-level cache, which may be stale.
+    """
+    layout: gl.constexpr = mma_layout(STRIP)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    at = at + row[:, None] * STRIP + column[None, :]
+    acc = gl.zeros((ROWS, STRIP), gl.float32, layout)
+    for i in range(parts):
+        if i == part:
+            acc += mine
+        else:
+            acc += gl.load(at, cache_modifier=".cg")
+        at += size
+    return acc

@@ -1,0 +1,393 @@
+"""The Hopper GEMM: warp-specialised, persistent, in Gluon.
+
+::
+
+    load warp                                   math warps (one or two consumers of four warps)
+      for item in schedule:                       for item in item ring:
+        hand it on through the item ring            for stage in ring: wgmma
+        for stage in ring: TMA loads                epilogue, drained by TMA under the next item
+
+The protocol between them is at the head of `tilestream.kernels.hopper.ring`.
+
+The kernel knows an accumulator of rows and columns: rows are those of ``x`` ``[rows, K]``, columns those of ``y``
+``[columns, K]``. ``SWAPPED`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
+more, but as few as 8 columns, so few rows of A go there. Each operand lies K-major or the other way round.
+
+Variants (``CONSUMERS``):
+
+- ``single``: one consumer.
+- ``cooperative``: two, each with half of a tile's rows.
+- ``ping_pong``: two, a tile each; one's epilogue runs under the other's multiplications.
+
+``CHAINED``: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch),
+and waits before it touches memory. What comes after it may do likewise, once all workers run.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tilestream.kernels.hopper.compat import tma_load, viewed
+from tilestream.kernels.hopper.epilogue import add_up, finish_strip, mma_layout, settle, strip_of
+from tilestream.kernels.hopper.ring import ITEMS, before, get, make_barriers, make_slots, put, skip, step
+from tilestream.kernels.portable.schedule import enter, leave, take
+
+#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
+UNSPECIALISED = (
+    "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
+    "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_bias",
+    "stride_ob", "stride_or", "stride_oc", "stride_rb", "stride_rr", "stride_rc", "stride_sb", "stride_sr",
+    "stride_tb", "stride_tc", "alpha", "beta",
+)  # fmt: skip
+
+
+@gluon.jit
+def load_operand(
+    tensor_map, bar, stages, at, batch, row, k, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, K_MAJOR: gl.constexpr,
+    BATCHED: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of one operand's part of a stage: a copy for each consumer that has a half of its own."""
+    for half in gl.static_range(HALVES):
+        first = row + half * HALF_ROWS
+        if K_MAJOR:
+            outer, inner = first, k
+        else:
+            outer, inner = k, first
+        buffer = stages.index(at * HALVES + half)
+        if BATCHED:
+            tma_load(tensor_map, [batch, outer, inner], bar, viewed(buffer, tensor_map))
+        else:
+            tma_load(tensor_map, [outer, inner], bar, buffer)
+
+
+@gluon.jit
+def load_loop(
+    x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+    x_batched, y_batched, counters, base, reset, table, probe,
+    batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, SWAPPED: gl.constexpr,
+    KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    PROBE: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """The load warp: takes items, hands them on, and loads their K steps into the ring."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
+    enter(counters, base, worker, queues, reset, KIND == "static", False)
+    zero = tl.cast(0, tl.int32)
+    ticket = zero
+    home_open = zero + 1
+    share = zero - 1
+    unit = zero
+    unit_end = zero
+    noted = zero
+    found = zero + 1
+    stage = zero
+    phase = zero
+    slot = zero
+    slot_phase = zero
+    while found != 0:
+        (
+            found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end, noted,
+        ) = take(
+            worker, workers, ticket, home_open, share, unit, unit_end,
+            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
+            band, first_batch, probe, capacity, noted,
+            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+        )  # fmt: skip
+        if SWAPPED:
+            pr, pc = pn, pm
+        else:
+            pr, pc = pm, pn
+        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
+        put(slots, slot, 0, (k_end - k_begin) * found, 1)
+        put(slots, slot, 1, pr, 1)
+        put(slots, slot, 2, pc, 1)
+        if BATCHED:
+            put(slots, slot, 3, batch, 1)
+        if KIND == "stream_k":
+            put(slots, slot, 4, parts, 1)
+            put(slots, slot, 5, part, 1)
+            put(slots, slot, 6, partial, 1)
+        mbarrier.arrive(item_full.index(slot))
+        slot, slot_phase = step(slot, slot_phase, ITEMS)
+        if found != 0:
+            for k in range(k_begin, k_end):
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, HALVES * x_map.block_type.nbytes + y_map.block_type.nbytes)
+                load_operand(
+                    x_map, bar, x_stages, stage, batch * x_batched, pr * ROWS, k * BLOCK_K,
+                    HALVES, ROWS // HALVES, X_K_MAJOR, BATCHED,
+                )  # fmt: skip
+                load_operand(
+                    y_map, bar, y_stages, stage, batch * y_batched, pc * COLUMNS, k * BLOCK_K,
+                    1, COLUMNS, Y_K_MAJOR, BATCHED,
+                )  # fmt: skip
+                stage, phase = step(stage, phase, STAGES)
+    leave(counters, queues, reset, workers, KIND == "static")
+
+
+@gluon.jit
+def operand(stages, at, K_MAJOR: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """A stage's part as the multiplication takes it: ``[rows, K]``, or ``[K, columns]`` where ``TRANSPOSED``."""
+    buffer = stages.index(at)
+    if K_MAJOR == TRANSPOSED:
+        return buffer.permute((1, 0))
+    else:
+        return buffer
+
+
+@gluon.jit
+def multiply(
+    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, COLUMNS: gl.constexpr, X_K_MAJOR: gl.constexpr,
+    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """The K loop of one item: ``(accumulator, stage, phase)``.
+
+    A stage is given back when the multiplication after it has been started and the one on it is done: so a ring has two
+    stages at least.
+    """
+    HALF: gl.constexpr = WHO if HALVES == 2 else 0
+    acc = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, mma_layout(COLUMNS, 256 // x_stages.dtype.primitive_bitwidth))
+    mbarrier.wait(full.index(stage), phase)
+    x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
+    acc = warpgroup_mma(x, operand(y_stages, stage, Y_K_MAJOR, True), acc, is_async=True, use_acc=False)
+    acc = warpgroup_mma_wait(1, (acc,))
+    stage, phase = step(stage, phase, STAGES)
+    for _ in range(1, steps):
+        mbarrier.wait(full.index(stage), phase)
+        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
+        acc = warpgroup_mma(x, operand(y_stages, stage, Y_K_MAJOR, True), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)))
+        stage, phase = step(stage, phase, STAGES)
+    if CONSUMERS == "ping_pong":
+        mbarrier.arrive(order.index(1 - WHO))
+    acc = warpgroup_mma_wait(0, (acc,))
+    mbarrier.arrive(empty.index(before(stage, STAGES)))
+    return acc, stage, phase
+
+
+@gluon.jit
+def multiply_precisely(
+    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, COLUMNS: gl.constexpr, X_K_MAJOR: gl.constexpr,
+    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulator in fp32.
+
+    The tensor core adds products of fp8 with about 14 bits; over a step of K that is harmless, over all of it it shows.
+    """
+    HALF: gl.constexpr = WHO if HALVES == 2 else 0
+    layout: gl.constexpr = mma_layout(COLUMNS, 256 // x_stages.dtype.primitive_bitwidth)
+    acc = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, layout)
+    for k in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
+        part = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, layout)
+        part = warpgroup_mma(x, operand(y_stages, stage, Y_K_MAJOR, True), part, is_async=True, use_acc=False)
+        if CONSUMERS == "ping_pong":
+            if k == steps - 1:
+                mbarrier.arrive(order.index(1 - WHO))
+        part = warpgroup_mma_wait(0, (part,))
+        mbarrier.arrive(empty.index(stage))
+        acc += part
+        stage, phase = step(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def math_loop(
+    WHO: gl.constexpr, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
+    partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
+    stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
+    stride_tb, stride_tc, alpha, beta,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, STRIP: gl.constexpr,
+    BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
+    KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
+    STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """A consumer: multiplies the items that it is handed, and finishes them."""
+    if CHAINED:
+        gdc_wait()
+    HALF_ROWS: gl.constexpr = ROWS // HALVES
+    stage = tl.cast(0, tl.int32)
+    phase = tl.cast(0, tl.int32)
+    slot = tl.cast(0, tl.int32)
+    slot_phase = tl.cast(0, tl.int32)
+    number = tl.cast(0, tl.int32)
+    going = tl.cast(1, tl.int32)
+    while going != 0:
+        mbarrier.wait(item_full.index(slot), slot_phase)
+        steps = get(slots, slot, 0, 4)
+        pr = get(slots, slot, 1, 4)
+        pc = get(slots, slot, 2, 4)
+        batch = tl.cast(0, tl.int32)
+        if BATCHED:
+            batch = get(slots, slot, 3, 4)
+        parts = tl.cast(1, tl.int32)
+        part = tl.cast(0, tl.int32)
+        partial = tl.cast(0, tl.int32)
+        if KIND == "stream_k":
+            parts = get(slots, slot, 4, 4)
+            part = get(slots, slot, 5, 4)
+            partial = get(slots, slot, 6, 4)
+        mbarrier.arrive(item_empty.index(slot))
+        slot, slot_phase = step(slot, slot_phase, ITEMS)
+        mine = steps > 0
+        if CONSUMERS == "ping_pong":
+            mine = mine & (number % 2 == WHO)
+        if mine:
+            if CONSUMERS == "ping_pong":
+                # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
+                mbarrier.wait(order.index(WHO), (number // 2) ^ (1 - WHO))
+            if PROMOTE:
+                acc, stage, phase = multiply_precisely(
+                    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
+                    COLUMNS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
+                )  # fmt: skip
+            else:
+                acc, stage, phase = multiply(
+                    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
+                    COLUMNS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
+                )  # fmt: skip
+            row = pr * ROWS
+            if HALVES == 2:
+                row += WHO * HALF_ROWS
+            finishes = parts == 1
+            at = partials
+            size: gl.constexpr = ROWS * COLUMNS
+            if KIND == "stream_k":
+                if parts > 1:
+                    # Each half of a tile is settled by itself: nobody waits for the other consumer.
+                    HALF: gl.constexpr = WHO if HALVES == 2 else 0
+                    at = partials + (partial - part).to(gl.int64) * size + HALF * HALF_ROWS * COLUMNS
+                    finishes = settle(
+                        acc, counts + (partial - part) * 2 + HALF, at + part.to(gl.int64) * size, parts,
+                        HALF_ROWS, COLUMNS, STRIP,
+                    )  # fmt: skip
+            if finishes:
+                for i in gl.static_range(COLUMNS // STRIP):
+                    x = strip_of(acc, i * STRIP, COLUMNS, STRIP, HALF_ROWS)
+                    if KIND == "stream_k":
+                        if parts > 1:
+                            x = add_up(x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, STRIP)
+                    finish_strip(
+                        x, batch, row, pc * COLUMNS + i * STRIP, rows, columns, WHO * BUFFERS + i % BUFFERS,
+                        out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
+                        residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr,
+                        column_scale, stride_tb, stride_tc, alpha, beta,
+                        HALF_ROWS, STRIP, BUFFERS, STORE, FLIPPED, BATCHED, WIDE, SCALED, SCALES, BIAS, RESIDUAL,
+                        ACTIVATION,
+                    )  # fmt: skip
+        if CONSUMERS == "ping_pong":
+            if not mine:
+                stage, phase = skip(stage, phase, steps, STAGES)
+            number = (number + 1) % 4
+        going = steps
+    if STORE == "tma":
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALISED)
+def gemm(
+    x_map, y_map, out_map, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, probe,
+    base: tl.int64, reset, x_batched, y_batched, rows, columns,
+    stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
+    stride_tb, stride_tc, alpha, beta,
+    batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr,
+    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, SWAPPED: gl.constexpr,
+    KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
+    SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr,
+):  # fmt: skip
+    """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
+    HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
+    LOOPS: gl.constexpr = 1 if CONSUMERS == "single" else 2
+    STRIPS: gl.constexpr = COLUMNS // STRIP
+    BUFFERS: gl.constexpr = 2 if STRIPS % 2 == 0 else 1
+    dtype: gl.constexpr = x_map.dtype
+    x_shape: gl.constexpr = x_map.block_type.shape[-2:]
+    y_shape: gl.constexpr = y_map.block_type.shape[-2:]
+    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x_shape, dtype)
+    y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(y_shape, y_map.dtype)
+    x_stages = gl.allocate_shared_memory(dtype, [STAGES * HALVES, x_shape[0], x_shape[1]], x_layout)
+    y_stages = gl.allocate_shared_memory(y_map.dtype, [STAGES, y_shape[0], y_shape[1]], y_layout)
+    if STORE == "tma":
+        out_shape: gl.constexpr = out_map.block_type.shape[-2:]
+        out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out_shape, out_map.dtype)
+        out_buffers = gl.allocate_shared_memory(
+            out_map.dtype, [LOOPS * BUFFERS, out_shape[0], out_shape[1]], out_layout
+        )
+    else:
+        out_buffers: gl.constexpr = None
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, HALVES)
+    item_full = make_barriers(ITEMS, 1)
+    item_empty = make_barriers(ITEMS, LOOPS)
+    order = make_barriers(2, 1)
+    slots = make_slots()
+    if LOOPS == 2:
+        gl.warp_specialize([
+            (math_loop, (
+                0, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
+                partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
+                stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
+                stride_tb, stride_tc, alpha, beta,
+                ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+            )),
+            (math_loop, (
+                1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
+                partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
+                stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
+                stride_tb, stride_tc, alpha, beta,
+                ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+            )),
+            (load_loop, (
+                x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+                x_batched, y_batched, counters, base, reset, table, probe,
+                batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
+                capacity,
+                ROWS, COLUMNS, BLOCK_K, STAGES, HALVES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
+            )),
+        ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (math_loop, (
+                0, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
+                partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
+                stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
+                stride_tb, stride_tc, alpha, beta,
+                ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+            )),
+            (load_loop, (
+                x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+                x_batched, y_batched, counters, base, reset, table, probe,
+                batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
+                capacity,
+                ROWS, COLUMNS, BLOCK_K, STAGES, HALVES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
+            )),
+        ], [1], [LOAD_REGISTERS])  # fmt: skip

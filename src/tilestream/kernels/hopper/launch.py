@@ -1,0 +1,103 @@
+"""Launching the Hopper GEMM: what a plan and a layout decide is worked out once, a call fills in the addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.hopper.arguments import Arguments, Map
+from tilestream.kernels.hopper.gemm import gemm
+from tilestream.kernels.launch import Incoming, Launch, Probe
+from tilestream.kernels.portable.arguments import Layout
+from tilestream.plan.plan import Plan
+from tilestream.runtime.device_workspace import Words
+from tilestream.runtime.launcher import VARIES, Descriptor, Launcher
+
+_TYPES = {
+    "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
+    "float8_e5m2": gl.float8e5,
+}  # fmt: skip
+
+
+class Standing:
+    """Stands in for a tensor where a kernel is compiled: aligned, and nowhere."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @staticmethod
+    def data_ptr() -> int:
+        """An address that is a multiple of everything."""
+        return 0
+
+
+class GemmLaunch(Launch):
+    """The Hopper GEMM for one plan, one layout of the operands and one alignment of their addresses.
+
+    The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly, and remember
+    tensor maps by address: a map says all of what it was made from, so there is no address to trust.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True) -> None:
+        super().__init__(plan)
+        self._arguments = Arguments(plan, layout, out_aligned)
+        self._probing: Arguments | None = None
+        self._out_aligned = out_aligned
+        self._layout = layout
+        self._launchers: dict[bool, Launcher] = {}
+        self._stored_by_map = self._arguments.out is not None
+
+    def issue(
+        self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
+        incoming: Incoming | None, probe: Probe | None,
+    ) -> None:  # fmt: skip
+        """As `Launch.issue`."""
+        swapped = self.plan.swapped
+        scales = (epilogue.scale_b, epilogue.scale_a) if swapped else (epilogue.scale_a, epilogue.scale_b)
+        given = (
+            out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
+            self.table.on(a.device), None if probe is None else probe.words,
+        )  # fmt: skip
+        launcher = self._launchers.get(probe is not None)
+        if launcher is None:
+            launcher = self._launchers[probe is not None] = self._compiled(a, b, out, given, epilogue, probe)
+        x, y = (b, a) if swapped else (a, b)
+        maps = (x.data_ptr(), y.data_ptr(), out.data_ptr()) if self._stored_by_map else (x.data_ptr(), y.data_ptr())
+        launcher(
+            stream, *maps, *[tensor.data_ptr() for tensor in given if tensor is not None],
+            words.base, words.reset, epilogue.alpha, epilogue.beta,
+        )  # fmt: skip
+
+    def _compiled(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
+        epilogue: Epilogue, probe: Probe | None,
+    ) -> Launcher:  # fmt: skip
+        """The kernel, compiled for operands like these."""
+        arguments, capacity = self._arguments, 0
+        if probe is not None:
+            arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probe=True), probe.capacity
+        x, y = (b, a) if self.plan.swapped else (a, b)
+        maps = arguments.x, arguments.y, arguments.out
+        dtypes = x.dtype, y.dtype, out.dtype
+        described = [
+            None if made is None else described_by(made, dtype) for made, dtype in zip(maps, dtypes, strict=True)
+        ]
+        filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity)
+        grid = (self.plan.schedule.workers, 1, 1)
+        kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
+        varying: list[Any] = [None if made is None else Descriptor(made.shape, made.strides) for made in maps]
+        varying += [None if tensor is None else VARIES for tensor in given]
+        return Launcher(kernel, grid, arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity))
+
+
+def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
+    """A descriptor as a kernel is compiled for it: its box, and how that lies in shared memory."""
+    element = _TYPES[str(dtype).removeprefix("torch.")]
+    swizzle = gl.NVMMASharedLayout.get_default_for(list(made.box[-2:]), element).swizzle_byte_width
+    layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
+    shape = [16] * len(made.box)  # of no matter to the compiler
+    return TensorDescriptor(Standing(dtype), shape, [256, 16, 1][-len(shape) :], list(made.box), layout)

@@ -1,0 +1,71 @@
+"""The ring: stages of shared memory between a load loop and the math loops, and the item ring that goes before it.
+
+::
+
+    load loop                                   math loop
+      item = next item, its gate passed, or STOP  wait item_full[slot]
+      wait item_empty[slot]                       item = slots[slot]
+      slots[slot] = item                          arrive item_empty[slot]
+      arrive item_full[slot]                      STOP: leave
+      STOP: leave                                 for k in the item's K steps:
+      for k in the item's K steps:                  wait full[stage]
+        wait empty[stage]                           mma on the stage
+        expect bytes at full[stage]                 wait until 1 mma is in flight: the one before is done
+        load into the stage -> full[stage]          arrive empty[the stage before]
+                                                  wait until 0 are in flight; arrive empty[the last stage]
+                                                  epilogue
+
+That is `tilestream.verify.protocol`, operation by operation, which the checker explores for one consumer, for two on
+one tile (cooperative: ``empty`` counts 2) and for two that take turns (ping-pong: order barriers, and each steps over
+the other's stages). Where a loop stands is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
+
+A barrier is new in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
+opposite of its phase, and the first round finds every stage free.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilestream.kernels.hopper.compat import device
+from tilestream.schedule import ring
+
+step = device(ring.step)
+skip = device(ring.skip)
+before = device(ring.before)
+
+#: Slots of the item ring: one item under way, and one behind it.
+ITEMS: gl.constexpr = gl.constexpr(2)
+#: What an item is told by: its K steps (0: STOP), batch, row tile, column tile; parts, part and slot of stream_k.
+FIELDS: gl.constexpr = gl.constexpr(8)
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """``COUNT`` barriers, a phase of each of which completes with ``ARRIVALS`` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def make_slots():
+    """The item ring's slots."""
+    return gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def put(slots, slot, field: gl.constexpr, value, WARPS: gl.constexpr):
+    """Write a field of the item in a slot."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    slots.index(slot * FIELDS + field).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def get(slots, slot, field: gl.constexpr, WARPS: gl.constexpr):
+    """Read a field of the item in a slot."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(slots.index(slot * FIELDS + field).load(layout), 0)

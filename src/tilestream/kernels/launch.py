@@ -1,0 +1,131 @@
+"""What the launches of all GPU kernels have in common: words for a launch, tables, and which call issues what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tilestream.arrival.device import GateWords
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.portable.schedule import RECORD
+from tilestream.plan.plan import Plan
+from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
+
+#: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
+_captured_tables: list[torch.Tensor] = []
+
+
+class Signals(Protocol):
+    """What a launch needs of signals: see `tilestream.arrival.device.DeviceSignals`."""
+
+    def use(self) -> GateWords:
+        """Words for a launch on the current stream."""
+
+
+class Incoming(NamedTuple):
+    """How the operands of a call arrive.
+
+    Attributes
+    ----------
+    rows, columns
+        The signals of A's rows and of B's columns; None where all is there.
+    deadline
+        Seconds from the start of each worker.
+    op
+        For messages.
+    """
+
+    rows: Signals | None
+    columns: Signals | None
+    deadline: float
+    op: str
+
+
+class Probe:
+    """A log of what each worker of one launch took: see `tilestream.kernels.portable.schedule`.
+
+    Parameters
+    ----------
+    capacity
+        Records a worker has room for.
+    """
+
+    def __init__(self, workers: int, capacity: int, device: torch.device) -> None:
+        self.workers, self.capacity = workers, capacity
+        self.words = torch.full((workers, capacity, RECORD.value), -1, dtype=torch.int32, device=device)
+
+    def log(self, worker: int) -> list[list[int]]:
+        """The records of a worker, in order."""
+        rows: list[list[int]] = self.words[worker].tolist()
+        return [row for row in rows if row[0] >= 0]
+
+
+class Launch:
+    """A GPU kernel for one plan, one layout of the operands and one alignment of their addresses.
+
+    Holds no operand: a call is given all of them.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.table = Table(plan.schedule.raster.table)
+        self._wordless = plan.schedule.kind == "static" and plan.gate is None
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
+        incoming: Incoming | None = None, probe: Probe | None = None,
+    ) -> None:  # fmt: skip
+        """Issue the launch on the current stream of the current device, which is the operands'."""
+        device = a.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        if self._wordless:
+            self.issue(stream, a, b, out, epilogue, NO_WORDS, incoming, probe)
+        elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            words = captured_words(device, self.plan.schedule, self.plan.block)
+            self.issue(stream, a, b, out, epilogue, words, incoming, probe)
+        else:
+            workspace = device_workspace(device, stream)
+            with workspace.lock:
+                words = workspace.open(self.plan.schedule, self.plan.block)
+                self.issue(stream, a, b, out, epilogue, words, incoming, probe)
+
+    def issue(
+        self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
+        incoming: Incoming | None, probe: Probe | None,
+    ) -> None:  # fmt: skip
+        """Launch the kernel on ``stream``, with ``words`` to work on."""
+        raise NotImplementedError
+
+
+def address(x: Any) -> Any:
+    """A tensor's address; what is none stays as it is."""
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+
+class Table:
+    """Integers that a launch reads from the device's memory, brought there at its first call."""
+
+    def __init__(self, values: Sequence[int] | None) -> None:
+        self._values = values
+        self._there: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """The table on ``device``, for the current stream."""
+        if self._values is None:
+            return None
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and self._there is not None:
+            _captured_tables.append(self._there)
+        if self._there is None and capturing:
+            # A copy that is captured happens at each replay, and not before: it serves this launch only.
+            source = torch.tensor(self._values, dtype=torch.int32, pin_memory=True, device="cpu")
+            _captured_tables.append(source)
+            return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
+        if self._there is None:
+            with torch.inference_mode(False):
+                self._there = torch.tensor(self._values, dtype=torch.int32, device="cpu").to(device)
+        elif device.type == "cuda":
+            self._there.record_stream(torch.cuda.current_stream(device))
+        return self._there

@@ -1,0 +1,232 @@
+"""The policy of the Hopper kernel: candidates -> cost -> compare.
+
+A candidate is a row of `TILES`, either way round, with a schedule and a raster. What bounds a row stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.raster import first_batch_of, raster_of, split_of
+from tilestream.schedule.grid import Grid
+from tilestream.schedule.integers import cdiv
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind, Schedule, Split
+
+#: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
+VARIANTS = ("cooperative", "ping_pong", "single")
+#: Operands whose products are added in fp32, and outputs.
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+#: Bytes of shared memory kept free of stages: barriers and the item ring.
+_BARRIER_BYTES = 1024
+#: Bytes of a C buffer, at most, and what the strip that goes through it is at most wide.
+_STRIP_BYTES, _STRIP = 8192, 64
+#: Stages beyond these are of no use: the copies under way already cover the memory's latency.
+_MOST_STAGES = 12
+#: Extents below this, and a tile more, are within 31 bits.
+_MOST = 2**31 - 512
+#: Constants of the cost model, fitted to an H100 and an H200.
+#: Share of the tensor cores' nominal peak in the K loop, by variant.
+EFFICIENCY = {"cooperative": 0.80, "ping_pong": 0.78, "single": 0.70}
+#: A narrower tile takes a tensor core as long as one of so many columns.
+LEAST_COLUMNS = 32
+#: Bytes a second from L2 to one SM, and from its registers to memory.
+FEED, DRAIN = 90e9, 60e9
+#: Seconds of a K step beside its work, of an epilogue beside its bytes, of adding up partial results, of a launch.
+STEP_SECONDS, EPILOGUE_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 20e-9, 0.6e-6, 3e-6, 5e-6
+#: K steps that a part of a tile has at least, where tiles are cut into equal parts.
+LEAST_STEPS = 4
+#: Share of the nominal bandwidth that memory gives.
+MEMORY_EFFICIENCY = 0.88
+#: Elements of an accumulator that a math loop can hold twice: once to add to, once in the tensor cores.
+_TWICE = 64 * 128
+#: Registers of a thread of the load warp, and of the math warps beside one load warp and one other consumer.
+LOAD_REGISTERS, MATH_REGISTERS = 40, 232
+
+
+class Tile(NamedTuple):
+    """A tile of the accumulator, and who computes it.
+
+    Attributes
+    ----------
+    variant
+        One of `VARIANTS`.
+    rows, columns
+        Of the accumulator: its rows are those of A, or of B where the operands are swapped.
+    lines
+        K of a stage, in lines of 128 bytes.
+    """
+
+    variant: str
+    rows: int
+    columns: int
+    lines: int = 1
+
+    @property
+    def loops(self) -> int:
+        """Math loops."""
+        return 1 if self.variant == "single" else 2
+
+    @property
+    def rows_per_loop(self) -> int:
+        """Rows of the accumulator that a math loop holds."""
+        return self.rows // 2 if self.variant == "cooperative" else self.rows
+
+    def strip(self, out_size: int) -> int:
+        """Columns that go through a C buffer at a time."""
+        return min(self.columns, _STRIP, _STRIP_BYTES // (self.rows_per_loop * out_size))
+
+    def buffers(self, out_size: int) -> int:
+        """C buffers of a math loop: two, if its strips can take turns."""
+        return 2 if self.columns // self.strip(out_size) % 2 == 0 else 1
+
+    def block_k(self, size: int) -> int:
+        """Elements of K in a stage."""
+        return 128 * self.lines // size
+
+    def stages(self, out_size: int, shared: int) -> int:
+        """Stages that fit the shared memory beside the C buffers."""
+        buffers = self.loops * self.buffers(out_size) * self.rows_per_loop * self.strip(out_size) * out_size
+        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // (128 * self.lines * (self.rows + self.columns)))
+
+
+#: An accumulator is 128 registers of a thread at most: 64 x 256 or 128 x 128 of fp32 for four warps.
+TILES = (
+    Tile("cooperative", 128, 256),
+    Tile("cooperative", 128, 128),
+    Tile("ping_pong", 128, 128),
+    Tile("ping_pong", 64, 256),
+    Tile("cooperative", 128, 64, 2),
+    Tile("ping_pong", 64, 128),
+    Tile("single", 64, 128, 2),
+    Tile("single", 64, 64, 2),
+    Tile("single", 64, 32, 2),
+    Tile("single", 64, 16, 2),
+    Tile("cooperative", 128, 32, 2),
+    Tile("cooperative", 128, 16, 2),
+)
+
+
+def refusal(problem: Problem, device: DeviceProperties) -> str:
+    """Why this kernel does not do such a problem; empty if it does."""
+    if device.arch != "sm_90":
+        return f"it is for sm_90, this is {device.arch}"
+    if problem.rows is not None or problem.columns is not None:
+        return "an operand arrives, and it has no gate yet"
+    if problem.dtype not in DTYPES:
+        return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
+    if problem.out_dtype not in OUT_DTYPES:
+        return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
+    if 0 in (problem.m, problem.n, problem.k, problem.batch):
+        return "there is nothing to load"
+    for name in ("m", "n", "k"):
+        if getattr(problem, name) >= _MOST:
+            return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    return problem.no_tma
+
+
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    auto: bool = False,
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces; none if there is no such tile.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem: `refusal` says why.
+    """
+    why = refusal(problem, device)
+    if why:
+        raise NotImplementedError(why)
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    for row in TILES:
+        if variant not in (None, row.variant):
+            continue
+        if problem.fp8 and not problem.fast_accum and row.rows_per_loop * row.columns > _TWICE:
+            continue
+        fit = row.stages(out_size, device.shared)
+        if fit < 2 or (stages or 2) > fit:
+            continue
+        for swapped in (False, True):
+            block_m, block_n = (row.columns, row.rows) if swapped else (row.rows, row.columns)
+            if (tile is not None and (block_m, block_n) != tuple(tile)) or (swapped and row.rows == row.columns):
+                continue
+            block = (block_m, block_n, row.block_k(size))
+            grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m))))
+            raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
+            for kind in kinds:
+                if auto and kind == "dynamic" and grid.tiles <= workers:
+                    kind = "static"  # one item each: there is nothing for a queue to even out
+                several = kind == "dynamic" and queues is not None
+                split: Split = split_of(raster) if several else "items"
+                for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
+                    schedule = Schedule(
+                        kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
+                        (queues or 1) if several else 1, split, count, first_batch_of(problem),
+                    )  # fmt: skip
+                    seconds = _seconds(problem, device, schedule, row)
+                    yield Candidate(
+                        row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
+                        strip=row.strip(out_size),
+                    )  # fmt: skip
+
+
+def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
+    """Into how many shares stream-K may cut its remainder: one a worker (0), or each tile into as many equal parts."""
+    if forced:
+        return (forced,)
+    remainder = grid.tiles % workers
+    parts = workers // remainder if remainder else 0
+    parts = min(parts, grid.k_steps // LEAST_STEPS)
+    return (0, remainder * parts) if parts > 1 else (0,)
+
+
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+    """What a launch takes, by the model at the head of this file."""
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    grid, workers = schedule.grid, schedule.workers
+    block_k = tile.block_k(size)
+    # A step: the slower of its multiplications and of its bytes' way from L2.
+    columns = max(tile.columns, LEAST_COLUMNS)
+    multiply = 2 * tile.rows * columns * block_k / (device.peak(problem.kind, 1) * EFFICIENCY[tile.variant])
+    feed = 128 * tile.lines * (tile.rows + tile.columns) / FEED
+    step = max(multiply, feed) + STEP_SECONDS
+    epilogue = EPILOGUE_SECONDS + tile.rows * tile.columns * out_size / DRAIN
+    if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
+        item = max(grid.k_steps * step, (grid.k_steps * step + epilogue) / 2)
+        tail = epilogue
+    else:
+        item = grid.k_steps * step + epilogue
+        tail = 0.0
+    if schedule.kind == "stream_k" and schedule.remainder:
+        shares = schedule.num_shares
+        waves = schedule.full_tiles // workers
+        parts = schedule.units / shares * step * cdiv(shares, workers)
+        partial = 4 * tile.rows * tile.columns
+        # Each share hands in a partial result, or two; the last to arrive reads all of a tile's.
+        fix = FIX_SECONDS + (2 + schedule.slots / schedule.remainder) * partial / DRAIN
+        busy = waves * item + parts + fix + epilogue
+    else:
+        busy = cdiv(grid.tiles, workers) * item + tail
+    # Memory: what must come, and what does not stay in L2 and comes again.
+    memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY)
+    overlap = max(busy, memory) + 0.1 * min(busy, memory)
+    return LAUNCH_SECONDS + overlap

@@ -1,0 +1,71 @@
+"""What TMA can address: a dimension whose elements are neighbours, everything else in multiples of 16 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilestream.plan.problem import ITEMSIZE
+
+_MOST_STRIDE = 2**40
+_ALIGNMENT = 16
+
+
+def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int) -> int | None:
+    """Which dimension of a matrix TMA sees as the contiguous one: 1, 0, or None if it cannot address it.
+
+    Parameters
+    ----------
+    extents, strides
+        Of its two dimensions, in elements. The stride of an extent of 1 does not count.
+    batch_stride
+        From one matrix to the next, 0 for one that is shared or alone.
+    size
+        Bytes of an element.
+    """
+    if not _fits(batch_stride * size):
+        return None
+    for major in (1, 0):
+        inner, outer = strides[major], strides[1 - major]
+        if (inner == 1 or extents[major] == 1) and (extents[1 - major] == 1 or (outer > 0 and _fits(outer * size))):
+            return major
+    return None
+
+
+def refuse(
+    name: str, extents: Sequence[int], strides: Sequence[int], batch_stride: int, size: int, address: int,
+    major: int | None = None,
+) -> str:  # fmt: skip
+    """Why TMA cannot address an operand as the tensor cores need it; empty if it can.
+
+    Parameters
+    ----------
+    major
+        The dimension that must be the contiguous one; None: either will do. Of 8 bits the tensor cores take K only.
+    """
+    if address % _ALIGNMENT:
+        return f"{name} lies at an address that is no multiple of {_ALIGNMENT}, TMA's rule"
+    found = major_of((extents[0], extents[1]), (strides[0], strides[1]), batch_stride, size)
+    if found is None:
+        return (
+            f"{name} has strides {tuple(strides)} of {size} bytes: TMA wants one of 1, and the others in multiples of "
+            f"{_ALIGNMENT} bytes"
+        )
+    if major not in (None, found):
+        return f"{name} is not contiguous along K, and the tensor cores take 8-bit operands only so"
+    return ""
+
+
+def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, str]) -> str:
+    """`refuse` for A and B that lie as ``layout`` says, without gaps."""
+    operands = (("a", (m, k), layout[0], 1), ("b", (k, n), layout[1], 0))
+    for (name, (rows, columns), letter, along_k), dtype in zip(operands, dtypes, strict=True):
+        size = ITEMSIZE[dtype]
+        strides = (columns, 1) if letter == "n" else (1, rows)
+        why = refuse(name, (rows, columns), strides, 0, size, 0, along_k if size == 1 else None)
+        if why:
+            return why
+    return ""
+
+
+def _fits(stride: int) -> bool:
+    return 0 <= stride < _MOST_STRIDE and stride % _ALIGNMENT == 0
