@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -218,23 +219,25 @@ def space(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, list[Any]]:
     log = plan_log()
     if (*shape[:3], "bfloat16") not in log.problems:
         ts.mm(a, b)
-    kind = "cuda" if a.is_cuda else "cpu"
-    asked = ask(*shape[:3], dtype=a.dtype, device=kind)
+    asked = planned(shape, "cuda" if a.is_cuda else "cpu")
     problem = log.problems.get((*shape[:3], "bfloat16"), asked.problem)
     own = plan_problem(problem, device=asked.device)
     return own, list(every_plan(problem, asked.device))
 
 
+def planned(shape: Shape, device: str) -> Any:
+    """The plan for a Linear weight."""
+    return ask(*shape[:3], dtype="bfloat16", device=device, layout="nt")
+
+
 def every_plan(problem: Any, device: Any) -> Iterator[Any]:
-    """The plan's own search space; on a CPU, which has none, the schedules and some tiles."""
-    try:
-        from tilestream.plan import search_space
-    except ImportError:
-        if device.backend != "cpu":
-            raise
+    """The plan's own search space; on a CPU, which has none, the schedules with small tiles."""
+    if device.backend == "cpu":
         for kind in ("static", "dynamic", "stream_k"):
             yield plan_problem(problem, 2, kind, (16, 32), device=device)
         return
+    from tilestream.plan import search_space
+
     yield from search_space(problem, device)
 
 
@@ -255,10 +258,16 @@ def plan_fields(plan: Any) -> dict[str, int | float | str | bool]:
     return found
 
 
+#: Of a plan's knobs, those that a compiled kernel is given when it is launched.
+RUN_TIME = (
+    "workers", "queues", "shares", "first_batch", "predicted", "raster.first", "raster.band", "raster.group",
+)  # fmt: skip
+
+
 def kernel_of(plan: Any) -> str:
-    """What tells the compiled kernel of a plan from others: its own knobs and the schedule, no extents, no times."""
-    schedule = ("workers", "queues", "shares", "first_batch", "predicted", "raster.first", "raster.band")
-    return repr(sorted((k, v) for k, v in plan_fields(plan).items() if k not in schedule))
+    """What tells the compiled kernel of a plan from others: its other knobs, and whether rows of C are aligned."""
+    knobs = sorted((name, value) for name, value in plan_fields(plan).items() if name not in RUN_TIME)
+    return repr((*knobs, plan.problem.n % 8 == 0, plan.problem.m == 1))
 
 
 def here(*arguments: str) -> list[str]:
@@ -291,26 +300,59 @@ def compile_ahead(bench: Bench, what: str, shapes: Iterable[Shape]) -> float:
 
 
 def compile_share(what: str, shapes: list[Shape], index: int, count: int) -> None:
-    """The part of `compile_ahead` that one of ``count`` processes does: each kernel is one process's."""
-    tasks: dict[str, tuple[Shape, Any]] = {}
+    """The part of `compile_ahead` that one of ``count`` processes does: each kernel is one process's.
+
+    ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, or ``space`` for all plans of each shape.
+    """
+    tasks: dict[str, Callable[[], object]] = {}
     for shape in shapes:
-        asked = ask(*shape[:3], dtype="bfloat16", device="cuda")
-        problem = dataclasses.replace(asked.problem, aligned=shape.k % 16 == 0)  # B's rows are a weight's
         if what == "space":
-            for found in every_plan(problem, asked.device):
-                tasks.setdefault(kernel_of(found), (shape, found))
+            asked = planned(shape, "cuda")
+            for found in every_plan(asked.problem, asked.device):
+                tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
+        elif what == "fp8":
+            for way in FP8_WAYS:
+                tasks[f"{shape} {way}"] = functools.partial(_run_fp8, shape, *way)
+        elif what == "mm":
+            tasks.setdefault(kernel_of(planned(shape, "cuda")), functools.partial(_run, shape, ts.mm))
         else:
-            tasks.setdefault(kernel_of(plan_problem(problem, device=asked.device)), (shape, None))
+            for activation in ("gelu", "gelu_tanh"):
+                run = functools.partial(_run, shape, ts.mm, activation=activation, biased=True)
+                tasks.setdefault(kernel_of(planned(shape, "cuda")) + activation, run)
     failed = 0
     for key in sorted(tasks)[index::count]:
-        shape, found = tasks[key]
-        a, w = (torch.empty(rows, shape.k, device="cuda", dtype=torch.bfloat16) for rows in (shape.m, shape.n))
         try:
-            ts.mm(a, w.t()) if found is None else found.run(a, w.t())
+            tasks[key]()
             torch.cuda.synchronize()
         except Exception as error:
             failed += 1
             if failed <= 2:
-                print(f"compiling ahead, {shape}: {error}"[:300], file=sys.stderr)
-        del a, w
+                print(f"compiling ahead, {key}: {error}"[:400], file=sys.stderr)
         torch.cuda.empty_cache()
+
+
+#: Scales, and whether products may be added up in the matrix units.
+FP8_WAYS = tuple((scales, fast) for scales in ("tensor", "row") for fast in (True, False))
+
+
+def fp8_operands(
+    shape: Shape, device: str, scales: str, fast: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """A, a weight's transpose, and what `torch._scaled_mm` and `tilestream.matmul` are given with them."""
+    a, w = (x.to(torch.float8_e4m3fn) for x in operands(shape, device))
+    extents = ((1,), (1,)) if scales == "tensor" else ((shape.m, 1), (1, shape.n))
+    scale_a, scale_b = (torch.rand(extent, device=device) + 0.5 for extent in extents)
+    given = {"scale_a": scale_a, "scale_b": scale_b, "use_fast_accum": fast, "out_dtype": torch.bfloat16}
+    return a, w.t(), given
+
+
+def _run(shape: Shape, function: Callable[..., object], biased: bool = False, **options: Any) -> None:
+    a, w = (torch.empty(rows, shape.k, device="cuda", dtype=torch.bfloat16) for rows in (shape.m, shape.n))
+    if biased:
+        options["bias"] = torch.empty(shape.n, device="cuda", dtype=a.dtype)
+    function(a, w.t(), **options)
+
+
+def _run_fp8(shape: Shape, scales: str, fast: bool) -> None:
+    a, b, given = fp8_operands(shape, "cuda", scales, fast)
+    ts.matmul(a, b, **given)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
-from gemm_bench import Bench, Row, compile_ahead, label, operands, rates, rounded
+from gemm_bench import FP8_WAYS, Bench, Row, compile_ahead, fp8_operands, label, operands, rates, rounded
 from gemm_shapes import EPILOGUE, FP8, QUACK, Shape, refuse_impossible, rounds_for, suite
 from gpu_clock import Call, Check, Timing, poison
 
@@ -157,9 +157,9 @@ def quack_row(bench: Bench, shape: Shape, gemm: Any) -> Row:
 
 def run_fp8(bench: Bench) -> None:
     """`tilestream.matmul` with float8_e4m3fn operands beside `torch._scaled_mm`."""
-    items = [
-        (bench.shape(shape), scales, fast) for shape in FP8 for scales in ("tensor", "row") for fast in (True, False)
-    ]
+    shapes = [bench.shape(shape) for shape in FP8]
+    compile_ahead(bench, "fp8", shapes)
+    items = [(shape, *way) for shape in shapes for way in FP8_WAYS]
     record = bench.record("fp8", planned=len(items))
     record.data["dtype"] = "float8_e4m3fn, output bfloat16"
     bench.rows(record, items, lambda item: fp8_row(bench, *item))
@@ -167,18 +167,16 @@ def run_fp8(bench: Bench) -> None:
 
 def fp8_row(bench: Bench, shape: Shape, scales: str, fast: bool) -> Row:
     """One shape, one way of scaling, one way of adding up."""
-    a, w = (x.to(torch.float8_e4m3fn) for x in operands(shape, bench.device))
-    b = w.t()
-    extents = ((1,), (1,)) if scales == "tensor" else ((shape.m, 1), (1, shape.n))
-    scale_a, scale_b = (torch.rand(extent, device=bench.device) + 0.5 for extent in extents)
-    given = {"scale_a": scale_a, "scale_b": scale_b, "use_fast_accum": fast, "out_dtype": torch.bfloat16}
+    a, b, given = fp8_operands(shape, bench.device, scales, fast)
     functions: dict[str, Call] = {
         "scaled_mm": lambda: torch._scaled_mm(a, b, **given),
         "ours": lambda: ts.matmul(a, b, **given),
     }
     check = Check.of_product(
         a.float(), b.float(), functions["scaled_mm"](),
-        lambda x, rows: x * scale_b.double() * (scale_a if scales == "tensor" else scale_a[rows]).double(),
+        lambda x, rows: (
+            x * given["scale_b"].double() * given["scale_a"][rows if scales == "row" else slice(None)].double()
+        ),
     )  # fmt: skip
     poison(shape.m, shape.n, torch.bfloat16, bench.device)
     errors = check(functions["ours"]())
@@ -190,6 +188,7 @@ def fp8_row(bench: Bench, shape: Shape, scales: str, fast: bool) -> Row:
 def run_epilogue(bench: Bench) -> None:
     """`tilestream.linear` with bias and activation beside torch.compile, each in its best mode."""
     items = [(bench.shape(shape), activation) for shape, activation in EPILOGUE]
+    compile_ahead(bench, "linear", dict.fromkeys(shape for shape, _ in items))
     record = bench.record("epilogue", planned=len(items))
     bench.rows(record, items, lambda item: epilogue_row(bench, *item))
 

@@ -4,13 +4,13 @@
 
 | section    | what                                                                                  | seconds |
 |------------|---------------------------------------------------------------------------------------|---------|
-| `suite`    | `ts.mm` beside cuBLAS: squares, Llama-3's layers from 1 to 16384 rows, short K, odd   | 240     |
-| `quack`    | a dozen of these shapes beside quack-kernels: as it comes, dynamic, tuned             | 300     |
-| `fp8`      | `ts.matmul` beside `torch._scaled_mm`: tensor- and row-wise scales                    | 120     |
-| `epilogue` | `ts.linear` with bias and GELU beside `torch.compile`, default and max-autotune       | 240     |
-| `search`   | the plan beside the best of its whole space, for shapes the model was not fitted to   | 240     |
-| `host`     | host microseconds of a call; seconds of the first call, caches empty and filled       | 90      |
-| `variants` | every plan of the space for some shapes: what the cost model is fitted to             | 240     |
+| `suite`    | `ts.mm` beside cuBLAS: squares, Llama-3's layers from 1 to 16384 rows, short K, odd   | 150     |
+| `quack`    | a dozen of these shapes beside quack-kernels: as it comes, dynamic, tuned             | 270     |
+| `fp8`      | `ts.matmul` beside `torch._scaled_mm`: tensor- and row-wise scales                    | 90     |
+| `epilogue` | `ts.linear` with bias and GELU beside `torch.compile`, default and max-autotune       | 270     |
+| `search`   | the plan beside the best of its whole space, for shapes the model was not fitted to   | 130     |
+| `host`     | host microseconds of a call; seconds of the first call, caches empty and filled       | 70      |
+| `variants` | every plan of the space for some shapes: what the cost model is fitted to             | 110     |
 
 Each section writes ``FOLDER/gpu_gemm_SECTION.json`` (``..._h200.json`` on an H200) anew after each row, and ends before
 the budget does: what it had no time for is in the record's ``missing``. COMMIT names the commit where the tree is a
@@ -59,7 +59,7 @@ from gemm_sections import run_epilogue, run_fp8, run_quack, run_suite  # noqa: E
 from gemm_shapes import Shape, parse  # noqa: E402
 
 #: Seconds that a section needs, about: how a budget is shared out.
-SECONDS = {"suite": 240, "quack": 300, "fp8": 120, "epilogue": 240, "search": 240, "host": 90, "variants": 240}
+SECONDS = {"suite": 150, "quack": 270, "fp8": 90, "epilogue": 270, "search": 130, "host": 70, "variants": 110}
 
 
 def sections(shapes: list[Shape] | None) -> dict[str, Callable[[Bench], None]]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tilestream as ts
+from tilestream.plan import DeviceProperties
 
 ROOT = Path(__file__).parent.parent
 
@@ -293,6 +294,27 @@ def test_plans_as_rows_of_a_table() -> None:
     assert search.differences(*fields) == [("kind", "static", "dynamic")]
     other = ts.plan(1024, 512, 512, workers=2, schedule="static", tile=(64, 64))
     assert bench.kernel_of(other) == bench.kernel_of(plans[0]) != bench.kernel_of(plans[1])
+
+
+def test_each_kernel_is_compiled_ahead_by_one_process(monkeypatch: pytest.MonkeyPatch, shapes: ModuleType) -> None:
+    bench = importlib.import_module("gemm_bench")
+    hopper = DeviceProperties("a Hopper", "portable", 132, 5e11, 3e12, "", "sm_90", 227 * 1024, (("bfloat16", 8e12),))
+    asked = bench.planned
+    monkeypatch.setattr(bench, "planned", lambda shape, device: asked(shape, hopper))
+    monkeypatch.setattr(bench.torch, "cuda", SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None))
+    run: list[object] = []
+    monkeypatch.setattr(bench, "_run", lambda shape, function, **_: run.append(function))
+    for index in range(4):
+        bench.compile_share("space", shapes.SEARCH, index, 4)
+    kernels = [bench.kernel_of(function.__self__) for function in run]
+    every = {
+        bench.kernel_of(plan)
+        for shape in shapes.SEARCH
+        for plan in bench.every_plan(asked(shape, hopper).problem, hopper)
+    }
+    assert len(kernels) == len(set(kernels))
+    assert set(kernels) == every
+    assert len(every) > 10
 
 
 # Records and tables -------------------------------------------------------------------------------------------------
