@@ -19,6 +19,8 @@ class Candidate:
         hopper: whether the tensor cores' rows are B's columns.
     strip
         hopper: columns that go through a C buffer at a time.
+    buffers
+        hopper: C buffers of a math loop.
     """
 
     variant: str
@@ -29,3 +31,4 @@ class Candidate:
     stages: int = 0
     swapped: bool = False
     strip: int = 0
+    buffers: int = 0

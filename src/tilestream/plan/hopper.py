@@ -80,11 +80,11 @@ class Tile(NamedTuple):
 
     def strip(self, out_size: int) -> int:
         """Columns that go through a C buffer at a time."""
-        return min(self.columns, _STRIP, _STRIP_BYTES // (self.rows_per_loop * out_size))
+        return min(widths(self.columns)[-1], _STRIP, _STRIP_BYTES // (self.rows_per_loop * out_size))
 
     def buffers(self, out_size: int) -> int:
-        """C buffers of a math loop: two, if its strips can take turns."""
-        return 2 if self.columns // self.strip(out_size) % 2 == 0 else 1
+        """C buffers of a math loop: two, if there are strips to take turns."""
+        return min(2, self.columns // self.strip(out_size))
 
     def block_k(self, size: int) -> int:
         """Elements of K in a stage."""
@@ -99,7 +99,15 @@ class Tile(NamedTuple):
 #: An accumulator is 128 registers of a thread at most: 64 x 256 or 128 x 128 of fp32 for four warps.
 TILES = (
     Tile("cooperative", 128, 256),
+    Tile("cooperative", 128, 224),
+    Tile("cooperative", 128, 192),
+    Tile("cooperative", 128, 160),
     Tile("cooperative", 128, 128),
+    Tile("cooperative", 128, 96),
+    Tile("cooperative", 256, 192),
+    Tile("cooperative", 256, 160),
+    Tile("cooperative", 256, 128),
+    Tile("cooperative", 256, 96),
     Tile("ping_pong", 128, 128),
     Tile("ping_pong", 64, 256),
     Tile("cooperative", 128, 64, 2),
@@ -107,10 +115,15 @@ TILES = (
     Tile("single", 64, 128, 2),
     Tile("single", 64, 64, 2),
     Tile("single", 64, 32, 2),
-    Tile("single", 64, 16, 2),
+    Tile("single", 64, 16, 4),
     Tile("cooperative", 128, 32, 2),
     Tile("cooperative", 128, 16, 2),
 )
+
+
+def widths(columns: int) -> tuple[int, ...]:
+    """The parts that the columns of a tile are multiplied in, widest first: each is a power of two."""
+    return tuple(1 << bit for bit in range(columns.bit_length() - 1, -1, -1) if columns >> bit & 1)
 
 
 def refusal(problem: Problem, device: DeviceProperties) -> str:
@@ -159,7 +172,11 @@ def candidates(
     for row in TILES:
         if variant not in (None, row.variant):
             continue
-        if problem.fp8 and not problem.fast_accum and row.rows_per_loop * row.columns > _TWICE:
+        if (
+            problem.fp8
+            and not problem.fast_accum
+            and (row.rows_per_loop * row.columns > _TWICE or len(widths(row.columns)) > 1)
+        ):
             continue
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
@@ -185,7 +202,7 @@ def candidates(
                     seconds = _seconds(problem, device, schedule, row)
                     yield Candidate(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
-                        strip=row.strip(out_size),
+                        strip=row.strip(out_size), buffers=row.buffers(out_size),
                     )  # fmt: skip
 
 

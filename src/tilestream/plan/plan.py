@@ -72,6 +72,8 @@ class Plan:
         Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
     strip
         Hopper: columns of the accumulator that go through a C buffer at a time.
+    buffers
+        Hopper: C buffers of a math loop.
     """
 
     problem: Problem
@@ -87,6 +89,7 @@ class Plan:
     stages: int = 0
     swapped: bool = False
     strip: int = 0
+    buffers: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -448,6 +451,7 @@ def of_candidate(
     return Plan(
         problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
         candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
+        candidate.buffers,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS
+from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, widths
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import major_of
@@ -16,6 +16,8 @@ from tilestream.plan.tma import major_of
 _INT31 = 2**31
 #: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
 _SINGLE_REGISTERS = 128
+#: Whether launches may begin before the kernel ahead has ended.
+_CHAINED = True
 
 
 class Map(NamedTuple):
@@ -45,7 +47,7 @@ class Arguments:
     Attributes
     ----------
     x, y, out
-        Maps; ``out`` is None where TMA cannot address the output.
+        Maps, one of y for each part of a tile's columns; ``out`` is None where TMA cannot address the output.
     options
         How the kernel is compiled.
     """
@@ -59,9 +61,10 @@ class Arguments:
         a, b = (problem.m, block_m, ab, am, ak, problem.dtypes[0]), (problem.n, block_n, bb, bn, bk, problem.dtypes[1])
         x, y = (b, a) if swapped else (a, b)
         self._halves = 2 if plan.variant == "cooperative" else 1
-        self.rows, self.columns = x[1], y[1]
+        self.rows, self.widths = x[1], widths(y[1])
         self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
-        self.y, self._y_major = _operand(y, self.columns, problem.k, block_k, batches)
+        made = [_operand(y, width, problem.k, block_k, batches) for width in self.widths]
+        self.y, self._y_major = tuple(one for one, _ in made), made[0][1]
         extents, strides = (x[0], y[0]), (on, om) if swapped else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
@@ -88,7 +91,7 @@ class Arguments:
             schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
         )  # fmt: skip
         self._constants = tuple(self._made(probe).values())
-        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": True}
+        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": _CHAINED}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
 
@@ -98,8 +101,9 @@ class Arguments:
         Parameters
         ----------
         operands
-            The three maps; then out, bias, residual, scale of the rows, scale of the columns, partials, counts,
-            counters, table, probe, base, reset, alpha, beta: values, or whatever stands in for them.
+            The maps of x, of y (a tuple) and of the output; then out, bias, residual, scale of the rows, scale of the
+            columns, partials, counts, counters, table, probe, base, reset, alpha, beta: values, or whatever stands in
+            for them.
         """
         base, reset, alpha, beta = operands[13:]
         return (
@@ -113,10 +117,11 @@ class Arguments:
         biased = "rows" if plan.swapped else "columns"
         return {
             "ROWS": self.rows,
-            "COLUMNS": self.columns,
+            "WIDTHS": self.widths,
             "BLOCK_K": plan.block[2],
             "STAGES": plan.stages,
             "STRIP": plan.strip,
+            "BUFFERS": plan.buffers,
             "X_K_MAJOR": self._x_major,
             "Y_K_MAJOR": self._y_major,
             "BATCHED": problem.batch > 1,
@@ -139,7 +144,7 @@ class Arguments:
             "BIAS": "none" if layout.bias is None else biased,
             "RESIDUAL": layout.residual is not None,
             "ACTIVATION": layout.activation,
-            "CHAINED": True,
+            "CHAINED": _CHAINED,
             "PROBE": probe,
         }
 

@@ -24,8 +24,29 @@ def mma_layout(width, depth=16):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, depth])
 
 
+@gluon.constexpr_function
+def start_of(widths, i):
+    """The first column of part ``i`` of a tile whose parts are ``widths`` wide."""
+    return sum(widths[:i])
+
+
+@gluon.constexpr_function
+def pending(i, strips, buffers):
+    """Stores that may be under way when strip ``i`` is written to its buffer, ``i % buffers``.
+
+    With an odd number of strips a tile begins with the buffer that the one before ended with.
+    """
+    return 0 if i == 0 and strips % buffers else buffers - 1
+
+
+@gluon.constexpr_function
+def part_of(widths, column):
+    """Which part of such a tile a column is in."""
+    return next(i for i in range(len(widths)) if column < sum(widths[: i + 1]))
+
+
 @gluon.jit
-def strip_of(acc, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr):
+def columns_of(acc, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr):
     """Columns [START, START + STRIP) of an accumulator: no data moves."""
     x = gl.convert_layout(acc, mma_layout(WIDTH), assert_trivial=True)
     if WIDTH == STRIP:
@@ -34,22 +55,33 @@ def strip_of(acc, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr,
         HALF: gl.constexpr = WIDTH // 2
         low, high = x.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
         if START < HALF:
-            return strip_of(low, START, HALF, STRIP, ROWS)
+            return columns_of(low, START, HALF, STRIP, ROWS)
         else:
-            return strip_of(high, START - HALF, HALF, STRIP, ROWS)
+            return columns_of(high, START - HALF, HALF, STRIP, ROWS)
+
+
+@gluon.jit
+def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr):
+    """Columns [START, START + STRIP) of a tile whose parts are ``WIDTHS`` wide."""
+    PART: gl.constexpr = part_of(WIDTHS, START)
+    WIDTH: gl.constexpr = WIDTHS[PART]
+    return columns_of(accs[PART], START - start_of(WIDTHS, PART), WIDTH, STRIP, ROWS)
 
 
 @gluon.jit
 def finish_strip(
-    acc, batch, first_row, first_column, rows, columns, BUFFER: gl.constexpr,
+    acc, batch, first_row, first_column, rows, columns, BUFFER: gl.constexpr, PENDING: gl.constexpr,
     out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
     residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
     alpha, beta,
-    ROWS: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr,
+    ROWS: gl.constexpr, STRIP: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr,
     BATCHED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored."""
+    """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored.
+
+    ``PENDING``: stores that may still be under way when ``BUFFER`` is written.
+    """
     layout: gl.constexpr = mma_layout(STRIP)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, STRIP, gl.SliceLayout(0, layout))
@@ -89,7 +121,7 @@ def finish_strip(
         gl.store(at, x.to(out.dtype.element_ty), mask=inside)
     else:
         buffer = out_buffers.index(BUFFER)
-        tma.store_wait(BUFFERS - 1)
+        tma.store_wait(PENDING)
         if FLIPPED:
             buffer.permute((1, 0)).store(x.to(out_map.dtype))
         else:
@@ -106,18 +138,18 @@ def finish_strip(
 
 
 @gluon.jit
-def hand_in(acc, at, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
+def hand_in(accs, at, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr):
     """Store a partial result at ``at``: strips ``[ROWS, STRIP]``, one behind the other."""
     layout: gl.constexpr = mma_layout(STRIP)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
     place = row[:, None] * STRIP + column[None, :]
-    for i in gl.static_range(WIDTH // STRIP):
-        gl.store(at + i * ROWS * STRIP + place, strip_of(acc, i * STRIP, WIDTH, STRIP, ROWS))
+    for i in gl.static_range(start_of(WIDTHS, len(WIDTHS)) // STRIP):
+        gl.store(at + i * ROWS * STRIP + place, strip_of(accs, i * STRIP, WIDTHS, STRIP, ROWS))
 
 
 @gluon.jit
-def settle(acc, count, at, parts, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
+def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr):
     """Hand in a partial result, unless all others have been handed in; whether this one is the last.
 
     Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
@@ -128,7 +160,7 @@ def settle(acc, count, at, parts, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP
     """
     last = gl.atomic_add(count, 0, sem="acquire", scope="gpu") == parts - 1
     if not last:
-        hand_in(acc, at, ROWS, WIDTH, STRIP)
+        hand_in(accs, at, ROWS, WIDTHS, STRIP)
         barrier()
         last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
     barrier()

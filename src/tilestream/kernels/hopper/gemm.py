@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import tma_load, viewed
-from tilestream.kernels.hopper.epilogue import add_up, finish_strip, mma_layout, settle, strip_of
+from tilestream.kernels.hopper.epilogue import add_up, finish_strip, mma_layout, pending, settle, start_of, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, before, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
 
@@ -70,16 +70,25 @@ def load_operand(
 
 
 @gluon.jit
+def make_stages(tensor_map, STAGES: gl.constexpr):
+    """Room for so many boxes of an operand."""
+    shape: gl.constexpr = tensor_map.block_type.shape[-2:]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, tensor_map.dtype)
+    return gl.allocate_shared_memory(tensor_map.dtype, [STAGES, shape[0], shape[1]], layout)
+
+
+@gluon.jit
 def load_loop(
-    x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+    x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
     x_batched, y_batched, counters, base, reset, table, probe,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, SWAPPED: gl.constexpr,
-    KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
-    PROBE: gl.constexpr, CHAINED: gl.constexpr,
+    ROWS: gl.constexpr, WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
+    SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
+    TRANSPOSED: gl.constexpr, PROBE: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their K steps into the ring."""
+    COLUMNS: gl.constexpr = start_of(WIDTHS, len(WIDTHS))
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -127,15 +136,16 @@ def load_loop(
             for k in range(k_begin, k_end):
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 bar = full.index(stage)
-                mbarrier.expect(bar, HALVES * x_map.block_type.nbytes + y_map.block_type.nbytes)
+                mbarrier.expect(bar, BYTES)
                 load_operand(
                     x_map, bar, x_stages, stage, batch * x_batched, pr * ROWS, k * BLOCK_K,
                     HALVES, ROWS // HALVES, X_K_MAJOR, BATCHED,
                 )  # fmt: skip
-                load_operand(
-                    y_map, bar, y_stages, stage, batch * y_batched, pc * COLUMNS, k * BLOCK_K,
-                    1, COLUMNS, Y_K_MAJOR, BATCHED,
-                )  # fmt: skip
+                for i in gl.static_range(len(WIDTHS)):
+                    load_operand(
+                        y_maps[i], bar, y_stages[i], stage, batch * y_batched, pc * COLUMNS + start_of(WIDTHS, i),
+                        k * BLOCK_K, 1, 0, Y_K_MAJOR, BATCHED,
+                    )  # fmt: skip
                 stage, phase = step(stage, phase, STAGES)
     leave(counters, queues, reset, workers, KIND == "static")
 
@@ -151,63 +161,95 @@ def operand(stages, at, K_MAJOR: gl.constexpr, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
+def zero(ROWS: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr):
+    """An accumulator of operands of so many bits."""
+    return gl.zeros((ROWS, WIDTH), gl.float32, mma_layout(WIDTH, 256 // BITS))
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, WIDTHS: gl.constexpr, BITS: gl.constexpr):
+    """An accumulator for each part of a tile."""
+    accs = ()
+    for i in gl.static_range(len(WIDTHS)):
+        accs = accs + (zero(ROWS, WIDTHS[i], BITS),)
+    return accs
+
+
+@gluon.jit
+def start_mma(x, y_stages, stage, accs, MORE: gl.constexpr, Y_K_MAJOR: gl.constexpr):
+    """Start the multiplications of a stage: into the accumulators, or with ``MORE`` on top of what is there."""
+    out = ()
+    for i in gl.static_range(len(accs)):
+        y = operand(y_stages[i], stage, Y_K_MAJOR, True)
+        out = out + (warpgroup_mma(x, y, accs[i], is_async=True, use_acc=MORE),)
+    return out
+
+
+@gluon.jit
+def wait_mma(accs, STAGES: gl.constexpr):
+    """Wait until the multiplications of no more than ``STAGES`` stages have not finished."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(STAGES, accs),)
+    else:
+        return warpgroup_mma_wait(STAGES * len(accs), accs)
+
+
+@gluon.jit
 def multiply(
     x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, COLUMNS: gl.constexpr, X_K_MAJOR: gl.constexpr,
+    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
     Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """The K loop of one item: ``(accumulator, stage, phase)``.
+    """The K loop of one item: ``(accumulators, stage, phase)``.
 
     A stage is given back when the multiplication after it has been started and the one on it is done: so a ring has two
     stages at least.
     """
     HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    acc = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, mma_layout(COLUMNS, 256 // x_stages.dtype.primitive_bitwidth))
+    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
     mbarrier.wait(full.index(stage), phase)
     x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-    acc = warpgroup_mma(x, operand(y_stages, stage, Y_K_MAJOR, True), acc, is_async=True, use_acc=False)
-    acc = warpgroup_mma_wait(1, (acc,))
+    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)
     stage, phase = step(stage, phase, STAGES)
     for _ in range(1, steps):
         mbarrier.wait(full.index(stage), phase)
         x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        acc = warpgroup_mma(x, operand(y_stages, stage, Y_K_MAJOR, True), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
+        accs = wait_mma(start_mma(x, y_stages, stage, accs, True, Y_K_MAJOR), 1)
         mbarrier.arrive(empty.index(before(stage, STAGES)))
         stage, phase = step(stage, phase, STAGES)
     if CONSUMERS == "ping_pong":
         mbarrier.arrive(order.index(1 - WHO))
-    acc = warpgroup_mma_wait(0, (acc,))
+    accs = wait_mma(accs, 0)
     mbarrier.arrive(empty.index(before(stage, STAGES)))
-    return acc, stage, phase
+    return accs, stage, phase
 
 
 @gluon.jit
 def multiply_precisely(
     x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, COLUMNS: gl.constexpr, X_K_MAJOR: gl.constexpr,
+    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
     Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulator in fp32.
+    """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulators in fp32.
 
     The tensor core adds products of fp8 with about 14 bits; over a step of K that is harmless, over all of it it shows.
     """
     HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    layout: gl.constexpr = mma_layout(COLUMNS, 256 // x_stages.dtype.primitive_bitwidth)
-    acc = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, layout)
+    gl.static_assert(len(WIDTHS) == 1, "there is no room for two products of two parts")
+    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
         x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        part = gl.zeros((HALF_ROWS, COLUMNS), gl.float32, layout)
-        part = warpgroup_mma(x, operand(y_stages, stage, Y_K_MAJOR, True), part, is_async=True, use_acc=False)
+        parts = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
+        parts = start_mma(x, y_stages, stage, parts, False, Y_K_MAJOR)
         if CONSUMERS == "ping_pong":
             if k == steps - 1:
                 mbarrier.arrive(order.index(1 - WHO))
-        part = warpgroup_mma_wait(0, (part,))
+        parts = wait_mma(parts, 0)
         mbarrier.arrive(empty.index(stage))
-        acc += part
+        accs = (accs[0] + parts[0],)
         stage, phase = step(stage, phase, STAGES)
-    return acc, stage, phase
+    return accs, stage, phase
 
 
 @gluon.jit
@@ -216,7 +258,7 @@ def math_loop(
     partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
     stride_tb, stride_tc, alpha, beta,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, STRIP: gl.constexpr,
+    ROWS: gl.constexpr, WIDTHS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, STRIP: gl.constexpr,
     BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
@@ -226,6 +268,7 @@ def math_loop(
     if CHAINED:
         gdc_wait()
     HALF_ROWS: gl.constexpr = ROWS // HALVES
+    COLUMNS: gl.constexpr = start_of(WIDTHS, len(WIDTHS))
     stage = tl.cast(0, tl.int32)
     phase = tl.cast(0, tl.int32)
     slot = tl.cast(0, tl.int32)
@@ -257,14 +300,14 @@ def math_loop(
                 # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
                 mbarrier.wait(order.index(WHO), (number // 2) ^ (1 - WHO))
             if PROMOTE:
-                acc, stage, phase = multiply_precisely(
+                accs, stage, phase = multiply_precisely(
                     x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-                    COLUMNS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
+                    WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
                 )  # fmt: skip
             else:
-                acc, stage, phase = multiply(
+                accs, stage, phase = multiply(
                     x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-                    COLUMNS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
+                    WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
                 )  # fmt: skip
             row = pr * ROWS
             if HALVES == 2:
@@ -278,22 +321,22 @@ def math_loop(
                     HALF: gl.constexpr = WHO if HALVES == 2 else 0
                     at = partials + (partial - part).to(gl.int64) * size + HALF * HALF_ROWS * COLUMNS
                     finishes = settle(
-                        acc, counts + (partial - part) * 2 + HALF, at + part.to(gl.int64) * size, parts,
-                        HALF_ROWS, COLUMNS, STRIP,
+                        accs, counts + (partial - part) * 2 + HALF, at + part.to(gl.int64) * size, parts,
+                        HALF_ROWS, WIDTHS, STRIP,
                     )  # fmt: skip
             if finishes:
                 for i in gl.static_range(COLUMNS // STRIP):
-                    x = strip_of(acc, i * STRIP, COLUMNS, STRIP, HALF_ROWS)
+                    x = strip_of(accs, i * STRIP, WIDTHS, STRIP, HALF_ROWS)
                     if KIND == "stream_k":
                         if parts > 1:
                             x = add_up(x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, STRIP)
                     finish_strip(
                         x, batch, row, pc * COLUMNS + i * STRIP, rows, columns, WHO * BUFFERS + i % BUFFERS,
+                        pending(i, COLUMNS // STRIP, BUFFERS),
                         out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
                         residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr,
                         column_scale, stride_tb, stride_tc, alpha, beta,
-                        HALF_ROWS, STRIP, BUFFERS, STORE, FLIPPED, BATCHED, WIDE, SCALED, SCALES, BIAS, RESIDUAL,
-                        ACTIVATION,
+                        HALF_ROWS, STRIP, STORE, FLIPPED, BATCHED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
                     )  # fmt: skip
         if CONSUMERS == "ping_pong":
             if not mine:
@@ -306,14 +349,14 @@ def math_loop(
 
 @gluon.jit(do_not_specialize=UNSPECIALISED)
 def gemm(
-    x_map, y_map, out_map, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, probe,
+    x_map, y_maps, out_map, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, probe,
     base: tl.int64, reset, x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
     stride_tb, stride_tc, alpha, beta,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr,
-    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, SWAPPED: gl.constexpr,
-    KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    ROWS: gl.constexpr, WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr,
+    BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
+    SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
     CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
@@ -322,15 +365,13 @@ def gemm(
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
     LOOPS: gl.constexpr = 1 if CONSUMERS == "single" else 2
-    STRIPS: gl.constexpr = COLUMNS // STRIP
-    BUFFERS: gl.constexpr = 2 if STRIPS % 2 == 0 else 1
-    dtype: gl.constexpr = x_map.dtype
-    x_shape: gl.constexpr = x_map.block_type.shape[-2:]
-    y_shape: gl.constexpr = y_map.block_type.shape[-2:]
-    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x_shape, dtype)
-    y_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(y_shape, y_map.dtype)
-    x_stages = gl.allocate_shared_memory(dtype, [STAGES * HALVES, x_shape[0], x_shape[1]], x_layout)
-    y_stages = gl.allocate_shared_memory(y_map.dtype, [STAGES, y_shape[0], y_shape[1]], y_layout)
+    x_stages = make_stages(x_map, STAGES * HALVES)
+    BYTES: gl.constexpr = HALVES * ROWS // HALVES * BLOCK_K * x_map.dtype.primitive_bitwidth // 8 + (
+        start_of(WIDTHS, len(WIDTHS)) * BLOCK_K * y_maps[0].dtype.primitive_bitwidth // 8
+    )
+    y_stages = ()
+    for i in gl.static_range(len(WIDTHS)):
+        y_stages = y_stages + (make_stages(y_maps[i], STAGES),)
     if STORE == "tma":
         out_shape: gl.constexpr = out_map.block_type.shape[-2:]
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(out_shape, out_map.dtype)
@@ -352,7 +393,7 @@ def gemm(
                 partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
-                ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
+                ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (math_loop, (
@@ -360,15 +401,15 @@ def gemm(
                 partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
-                ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
+                ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
-                x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+                x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity,
-                ROWS, COLUMNS, BLOCK_K, STAGES, HALVES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
+                ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
                 KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
@@ -379,15 +420,15 @@ def gemm(
                 partials, counts, out_map, out_buffers, out, bias, residual, row_scale, column_scale, rows, columns,
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
-                ROWS, COLUMNS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
+                ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
-                x_map, y_map, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+                x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity,
-                ROWS, COLUMNS, BLOCK_K, STAGES, HALVES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
+                ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
                 KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
             )),
         ], [1], [LOAD_REGISTERS])  # fmt: skip
