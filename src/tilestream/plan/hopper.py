@@ -46,6 +46,8 @@ LEAST_STEPS = 4
 MEMORY_EFFICIENCY = 0.88
 #: Elements of an accumulator that a math loop can hold twice: once to add to, once in the tensor cores.
 _TWICE = 64 * 128
+#: Parts that a tile's columns are multiplied in, at most.
+MOST_PARTS = 3
 #: Registers of a thread of the load warp, and of the math warps beside one load warp and one other consumer.
 LOAD_REGISTERS, MATH_REGISTERS = 40, 232
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, widths
+from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widths
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import major_of
@@ -47,7 +47,8 @@ class Arguments:
     Attributes
     ----------
     x, y, out
-        Maps, one of y for each part of a tile's columns; ``out`` is None where TMA cannot address the output.
+        Maps, of y three, one for each part of a tile's columns: None where there are fewer, and where TMA cannot
+        address the output.
     options
         How the kernel is compiled.
     """
@@ -64,7 +65,8 @@ class Arguments:
         self.rows, self.widths = x[1], widths(y[1])
         self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
         made = [_operand(y, width, problem.k, block_k, batches) for width in self.widths]
-        self.y, self._y_major = tuple(one for one, _ in made), made[0][1]
+        self.y: tuple[Map | None, ...] = (*(one for one, _ in made), *[None] * (MOST_PARTS - len(made)))
+        self._y_major = made[0][1]
         extents, strides = (x[0], y[0]), (on, om) if swapped else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
@@ -101,13 +103,13 @@ class Arguments:
         Parameters
         ----------
         operands
-            The maps of x, of y (a tuple) and of the output; then out, bias, residual, scale of the rows, scale of the
-            columns, partials, counts, counters, table, probe, base, reset, alpha, beta: values, or whatever stands in
-            for them.
+            The maps of x, of y's parts (three: None where there are fewer) and of the output; then out, bias, residual,
+            scale of the rows, scale of the columns, partials, counts, counters, table, probe, base, reset, alpha, beta:
+            values, or whatever stands in for them.
         """
-        base, reset, alpha, beta = operands[13:]
+        base, reset, alpha, beta = operands[15:]
         return (
-            *operands[:13], base, reset, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
+            *operands[:15], base, reset, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
     def _made(self, probe: bool) -> dict[str, Any]:

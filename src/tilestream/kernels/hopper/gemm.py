@@ -349,14 +349,16 @@ def math_loop(
 
 @gluon.jit(do_not_specialize=UNSPECIALISED)
 def gemm(
-    x_map, y_maps, out_map, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, probe,
+    x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
+    counters, table, probe,
     base: tl.int64, reset, x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
     stride_tb, stride_tc, alpha, beta,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     ROWS: gl.constexpr, WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr,
     BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
-    SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
@@ -365,6 +367,11 @@ def gemm(
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
     LOOPS: gl.constexpr = 1 if CONSUMERS == "single" else 2
+    y_maps = (y_map,)
+    if len(WIDTHS) > 1:
+        y_maps = y_maps + (y_map_1,)
+    if len(WIDTHS) > 2:
+        y_maps = y_maps + (y_map_2,)
     x_stages = make_stages(x_map, STAGES * HALVES)
     BYTES: gl.constexpr = HALVES * ROWS // HALVES * BLOCK_K * x_map.dtype.primitive_bitwidth // 8 + (
         start_of(WIDTHS, len(WIDTHS)) * BLOCK_K * y_maps[0].dtype.primitive_bitwidth // 8

@@ -49,7 +49,7 @@ class GemmLaunch(Launch):
         self._out_aligned = out_aligned
         self._layout = layout
         self._launchers: dict[bool, Launcher] = {}
-        self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.y)
+        self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
@@ -82,25 +82,14 @@ class GemmLaunch(Launch):
         if probe is not None:
             arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probe=True), probe.capacity
         x, y = (b, a) if self.plan.swapped else (a, b)
-        described = (
-            described_by(arguments.x, x.dtype),
-            tuple(described_by(part, y.dtype) for part in arguments.y),
-            None if arguments.out is None else described_by(arguments.out, out.dtype),
-        )
+        maps = (arguments.x, x.dtype), *((part, y.dtype) for part in arguments.y), (arguments.out, out.dtype)
+        described = [None if made is None else described_by(made, dtype) for made, dtype in maps]
         filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity)
         grid = (self.plan.schedule.workers, 1, 1)
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
-        varying: list[Any] = [
-            _descriptor(arguments.x),
-            tuple(map(_descriptor, arguments.y)),
-            None if arguments.out is None else _descriptor(arguments.out),
-        ]
+        varying: list[Any] = [None if made is None else Descriptor(made.shape, made.strides) for made, _ in maps]
         varying += [None if tensor is None else VARIES for tensor in given]
         return Launcher(kernel, grid, arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity))
-
-
-def _descriptor(made: Map) -> Descriptor:
-    return Descriptor(made.shape, made.strides)
 
 
 def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
