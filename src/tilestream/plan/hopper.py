@@ -31,19 +31,24 @@ _STRIP_BYTES, _STRIP = 8192, 64
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
-#: Constants of the cost model, fitted to an H100 and an H200.
-#: Share of the tensor cores' nominal peak in the K loop, by variant.
-EFFICIENCY = {"cooperative": 0.80, "ping_pong": 0.78, "single": 0.70}
-#: A narrower tile takes a tensor core as long as one of so many columns.
-LEAST_COLUMNS = 32
-#: Bytes a second from L2 to one SM, and from its registers to memory.
-FEED, DRAIN = 90e9, 60e9
-#: Seconds of a K step beside its work, of an epilogue beside its bytes, of adding up partial results, of a launch.
-STEP_SECONDS, EPILOGUE_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 20e-9, 0.6e-6, 3e-6, 5e-6
+# Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`.
+#: Share of the tensor cores' nominal rate that the K loop reaches, by variant.
+EFFICIENCY = {"cooperative": 0.88, "ping_pong": 0.76, "single": 0.95}
+#: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
+#: column come to that, and with fewer than 64 columns it is this that binds.
+ROWS_CYCLES = 11
+#: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
+FEED, FEED_OF_ONE, PARTIALS = 16e12, 300e9, 25e9
+#: Seconds of a K step beside its work, of an epilogue, of adding up a tile's partial results, and of a launch.
+STEP_SECONDS, EPILOGUE_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 15e-9, 0.1e-6, 3.6e-6, 5.5e-6
+#: Share of the smaller of two things that overlap which does not, in a step and in all.
+NOT_HIDDEN = 0.15, 0.025
+#: What an output that is written across, or a tile of B's rows, costs more.
+SWAPPED_LOSS = 1.004
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
-MEMORY_EFFICIENCY = 0.88
+MEMORY_EFFICIENCY = 0.873
 #: Elements of an accumulator that a math loop can hold twice: once to add to, once in the tensor cores.
 _TWICE = 64 * 128
 #: Parts that a tile's columns are multiplied in, at most.
@@ -189,7 +194,8 @@ def candidates(
                 continue
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m))))
+            # So that the tiles under way at once read as little as they can, together.
+            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
                 if auto and kind == "dynamic" and grid.tiles <= workers:
@@ -201,7 +207,7 @@ def candidates(
                         kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
                         (queues or 1) if several else 1, split, count, first_batch_of(problem),
                     )  # fmt: skip
-                    seconds = _seconds(problem, device, schedule, row)
+                    seconds = _seconds(problem, device, schedule, row, swapped)
                     yield Candidate(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
                         strip=row.strip(out_size), buffers=row.buffers(out_size),
@@ -218,34 +224,36 @@ def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
     return (0, remainder * parts) if parts > 1 else (0,)
 
 
-def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
-    """What a launch takes, by the model at the head of this file."""
-    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+    """A K step: the slower of its multiplications and of its bytes' way from L2."""
+    size = ITEMSIZE[problem.dtype]
+    # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
+    cycles = sum(max(width / 2, ROWS_CYCLES + width / 4) for width in widths(tile.columns))
+    rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
+    instructions = tile.rows // 64 * tile.block_k(size) * size // 32
+    multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
+    workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
+    feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
+    return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
+
+
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swapped: bool) -> float:
+    """What a launch takes: items in waves, or memory, whichever is the longer."""
     grid, workers = schedule.grid, schedule.workers
-    block_k = tile.block_k(size)
-    # A step: the slower of its multiplications and of its bytes' way from L2.
-    columns = max(tile.columns, LEAST_COLUMNS)
-    multiply = 2 * tile.rows * columns * block_k / (device.peak(problem.kind, 1) * EFFICIENCY[tile.variant])
-    feed = 128 * tile.lines * (tile.rows + tile.columns) / FEED
-    step = max(multiply, feed) + STEP_SECONDS
-    epilogue = EPILOGUE_SECONDS + tile.rows * tile.columns * out_size / DRAIN
+    step = _step_seconds(problem, device, schedule, tile)
+    item, tail = grid.k_steps * step + EPILOGUE_SECONDS, 0.0
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
-        item = max(grid.k_steps * step, (grid.k_steps * step + epilogue) / 2)
-        tail = epilogue
-    else:
-        item = grid.k_steps * step + epilogue
-        tail = 0.0
+        item, tail = max(grid.k_steps * step, item / 2), EPILOGUE_SECONDS
     if schedule.kind == "stream_k" and schedule.remainder:
         shares = schedule.num_shares
-        waves = schedule.full_tiles // workers
-        parts = schedule.units / shares * step * cdiv(shares, workers)
-        partial = 4 * tile.rows * tile.columns
-        # Each share hands in a partial result, or two; the last to arrive reads all of a tile's.
-        fix = FIX_SECONDS + (2 + schedule.slots / schedule.remainder) * partial / DRAIN
-        busy = waves * item + parts + fix + epilogue
+        share = schedule.units / shares * step * cdiv(shares, workers)
+        # A share writes one partial result, or two where it crosses from tile to tile; the last to come reads a tile's.
+        partials = (2 if shares % schedule.remainder else 1) + max(shares / schedule.remainder, 1)
+        fix = FIX_SECONDS + partials * 4 * tile.rows * tile.columns / PARTIALS
+        busy = schedule.full_tiles // workers * item + share + fix + EPILOGUE_SECONDS
     else:
         busy = cdiv(grid.tiles, workers) * item + tail
-    # Memory: what must come, and what does not stay in L2 and comes again.
+    if swapped:
+        busy *= SWAPPED_LOSS
     memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY)
-    overlap = max(busy, memory) + 0.1 * min(busy, memory)
-    return LAUNCH_SECONDS + overlap
+    return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
