@@ -216,6 +216,16 @@ def test_a_stream_of_them():
         check(ts.matmul(x.tensor, b, arrival=x.arrival), Maths(source, b))
 
 
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_a_stream_of_them_from_a_file(dtype, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    source, b = rand(64, 41, dtype=dtype), rand(41, 37, dtype=E4M3)
+    safetensors.save_file({"odd": torch.zeros(3, dtype=torch.uint8), "x": source}, tmp_path / "x.safetensors")
+    with ts.stream_in(tmp_path / "x.safetensors", tensor="x", rows_per_chunk=16) as x:
+        assert x.tensor.dtype == dtype
+        check(ts.matmul(x.tensor, b, arrival=x.arrival), Maths(source, b))
+
+
 def test_plan_run():
     a, b = rand(35, 40, dtype=E4M3), rand(40, 37, dtype=E5M2)
     for kind in ("none", "tensor", "row"):
