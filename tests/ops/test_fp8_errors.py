@@ -32,6 +32,7 @@ BAD = [
     ("residual of 8 bits", lambda: ts.matmul(A, B, residual=nans(6, 4).to(E4M3)), TypeError, r"matmul: residual is torch.float8_e4m3fn"),
     ("scale's dtype", lambda: ts.matmul(A, B, scale_a=ROW.double()), TypeError, r"matmul: scale_a is torch.float64; scales are torch.float32: scale_a.float\(\)"),
     ("scale of bf16", lambda: ts.linear(A, B.t(), scale_b=COLUMN.bfloat16()), TypeError, r"linear: scale_b is torch.bfloat16; scales are torch.float32"),
+    ("scale of integers", lambda: ts.matmul(A, B, scale_a=ROW.int()), TypeError, r"matmul: scale_a is torch.int32; scales are torch.float32"),
     ("scale is a number", lambda: ts.matmul(A, B, scale_a=2.0), TypeError, r"matmul: scale_a is a float; it is a torch.Tensor"),
     ("scale elsewhere", lambda: ts.matmul(A, B, scale_b=COLUMN.to("meta")), ValueError, r"matmul: scale_b is on meta, the others on cpu"),
     ("a's shape", lambda: ts.matmul(A, B, scale_a=torch.ones(5)), ValueError, r"matmul: scale_a has shape \[5\]; it has one element, or one a row of a: \[6\], or what broadcasts to \[6, 1\]"),

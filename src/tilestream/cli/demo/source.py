@@ -81,8 +81,8 @@ def open_source(path: Path, tensor: str | None) -> Source:
         raise ValueError(f"{path}: tensor {matrix.name!r} has shape {list(matrix.shape)}: there is nothing to read")
     if matrix.dtype in FP8:
         raise TypeError(
-            f"{path}: tensor {matrix.name!r} is {matrix.dtype}; the demonstration compares with torch.mm, which takes 16 "
-            "bits or more: convert it, or read it with tilestream.stream_in"
+            f"{path}: tensor {matrix.name!r} is {matrix.dtype}; the demonstration compares with torch.mm, which takes "
+            "16 bits or more: convert it, or read it with tilestream.stream_in"
         )
     cold, how = _coldness(path)
     return Source(matrix, tensor, cold, how)
