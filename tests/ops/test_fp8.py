@@ -12,7 +12,7 @@ import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
 from error_rule import DTYPES, FP8, Maths, check, check_gradient, nans, rand
 from streaming import Feeder, late
-from tilestream.kernels.cpu.convert import widen
+from tilestream.kernels.cpu.convert import widened
 from tilestream.runtime.workspace import workspace
 
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
@@ -42,18 +42,16 @@ def scales(kind: str, m: int, n: int, batch: tuple[int, ...] = ()) -> dict[str, 
 def test_each_of_the_256_values_is_converted_exactly(dtype, wide):
     every = torch.arange(256, dtype=torch.uint8).view(dtype)
     for x in (every.view(16, 16), every.view(16, 16).t(), every.view(16, 16)[::3, 1::2], every.view(1, 256)[:, :0]):
-        into = nans(*x.shape, dtype=wide)
-        with workspace() as scratch:
-            widen(x, into, scratch)
-        torch.testing.assert_close(into, x.to(wide), rtol=0, atol=0, equal_nan=True)
+        with workspace() as scratch, widened(x, wide, scratch) as answer:
+            torch.testing.assert_close(answer, x.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_converted_piece_by_piece_is_all_there():
-    x = rand(700, 300).to(E4M3)
-    into = nans(700, 300)
-    with workspace() as scratch:
-        widen(x, into, scratch)
-    assert torch.equal(into, x.float())
+@pytest.mark.parametrize("shape", [(700, 300), (3, 70000), (1, 1), (70000, 3)], ids=str)
+def test_what_is_converted_piece_by_piece_is_all_there(shape):
+    x = rand(*shape).to(E4M3)
+    for seen in (x, x.t(), x[:, ::2]):
+        with workspace() as scratch, widened(seen, torch.float32, scratch) as answer:
+            assert torch.equal(answer, seen.float())
 
 
 @pytest.mark.parametrize("scaled", ["none", "tensor", "row"])
