@@ -21,11 +21,15 @@ ACTIVATIONS = {
     "silu": F.silu,
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
 class Maths:
-    """``activation(alpha * a @ b + bias + beta * residual)``: what an answer is an answer to."""
+    """``activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)``: what an answer is an answer to.
+
+    Scales are such that they broadcast to ``a @ b``.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -35,12 +39,16 @@ class Maths:
     beta: float = 1.0
     activation: str | None = None
     out_dtype: torch.dtype | None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    fast_accum: bool = True
 
     def by_torch(self) -> torch.Tensor:
         """In the operands' own dtype, as one would write it with torch."""
-        return self._epilogue(torch.matmul(self.a.detach(), self.b.detach()), lambda t: t.detach()).to(
-            self.out_dtype or self.a.dtype
-        )
+        a, b = self.a.detach(), self.b.detach()
+        dtype = self.out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+        product = fp8_product(a, b, self.fast_accum) if a.dtype in FP8 else torch.matmul(a, b)
+        return self._epilogue(product, lambda t: t.detach()).to(dtype)
 
     def finer(self) -> torch.Tensor:
         """In float64; for float64 operands the product is accumulated in the C library's long double."""
@@ -52,10 +60,31 @@ class Maths:
         return self._epilogue(product, lambda t: t.detach().double())
 
     def _epilogue(self, x: torch.Tensor, of) -> torch.Tensor:
+        for scale in (self.scale_a, self.scale_b):
+            x = x if scale is None else x * of(scale)
         x = x * self.alpha if self.alpha != 1 else x
         x = x + of(self.bias) if self.bias is not None else x
         x = x + self.beta * of(self.residual) if self.residual is not None and self.beta != 0 else x
         return ACTIVATIONS[self.activation](x)
+
+
+def fp8_product(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:
+    """The product of 8-bit operands in float32: on a GPU by ``torch._scaled_mm``, which has the hardware's sums.
+
+    It wants K and N in multiples of 16, A row by row and B column by column: zeros and copies change nothing. Two
+    float8_e5m2 it does not take; those are multiplied in float32.
+    """
+    if not a.is_cuda or {a.dtype, b.dtype} == {torch.float8_e5m2} or not a.numel() or not b.numel():
+        return torch.matmul(a.float(), b.float())
+    if a.dim() == 3:
+        return torch.stack([fp8_product(x, y, fast_accum) for x, y in zip(a, b, strict=True)])
+    (m, k), n = a.shape, b.shape[1]
+    rows = torch.zeros(m, -(-k // 16) * 16, dtype=a.dtype, device=a.device)
+    columns = torch.zeros(-(-n // 16) * 16, rows.shape[1], dtype=b.dtype, device=b.device)
+    rows[:, :k], columns[:n, :k] = a, b.t()
+    one = torch.ones((), device=a.device)
+    product = torch._scaled_mm(rows, columns.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast_accum)
+    return product[:, :n]
 
 
 def errors(answer: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:

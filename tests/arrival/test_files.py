@@ -73,7 +73,7 @@ class TestSafetensors:
             ("v", ValueError, "no tensor 'v'; there are bias [7], ids [13, 1], scalar [], w [9, 11], x [33, 5], y [3, 4, 6], z [17, 3]"),
             ("bias", ValueError, "tensor 'bias' has shape [7]; a matrix has at least 2 dimensions"),
             ("scalar", ValueError, "tensor 'scalar' has shape []; a matrix has at least 2 dimensions"),
-            ("ids", TypeError, "tensor 'ids' has dtype U8; a matmul takes F64, F32, F16, BF16"),
+            ("ids", TypeError, "tensor 'ids' has dtype U8; a matmul takes F64, F32, F16, BF16, F8_E4M3, F8_E5M2"),
             ("__metadata__", ValueError, "no tensor '__metadata__'; there are bias"),
         ],
     )  # fmt: skip

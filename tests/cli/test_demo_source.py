@@ -117,6 +117,12 @@ def test_the_cache_folder_follows_xdg(monkeypatch, tmp_path, value, used):
     assert str(source.default_folder()) == expected
 
 
+def test_a_tensor_of_8_bits_is_refused(tmp_path):
+    save_file({"x": torch.zeros(4, 8, dtype=torch.float8_e5m2)}, tmp_path / "f.safetensors")
+    with pytest.raises(TypeError, match=r"f.safetensors: tensor 'x' is float8_e5m2; .* 16 bits or more: convert it"):
+        source.open_source(tmp_path / "f.safetensors", "x")
+
+
 def test_a_tensor_without_elements_is_refused(tmp_path):
     save_file({"x": torch.empty(0, 8)}, tmp_path / "f.safetensors")
     with pytest.raises(ValueError, match="nothing to read"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+E4M3, E5M2 = FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
 
@@ -16,7 +17,8 @@ class Case:
     """``[batch, m, k] @ [batch, k, n]``.
 
     ``layout`` says of a and b whether the last dimension is contiguous (n) or the one before (t). ``pad`` elements lie
-    between rows, ``offset`` before the first. ``shared`` operands have batch stride 0.
+    between rows, ``offset`` before the first. ``shared`` operands have batch stride 0. ``scales``: none, tensor, row,
+    mixed (one a row of a, one for all of b), or odd (views of something wider).
     """
 
     m: int
@@ -38,6 +40,13 @@ class Case:
     offset: int = 0
     shared: str = ""
     strided_out: bool = False
+    b_dtype: torch.dtype | None = None
+    scales: str = "none"
+    fast_accum: bool = True
+
+    @property
+    def result(self) -> torch.dtype:
+        return self.out_dtype or (BF16 if self.dtype in FP8 else self.dtype)
 
     @property
     def name(self) -> str:
@@ -51,18 +60,22 @@ class Case:
                 ("", f"off{self.offset}" if self.offset else None),
                 ("", f"shared-{self.shared}" if self.shared else None),
                 ("strided-out", self.strided_out), ("", f"alpha{self.alpha}" if self.alpha != 1 else None),
+                ("x", self.b_dtype), ("", f"{self.scales}-scales" if self.scales != "none" else None),
+                ("", None if self.fast_accum else "precise"),
             )
             if value
         ]  # fmt: skip
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([f"{batch}{self.m}x{self.n}x{self.k}", dtype, self.layout, *rest])
 
-    def matrix(self, rows: int, cols: int, how: str, device: str, shared: bool) -> torch.Tensor:
+    def matrix(
+        self, rows: int, cols: int, how: str, device: str, shared: bool, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Fresh random numbers, in the case's layout; what lies between them is NaN."""
         batch = 1 if shared or not self.batch else self.batch
         outer, inner = (rows, cols) if how == "n" else (cols, rows)
         store = torch.full((self.offset + batch * outer * (inner + self.pad),), float("nan"), dtype=F32, device=device)
-        x = store.to(self.dtype)[self.offset :].view(batch, outer, inner + self.pad)[:, :, :inner]
+        x = store.to(dtype or self.dtype)[self.offset :].view(batch, outer, inner + self.pad)[:, :, :inner]
         if device != "meta":
             x.copy_(torch.randn(x.shape, device=device))
         x = x if how == "n" else x.transpose(1, 2)
@@ -73,17 +86,31 @@ class Case:
     def operands(self, device: str) -> dict[str, torch.Tensor | None]:
         """a, b, bias, residual."""
         full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
+        addend = BF16 if self.dtype in FP8 else self.dtype
         return {
             "a": self.matrix(self.m, self.k, self.layout[0], device, "a" in self.shared),
-            "b": self.matrix(self.k, self.n, self.layout[1], device, "b" in self.shared),
-            "bias": torch.randn(self.n, device=device).to(self.dtype) if self.bias else None,
-            "residual": torch.randn(full, device=device).to(self.dtype) if self.residual else None,
+            "b": self.matrix(self.k, self.n, self.layout[1], device, "b" in self.shared, self.b_dtype),
+            "bias": torch.randn(self.n, device=device).to(addend) if self.bias else None,
+            "residual": torch.randn(full, device=device).to(addend) if self.residual else None,
         }
+
+    def scale(self, device: str) -> dict[str, torch.Tensor | None]:
+        """scale_a and scale_b, as the registered ops take them: positive, of different magnitudes."""
+        batch = (self.batch,) if self.batch else ()
+        row, column = (torch.randn(*batch, *s, device=device).exp() for s in ((self.m, 1), (1, self.n)))
+        a, b = {
+            "none": (None, None),
+            "tensor": (torch.full((), 0.75, device=device), torch.full((1, 1), 3.0, device=device)),
+            "row": (row, column),
+            "mixed": (row, torch.full((1,), 3.0, device=device)),
+            "odd": (torch.cat([row, row], -1)[..., 1:], torch.cat([column, column], -2)[..., 1:, :]),
+        }[self.scales]
+        return {"scale_a": a, "scale_b": b}
 
     def output(self, device: str) -> torch.Tensor:
         """NaN, to be written."""
         full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
-        dtype = self.out_dtype or self.dtype
+        dtype = self.result
         if self.strided_out:
             rows = torch.full((*full[:-1], 2 * full[-1] + 3), float("nan"), dtype=dtype, device=device)
             return rows[..., : 2 * full[-1] : 2]
@@ -135,7 +162,47 @@ def _cases() -> list[Case]:
     return cases
 
 
+def _fp8_cases() -> list[Case]:
+    cases = []
+    # Every layout and pair, aligned and ragged, how products are added up, what they are scaled by.
+    for layout, scales, fast in itertools.product(LAYOUTS, ("tensor", "row"), (True, False)):
+        how = {"scales": scales, "fast_accum": fast}
+        cases.append(Case(512, 768, 640, E4M3, layout, **how))
+        cases.append(Case(333, 517, 201, E4M3, layout, **how))
+    for (a, b), layout in itertools.product(((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)), ("nn", "nt")):
+        cases.append(Case(512, 768, 640, a, layout, b_dtype=b, scales="row"))
+        cases.append(Case(333, 517, 201, a, layout, b_dtype=b, scales="tensor", fast_accum=False))
+    for schedule, scales in itertools.product(("static", "dynamic", "stream_k"), ("none", "row", "mixed", "odd")):
+        cases.append(Case(1000, 1040, 800, E4M3, "nt", schedule=schedule, scales=scales))
+    for m, n, k in (
+        (1, 1, 1), (1, 4096, 512), (4096, 1, 512), (16, 16, 16), (17, 15, 33), (127, 129, 63), (128, 256, 128),
+        (129, 257, 129), (64, 4096, 4096), (2048, 2048, 2048), (5, 7, 0), (0, 7, 5), (5, 0, 7),
+    ):  # fmt: skip
+        cases.append(Case(m, n, k, E4M3, "nt", scales="row"))
+    full = {"bias": True, "residual": True, "alpha": 1.5, "beta": -0.5}
+    for out, scales in itertools.product((BF16, F16, F32), ("tensor", "row")):
+        # In float32 what the tensor cores drop is seen; how much that is depends on where a kernel cuts K.
+        how = {"out_dtype": out, "scales": scales, "fast_accum": out != F32, **full}
+        cases.append(Case(520, 784, 640, E4M3, "nt", activation="gelu", schedule="stream_k", **how))
+        cases.append(Case(333, 517, 201, E5M2, "nn", activation="silu", b_dtype=E4M3, **how))
+    cases += [
+        Case(512, 768, 640, E4M3, "nt", strided_out=True, scales="row"),
+        Case(144, 160, 96, E4M3, batch=5, scales="row"),
+        Case(130, 140, 96, E4M3, "nt", batch=5, shared="a", scales="odd"),
+        Case(144, 160, 96, E4M3, "nt", batch=5, shared="b", schedule="stream_k", scales="mixed"),
+        Case(512, 768, 640, E4M3, "nt", pad=16, scales="row"),
+        Case(512, 768, 640, E4M3, "nt", pad=3, scales="row"),
+        Case(512, 768, 640, E4M3, "nt", offset=1, scales="row"),
+        Case(512, 768, 640, E4M3, "tt", offset=16, pad=16, scales="tensor"),
+        # Operands of more bits are scaled by the same code.
+        Case(512, 768, 640, BF16, "nt", scales="row", schedule="stream_k", activation="relu", **full),
+        Case(333, 517, 201, F32, scales="tensor"),
+    ]  # fmt: skip
+    return cases
+
+
 CASES = _cases()
+FP8_CASES = _fp8_cases()
 #: Worker counts; 1 to 132 is an H100's.
 WORKERS = (1, 2, 3, 5, 7, 16, 31, 64, 100, 131, 132)
 WORKER_CASES = [

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
 
 import torch
-from gpu_cases import BOUNDS, BOUNDS_N, CASES, F32, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
+from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.portable.arguments import Layout, is_aligned
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import plan_problem
@@ -32,11 +33,17 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
     return (0, rows, cols) if x.dim() == 2 or x.shape[0] == 1 else (x.stride(0), rows, cols)
 
 
+def scale_strides(x: torch.Tensor | None, dim: int) -> tuple[int, int]:
+    if x is None or x.numel() == 1:
+        return 0, 0
+    return x.stride(0) if x.dim() == 3 else 0, x.stride(dim)
+
+
 def spec(
     device: DeviceProperties, case: Case, tile=None, queues=None, rows=None, columns=None
 ) -> tuple[Any, Layout, tuple[int, ...], bool] | None:
     """What `tilestream.ops.gpu` would launch for a case: plan, layout, addresses modulo 16."""
-    operands, out = case.operands("meta"), case.output("meta")
+    operands, out, scales = case.operands("meta"), case.output("meta"), tuple(case.scale("meta").values())
     a, b, bias, residual = operands.values()
     if not out.numel():
         return None
@@ -45,6 +52,7 @@ def spec(
     layout = Layout(
         strides(a), strides(b), strides(out), None if bias is None else 1,
         None if residual is None or case.beta == 0 else strides(residual), case.alpha != 1, case.activation or "none",
+        scale_strides(scales[0], -2), scale_strides(scales[1], -1),
     )  # fmt: skip
     (m, k), n = a.shape[-2:], b.shape[-1]
     shared = batch > 1 and a.stride(0) == 0
@@ -54,13 +62,16 @@ def spec(
         tf32=case.tf32,
         aligned=is_aligned((m, k), layout.a[1:], layout.a[0], address[0])
         and is_aligned((k, n), layout.b[1:], layout.b[0], address[1]),
+        b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+        scales=Epilogue(scale_a=scales[0], scale_b=scales[1]).scales,
+        fast_accum=case.fast_accum,
     )  # fmt: skip
     plan = plan_problem(problem, case.workers, case.schedule, tile, None, queues, device=device)
     return plan, layout, tuple(address), bias is not None
 
 
 def specs(device: DeviceProperties) -> list[tuple[Any, Layout, tuple[int, ...], bool]]:
-    cases: list[Any] = [(case, {}) for case in (*CASES, *WORKER_CASES)]
+    cases: list[Any] = [(case, {}) for case in (*CASES, *FP8_CASES, *WORKER_CASES)]
     kinds = (*KINDS, "auto")
     for kind in kinds:
         cases += [(Case(m, n, k, schedule=kind, bias=bias, workers=workers), {}) for m, n, k, bias, workers in (
@@ -83,6 +94,8 @@ def specs(device: DeviceProperties) -> list[tuple[Any, Layout, tuple[int, ...], 
     both = {"rows": Chunks.uniform(M, 128), "columns": Chunks.uniform(N, 100)}
     cases.append((Case(M, N, K, layout="nt", workers=60), both))
     cases.append((Case(M, N, K, F32), {"rows": Chunks.uniform(M, 256)}))
+    for kind, scales in itertools.product(KINDS, ("tensor", "row")):
+        cases.append((Case(M, N, K, E4M3, "nt", scales=scales, schedule=kind), {"rows": Chunks.uniform(M, 150)}))
     cases += [(Case(2**20 + 1024, 2304, 2048), {}), (Case(300, 300, 300, F32), {})]
     for layout, rows in itertools.product(("nn", "nt"), (512, 1024)):
         cases.append((Case(16384, 8192, 8192, layout=layout), {"rows": Chunks.uniform(16384, rows)}))
@@ -106,11 +119,13 @@ def fill(plan: Any, layout: Layout, address: tuple[int, ...], biased: bool) -> t
         return Pointer(dtype, at) if there else None
 
     arguments = Arguments(plan, layout)
+    addend = "bfloat16" if problem.fp8 else problem.dtype
+    scale = pointer(problem.scales != "none", "float32", 4)
     return arguments.options, arguments.fill(
-        Pointer(problem.dtype, address[0]), Pointer(problem.dtype, address[1]), Pointer(problem.out_dtype, address[2]),
-        pointer(layout.bias, problem.dtype), pointer(layout.residual, problem.dtype),
+        *(Pointer(dtype, at) for dtype, at in zip(problem.dtypes, address[:2], strict=True)),
+        Pointer(problem.out_dtype, address[2]), pointer(layout.bias, addend), pointer(layout.residual, addend),
         pointer(schedule.slots, "float32"), pointer(schedule.slots, "int32"), pointer(words, "int64"),
-        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan),
+        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan), scales=(scale, scale),
     )  # fmt: skip
 
 

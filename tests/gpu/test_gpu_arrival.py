@@ -48,7 +48,7 @@ class Feed:
         self.arrival, self.source = arrival, source
         self.bounds = arrival.chunks(source.shape[:-1].numel()).bounds
         self.rows = source.view(-1, source.shape[-1])
-        self.tensor = torch.full(source.shape, float("nan"), dtype=source.dtype, device="cuda")
+        self.tensor = torch.full(source.shape, float("nan"), device="cuda").to(source.dtype)
         self.stream = lend_to(self, self.tensor.device)  # torch's own may be the one on which the kernel waits
         self.stream.wait_stream(torch.cuda.current_stream())
 
@@ -85,6 +85,23 @@ def test_every_pivot_with_the_kernel_waiting(chunking, kind):
         feed(*in_order(arrival), pause=0.0005)
         check(out, maths)
         assert all(arrival.arrived(chunk) for chunk in range(arrival.num_chunks))
+
+
+@launch_first
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scaled", ["tensor", "row"])
+def test_rows_of_8_bits(scaled, kind):
+    source = torch.randn(M, K).to(torch.float8_e4m3fn).pin_memory()
+    b = torch.randn(N, K, device="cuda").to(torch.float8_e4m3fn).t()
+    scales = {"scale_a": torch.rand(M, 1, device="cuda"), "scale_b": torch.rand(1, N, device="cuda")}
+    if scaled == "tensor":
+        scales = {name: scale.flatten()[0] for name, scale in scales.items()}
+    maths = Maths(source.cuda(), b, **scales)
+    for arrival in arrivals("odd"):
+        feed = Feed(arrival, source)
+        out = ts.matmul(feed.tensor, b, **scales, arrival=arrival, schedule=kind)
+        feed(*in_order(arrival))
+        check(out, maths)
 
 
 @launch_first

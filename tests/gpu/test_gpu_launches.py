@@ -183,6 +183,36 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
         assert ts.matmul(a, b, bias=bias, activation="relu").is_inference()
 
 
+@pytest.mark.parametrize("form", ["tensor", "row", "vector"])
+def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form):
+    from tilestream.ops import again
+
+    def scales():
+        row, column = torch.rand(300, 1, device="cuda"), torch.rand(1, 208, device="cuda")
+        if form == "tensor":
+            row, column = row[:1], column[0, :1]
+        return {"scale_a": row, "scale_b": column}
+
+    def call(a, b, scale_a, scale_b, **how):
+        given = (scale_a[:, 0], scale_b[0]) if form == "vector" else (scale_a, scale_b)
+        answer = ts.matmul(a, b, scale_a=given[0], scale_b=given[1], **how)
+        check(answer, Maths(a, b, scale_a=scale_a, scale_b=scale_b, fast_accum=how.get("use_fast_accum", True)))
+
+    a, b = (torch.randn(s, device="cuda").to(torch.float8_e4m3fn) for s in ((300, 128), (208, 128)))
+    first = scales()
+    call(a, b.t(), **first)
+    known = len(again._known)
+    for _ in range(3):
+        a.copy_(torch.randn(a.shape, device="cuda"))
+        call(a, b.t(), **scales())
+    assert len(again._known) == known, "the same launch, other numbers"
+    call(a, b.t(), **first, use_fast_accum=False)
+    call(a, b.to(torch.float8_e5m2).t(), **first)
+    assert len(again._known) == known + 2
+    with pytest.raises(RuntimeError, match="matmul: scale_a requires a gradient"):
+        ts.matmul(a, b.t(), scale_a=first["scale_a"].clone().requires_grad_(), scale_b=first["scale_b"])
+
+
 def test_opcheck():
     a, b = (t.requires_grad_() for t in operands(70, 90, 40))
     bias = torch.randn(90, device="cuda", dtype=a.dtype, requires_grad=True)

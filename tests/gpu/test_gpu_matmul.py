@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import CASES, WORKER_CASES, Case
+from gpu_cases import BF16, CASES, E4M3, E5M2, FP8_CASES, WORKER_CASES, Case
 
 import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
@@ -20,16 +20,17 @@ def tf32():
 
 
 def run(case: Case) -> None:
-    operands = case.operands("cuda")
+    operands, scales = case.operands("cuda"), case.scale("cuda")
     out = case.output("cuda")
     torch.ops.tilestream.gemm_out(
         *operands.values(), case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule,
-        case.workers or 0, out,
+        case.workers or 0, out, *scales.values(), case.fast_accum,
     )  # fmt: skip
     check(
         out,
         Maths(
-            **operands, alpha=case.alpha, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype
+            **operands, alpha=case.alpha, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype,
+            **scales, fast_accum=case.fast_accum,
         ),
     )  # fmt: skip
 
@@ -43,6 +44,47 @@ def test_error_rule(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.tf32], ids=lambda case: case.name)
 def test_error_rule_where_torch_allows_tf32(case):
     run(case)
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_8_bit_operands_and_scales(case):
+    run(case)
+
+
+def test_8_bit_operands_by_the_public_names():
+    x, weight = (torch.randn(s, device="cuda").to(E4M3) for s in ((3, 50, 64), (96, 64)))
+    tokens, rows = torch.rand(3, 50, 1, device="cuda"), torch.rand(96, 1, device="cuda")
+    maths = Maths(x.view(150, 64), weight.t(), scale_a=tokens.view(150, 1), scale_b=rows.t(), activation="gelu")
+    answer = ts.linear(x, weight, scale_a=tokens, scale_b=rows, activation="gelu")
+    check(answer.view(150, 96), maths)
+    flat = {"scale_a": tokens.view(150), "scale_b": rows.view(96)}
+    check(ts.mm(x.view(150, 64), weight.t(), **flat, activation="gelu"), maths)
+    made = ts.plan(50, 50, 64, batch=3, dtype=E4M3, scales="row", device="cuda")
+    scales = {"scale_a": tokens, "scale_b": tokens.mT}
+    check(made.run(x, x.mT, **scales), Maths(x, x.mT, **scales))
+    check(ts.bmm(x, x.mT, **scales), Maths(x, x.mT, **scales))
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+def test_a_long_k_of_8_bits(fast_accum):
+    out_dtype = None if fast_accum else torch.float32
+    run(Case(2048, 2048, 8192, E4M3, "nt", out_dtype=out_dtype, scales="row", fast_accum=fast_accum))
+
+
+def test_added_up_in_float32_is_finer():
+    a, b = (torch.rand(s, device="cuda").to(E4M3) for s in ((256, 16384), (512, 16384)))  # positive: sums grow
+    want = a.double() @ b.t().double()
+    fast, precise = (
+        (ts.mm(a, b.t(), out_dtype=torch.float32, use_fast_accum=how) - want).abs().max() for how in (True, False)
+    )
+    assert precise <= fast
+
+
+def test_8_bit_operands_that_torch_does_not_multiply_here():
+    a, b = torch.randn(64, 64, device="cuda").to(E5M2), torch.randn(64, 64, device="cuda").to(E5M2)
+    answer = ts.matmul(a, b)
+    assert answer.dtype == BF16
+    check(answer, Maths(a, b))
 
 
 @pytest.mark.parametrize("case", WORKER_CASES, ids=lambda case: case.name)

@@ -21,7 +21,13 @@ HERE = Path(__file__).parent / "portable"
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("file", "least"), [("test_portable_gemm.py", 90), ("test_portable_order.py", 60), ("test_portable_arrival.py", 35)]
+    ("file", "least"),
+    [
+        ("test_portable_gemm.py", 90),
+        ("test_portable_order.py", 60),
+        ("test_portable_arrival.py", 35),
+        ("test_portable_fp8.py", 50),
+    ],
 )
 def test_in_the_interpreter(file, least):
     run = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,12 +12,14 @@ from tilestream import Arrival, plan
 from tilestream.kernels.portable.arguments import Layout, constants, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem, plan_problem
 from tilestream.plan.portable import TILES, tiles
+from tilestream.plan.problem import FP8
 
 HZ = 1.8e9
 H100 = DeviceProperties(
     "an H100", "portable", 132, 256 * HZ, 3.3e12, "made up", "sm_90", 232448,
-    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ)),
+    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ), ("fp8", 8192 * HZ)),
 )  # fmt: skip
+MI355X = DeviceProperties("an MI355X", "portable", 256, 256 * HZ, 8e12, "made up", "gfx950", 163840)
 MI300X = DeviceProperties("an MI300X", "portable", 304, 256 * HZ, 5.3e12, "made up", "gfx942", 65536)
 SMALL = DeviceProperties("a small GPU", "portable", 4, 1e11, 1e11, "made up", "sm_75", 49152)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -116,6 +119,72 @@ def test_alignment_is_what_a_vector_of_16_bytes_needs():
         ((64, 64), (64, 1), 8, 0), ((64, 64), (64, 1), 0, 2),
     ):  # fmt: skip
         assert not is_aligned(extents, strides, batch, address)
+
+
+# Operands of 8 bits -----------------------------------------------------------------------------------------------
+
+E4M3, E5M2 = FP8
+
+
+@pytest.mark.parametrize("device", [H100, MI355X], ids=lambda device: device.arch)
+def test_8_bit_operands_have_tiles_whose_rings_fit(device):
+    for aligned, fast in itertools.product((True, False), repeat=2):
+        problem = Problem(1000, 1000, 1000, 1, E4M3, "bfloat16", aligned=aligned, b_dtype=E5M2, fast_accum=fast)
+        for row in tiles(problem, device):
+            assert row.ring_bytes(1) <= device.shared
+            assert row.block_k >= 32, "the least that the hardware takes"
+            made = options(plan_problem(problem, tile=(row.block_m, row.block_n), device=device))
+            assert made["num_warps"] == row.warps
+
+
+def test_8_bit_operands_get_the_large_tile_and_bfloat16():
+    made = plan(4096, 4096, 4096, dtype=E4M3, device=H100)
+    assert (made.tile, made.block[2], made.problem.out_dtype) == ((128, 256), 128, "bfloat16")
+    assert made.floor.compute == pytest.approx(2 * 4096**3 / (132 * 8192 * HZ))
+    precise = plan(4096, 4096, 4096, dtype=E4M3, use_fast_accum=False, device=H100)
+    assert precise.tile == (128, 128), "each accumulator is there twice"
+    assert plan(64, 64, 64, dtype="float16", use_fast_accum=False).problem.fast_accum, "which is about 8 bits only"
+
+
+def test_explain_says_what_is_scaled_and_how_it_is_added_up():
+    made = plan(64, 64, 64, dtype=E4M3, b_dtype=E5M2, scales="row", use_fast_accum=False, device=H100)
+    head = made.explain().splitlines()[0]
+    assert head == (
+        "matmul [64, 64] @ [64, 64], float8_e4m3fn x float8_e5m2, a scale a row and column, added up in float32 every "
+        "128 of K -> bfloat16"
+    )
+    assert "bfloat16, one scale each -> bf" in plan(1, 1, 1, dtype="bfloat16", scales="tensor", device=H100).explain()
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "gfx90a", "gfx942", "gfx1100"])
+def test_8_bit_operands_where_the_hardware_has_no_such(arch):
+    device = dataclasses.replace(H100, name="a GPU", arch=arch)
+    why = (
+        "has matrix units for the fnuz kinds of fp8 only"
+        if arch == "gfx942"
+        else "has no matrix units for operands of 8"
+    )
+    with pytest.raises(
+        NotImplementedError, match=rf"dtype: {E4M3}; a GPU, {arch}, {why}.*: convert the operands to bf"
+    ):
+        plan(64, 64, 64, dtype=E4M3, device=device)
+    assert plan(64, 64, 64, dtype="bfloat16", scales="row", device=device).explain()
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_120", "gfx950"])
+def test_8_bit_operands_where_it_has(arch):
+    assert plan(64, 64, 64, dtype=E5M2, device=dataclasses.replace(H100, arch=arch)).problem.fp8
+
+
+def test_what_the_kernel_is_compiled_with_for_8_bits():
+    for fast, aligned, imprecise in ((True, True, None), (False, True, 128), (False, False, 32)):
+        problem = Problem(4096, 4096, 4096, 1, E4M3, "bfloat16", scales="row", fast_accum=fast, aligned=aligned)
+        made = constants(plan_problem(problem, device=H100), layout())
+        assert made["IMPRECISE"] == imprecise, "no more than a K step: Triton takes no more"
+        assert made["SCALES"] == "row"
+    far = Problem(4096, 64, 64, 1, E4M3, "bfloat16", scales="row")
+    spread = Layout((0, 64, 1), (0, 64, 1), (0, 64, 1), scale_a=(0, 2**20))
+    assert constants(plan_problem(far, device=H100), spread)["WIDE"]
 
 
 def layout(a=(0, 64, 1), b=(0, 64, 1), out=(0, 64, 1)):

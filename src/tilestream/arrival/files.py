@@ -23,7 +23,14 @@ from typing import Any
 PAGE = 4096
 
 #: safetensors' names of the dtypes that a matmul takes, with torch's name and bytes.
-_SAFETENSORS = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+_SAFETENSORS = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
 _NUMPY = {"<f8": ("float64", 8), "<f4": ("float32", 4), "<f2": ("float16", 2)}
 _MAX_HEADER = 100 * 2**20  # the safetensors format's own limit
 

@@ -10,7 +10,9 @@ def plan(
     n: Annotated[int, typer.Argument(min=0, help="Columns of B.")],
     k: Annotated[int, typer.Argument(min=0, help="Columns of A, rows of B.")],
     batch: Annotated[int, typer.Option(min=0, help="Number of such matmuls.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2.")
+    ] = "float32",
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; default: as many as the device holds.")] = None,
     schedule: Annotated[str, typer.Option(help="auto, static, dynamic or stream_k.")] = "auto",
     tile: Annotated[str | None, typer.Option(help="Rows and columns of a tile, as 256x512.")] = None,

@@ -62,8 +62,7 @@ def _epilogue(options: Options, scale_a: torch.Tensor | None, scale_b: torch.Ten
 
 def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
     """What the checks and the plan of this call depend on; None for a call that always goes the long way."""
-    bias = options.bias
-    others = (bias, options.scale_a, options.scale_b)
+    bias, scale_a, scale_b = options.bias, options.scale_a, options.scale_b
     if (
         type(a) not in _PLAIN
         or type(b) not in _PLAIN
@@ -80,16 +79,29 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         or forward_ad._current_level >= 0
         or a.is_neg()
         or b.is_neg()
-        or any(t is not None and (type(t) not in _PLAIN or t.is_neg()) for t in others)
+        or _is_odd(bias)
+        or _is_odd(scale_a)
+        or _is_odd(scale_b)
     ):
         return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, *others)):
+    if torch.is_grad_enabled() and (
+        a.requires_grad or b.requires_grad or _has_gradient(bias) or _has_gradient(scale_a) or _has_gradient(scale_b)
+    ):
         return None
     return (
         options.op, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, b.device,
         a.data_ptr() % 16, b.data_ptr() % 16,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16 == 0),
-        *((t.shape, t.stride(), t.dtype, t.device) for t in others[1:] if t is not None),
-        options.scale_a is None, options.scale_b is None, options.fast_accum,
+        None if scale_a is None else (scale_a.shape, scale_a.stride(), scale_a.dtype, scale_a.device),
+        None if scale_b is None else (scale_b.shape, scale_b.stride(), scale_b.dtype, scale_b.device),
+        options.fast_accum,
         options.alpha, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
     )  # fmt: skip
+
+
+def _is_odd(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg())
+
+
+def _has_gradient(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad

@@ -107,17 +107,22 @@ def check_tensors(op: str, **tensors: torch.Tensor | None) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
             raise TypeError(f"{op}: {name} {what}; dense tensors are multiplied: {name}.to_dense(), or torch.{op}")
-        try:
-            dtype_name(tensor.dtype)
-        except TypeError as error:
-            raise TypeError(f"{op}: {name}: {error}") from None
         if name in ("scale_a", "scale_b"):
             check_scale_dtype(op, name, tensor)
-        elif tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
+        else:
+            _check_dtype(op, name, tensor)
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
         device = tensor.device
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    try:
+        dtype_name(tensor.dtype)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name}: {error}") from None
+    if tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
 
 
 def _refuse_tangents(op: str, *tensors: torch.Tensor | None) -> None:

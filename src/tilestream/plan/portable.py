@@ -21,8 +21,8 @@ from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: Row tiles per group of a raster.
 GROUP = 8
-#: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers;
-#: with strips of 64, 240.
+#: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers, of
+#: 8-bit operands 232; with strips of 64, 240.
 STRIP = 32
 #: Seconds a tile costs beside its multiply-adds, and a launch.
 TILE_SECONDS = 2e-6
@@ -69,13 +69,14 @@ TILES: dict[str, tuple[Tile, ...]] = {
     # An element a load: one 64-bit address each, in registers.
     "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
     "8-bit": (
-        Tile(128, 256, 128, 8, 3, 0.60),
+        Tile(128, 256, 128, 8, 3, 0.60),  # the ring: 144 KiB
         Tile(128, 128, 128, 8, 4, 0.50),
         Tile(64, 128, 128, 4, 4, 0.35),
         Tile(64, 64, 128, 4, 4, 0.22),
         Tile(16, 128, 64, 4, 4, 0.10),  # 16 rows: multiplied as float16
     ),
-    # Each accumulator twice: what the tensor cores add to, and what that is emptied into.
+    # Each accumulator twice: what the tensor cores add to, and what that is emptied into; 128x256 spills. ptxas puts
+    # their instructions one after the other.
     "8-bit, precise": (
         Tile(128, 128, 128, 8, 4, 0.45),
         Tile(64, 128, 128, 4, 4, 0.30),

@@ -24,13 +24,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, block: int = 16) -> None:
 def plan_for(a: torch.Tensor, b: torch.Tensor, kind: str = "dynamic", workers: int = 5, **how) -> Plan:
     batch = a.shape[0] if a.dim() == 3 else 1
     problem = Problem(
-        a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype))
-    )
+        a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype)),
+        b_dtype=dtype_name(b.dtype), scales=how.pop("scales", "none"), fast_accum=how.pop("fast_accum", True),
+    )  # fmt: skip
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE, **how)
 
 
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
     return (0, *x.stride()) if x.dim() == 2 else tuple(x.stride())  # type: ignore[return-value]
+
+
+def scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
+    if scale is None or scale.numel() == 1:
+        return 0, 0
+    return scale.stride(0) if scale.dim() == 3 else 0, scale.stride(dim)
 
 
 def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, incoming=None) -> None:
@@ -44,6 +51,7 @@ def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, inc
         None if epilogue.bias is None else epilogue.bias.stride(0),
         None if epilogue.residual is None else strides(epilogue.residual),
         epilogue.alpha != 1, epilogue.activation,
+        scale_strides(epilogue.scale_a, -2), scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
     GemmLaunch(plan, layout)(a, b, out, epilogue, incoming, probe)
 

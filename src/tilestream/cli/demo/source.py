@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilestream.arrival.files import StoredMatrix, drop_from_page_cache, find_matrix
 from tilestream.cli import ui
+from tilestream.plan.problem import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,11 @@ def open_source(path: Path, tensor: str | None) -> Source:
     matrix = find_matrix(path, tensor)
     if not matrix.nbytes:
         raise ValueError(f"{path}: tensor {matrix.name!r} has shape {list(matrix.shape)}: there is nothing to read")
+    if matrix.dtype in FP8:
+        raise TypeError(
+            f"{path}: tensor {matrix.name!r} is {matrix.dtype}; the demonstration compares with torch.mm, which takes "
+            "16 bits or more: convert it, or read it with tilestream.stream_in"
+        )
     cold, how = _coldness(path)
     return Source(matrix, tensor, cold, how)
 

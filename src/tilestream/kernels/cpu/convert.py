@@ -6,15 +6,19 @@ the multiply-adds of a tile of 512 columns. There are only 256 values: looked up
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+from collections.abc import Iterator
 
 import torch
 
 from tilestream.runtime.workspace import Workspace
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: Elements looked up at a time: their indices, four bytes each, stay in the cache of a core.
-_AT_ONCE = 1 << 16
+#: Elements looked up at a time: few enough that torch does it in the calling thread, and that their indices, four bytes
+#: each, stay in its core's cache.
+_AT_ONCE = 1 << 15
 
 
 @functools.cache
@@ -24,16 +28,29 @@ def _values(dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
         return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(wide)
 
 
-def widen(x: torch.Tensor, into: torch.Tensor, workspace: Workspace) -> None:
-    """Convert ``x`` ``[rows, columns]``, any strides, to ``into``, which is contiguous."""
-    if x.dtype not in _FP8 or not x.numel():
-        into.copy_(x)
+@contextlib.contextmanager
+def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> Iterator[torch.Tensor]:
+    """``x`` ``[rows, columns]``, any strides, in ``dtype``, for the length of the block; in ``x``'s order of strides."""
+    if x.dtype not in _FP8:
+        with workspace.borrow(x.shape, dtype) as into:
+            yield into.copy_(x)
+        return
+    turned = x.stride(0) < x.stride(1)
+    source = x.t() if turned else x
+    with workspace.borrow(source.shape, dtype) as into:
+        _look_up(source, into, workspace)
+        yield into.t() if turned else into
+
+
+def _look_up(x: torch.Tensor, into: torch.Tensor, workspace: Workspace) -> None:
+    if not x.numel():
         return
     values, codes = _values(x.dtype, into.dtype), x.view(torch.uint8)
-    rows = max(1, _AT_ONCE // x.shape[1])
-    with workspace.borrow((min(rows, x.shape[0]) * x.shape[1],), torch.int32) as indices:
-        for begin in range(0, x.shape[0], rows):
-            part = codes[begin : begin + rows]
+    rows, columns = max(1, _AT_ONCE // x.shape[1]), min(_AT_ONCE, x.shape[1])
+    with workspace.borrow((rows * columns,), torch.int32) as indices:
+        for row, column in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
+            part = codes[row : row + rows, column : column + columns]
             index = indices[: part.numel()]
             index.view(part.shape).copy_(part)
-            torch.index_select(values, 0, index, out=into[begin : begin + rows].view(-1))
+            # One row at most where it is not a row as a whole: either way this is contiguous.
+            torch.index_select(values, 0, index, out=into[row : row + rows, column : column + columns].view(-1))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilestream.kernels.cpu.convert import widen
+from tilestream.kernels.cpu.convert import widened
 from tilestream.kernels.cpu.epilogue import apply
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.runtime.workspace import Workspace
@@ -109,10 +109,7 @@ class GemmBody:
         if a.dtype == into.dtype:
             torch.mm(a, b, out=into)
             return
-        borrow = self._workspace.borrow
-        with borrow(a.shape, into.dtype) as wide_a, borrow(b.shape, into.dtype) as wide_b:
-            widen(a, wide_a, self._workspace)
-            widen(b, wide_b, self._workspace)
+        with widened(a, into.dtype, self._workspace) as wide_a, widened(b, into.dtype, self._workspace) as wide_b:
             torch.mm(wide_a, wide_b, out=into)
 
     def _slot(self, slot: int, tile: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""The portable kernel in Triton's interpreter: operands of 8 bits, and scales of operands of any dtype."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from interpreted import KINDS, nan_like, plan_for, run, small_tiles
+
+from error_rule import FP8, Maths, check, rand
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.plan import portable
+
+PAIRS = list(itertools.product(FP8, FP8))
+F32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    small_tiles(monkeypatch)
+    # An 8-bit dot takes 32 of K at least, as the hardware does.
+    tiles = {
+        kind: tuple(row._replace(block_k=32) for row in rows) if kind.startswith("8-bit") else rows
+        for kind, rows in portable.TILES.items()
+    }
+    monkeypatch.setattr(portable, "TILES", tiles)
+
+
+def scales(kind: str, m: int, n: int, batch: tuple[int, ...] = ()) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a test scales by: positive, of different magnitudes."""
+    if kind == "none":
+        return None, None
+    if kind == "tensor":
+        return torch.tensor([[0.75]]), torch.tensor(3.0)
+    return rand(*batch, m, 1).exp(), rand(*batch, 1, n).exp()
+
+
+def multiply(a, b, scale_a=None, scale_b=None, kind="dynamic", out_dtype=F32, fast_accum=True, **how) -> None:
+    epilogue = Epilogue(scale_a=scale_a, scale_b=scale_b, **how)
+    plan = plan_for(a, b, kind, out=str(out_dtype)[6:], scales=epilogue.scales, fast_accum=fast_accum)
+    out = nan_like(a, b, out_dtype)
+    run(plan, a, b, out, epilogue)
+    maths = {"alpha": epilogue.alpha, "beta": epilogue.beta, "bias": epilogue.bias, "residual": epilogue.residual}
+    activation = None if epilogue.activation == "none" else epilogue.activation
+    check(
+        out, Maths(a, b, **maths, activation=activation, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b)
+    )  # fmt: skip
+
+
+def operand(rows: int, cols: int, how: str, dtype: torch.dtype) -> torch.Tensor:
+    """``how``: n, t (contiguous along rows), or s (along nothing); what lies between is NaN."""
+    if how == "t":
+        return operand(cols, rows, "n", dtype).t()
+    step = 2 if how == "s" else 1
+    store = torch.full((rows, step * cols + 3), float("nan")).to(dtype)
+    view = store[:, : step * cols : step]
+    view.copy_(rand(rows, cols, dtype=dtype))
+    return view
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt", "ss"])
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+def test_layouts(dtypes, layout):
+    a, b = operand(37, 70, layout[0], dtypes[0]), operand(70, 50, layout[1], dtypes[1])
+    multiply(a, b)
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scaled", ["none", "tensor", "row"])
+def test_scales_and_schedules(scaled, kind, fast_accum):
+    a, b = rand(37, 100, dtype=FP8[0]), rand(100, 50, dtype=FP8[1])
+    multiply(a, b, *scales(scaled, 37, 50), kind=kind, fast_accum=fast_accum)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, F32], ids=str)
+@pytest.mark.parametrize("scaled", ["tensor", "row"])
+def test_the_whole_epilogue(scaled, out_dtype):
+    a, b = rand(20, 40, dtype=FP8[0]), rand(40, 33, dtype=FP8[0])
+    bias, residual = rand(33, dtype=torch.float16), rand(20, 33)
+    for kind in ("dynamic", "stream_k"):
+        multiply(
+            a, b, *scales(scaled, 20, 33), kind=kind, out_dtype=out_dtype,
+            alpha=1.5, bias=bias, residual=residual, beta=-0.5, activation="silu",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, F32], ids=str)
+@pytest.mark.parametrize("scaled", ["tensor", "row"])
+def test_operands_of_any_dtype_are_scaled(scaled, dtype):
+    multiply(rand(20, 40, dtype=dtype), rand(40, 33, dtype=dtype), *scales(scaled, 20, 33), kind="stream_k")
+
+
+def test_one_scale_and_none_and_views_of_scales():
+    a, b = rand(20, 40, dtype=FP8[0]), rand(40, 33, dtype=FP8[0])
+    row, column = scales("row", 20, 33)
+    for scale_a, scale_b in (
+        (row, None), (None, column), (row, torch.tensor(2.0)), (torch.tensor([3.0]), column), (None, torch.tensor(5.0)),
+        (row.expand(20, 7)[:, 3:4], torch.cat([column, column])[1:]), (row[:1].expand(20, 1), column),
+        (torch.stack([row, -row], 1)[:, 1], column.t().contiguous().t()),
+    ):  # fmt: skip
+        multiply(a, b, scale_a, scale_b)
+
+
+@pytest.mark.parametrize("shared", ["", "a", "b"])
+def test_batches(shared):
+    a, b = rand(3, 20, 40, dtype=FP8[0]), rand(3, 40, 18, dtype=FP8[1])
+    a, b = (x[:1].expand(3, -1, -1) if name in shared else x for name, x in (("a", a), ("b", b)))
+    scale_a, scale_b = scales("row", 20, 18, (3,))
+    multiply(a, b, scale_a, scale_b)
+    multiply(a, b, scale_a[:1].expand(3, -1, -1), scale_b, kind="stream_k")
+
+
+def test_every_small_size():
+    for m, n, k in itertools.product((1, 16, 17), (1, 16, 33), (0, 1, 32, 33)):
+        multiply(rand(m, k, dtype=FP8[0]), rand(k, n, dtype=FP8[0]), *scales("row", m, n))
+
+
+def test_a_product_of_scales_does_not_overflow_on_the_way():
+    a, b = rand(20, 40, dtype=FP8[0]), rand(40, 33, dtype=FP8[0])
+    multiply(a, b, torch.full((20, 1), 1e38), torch.full((1, 33), 1e-38))
