@@ -139,6 +139,7 @@ def _make(
             aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
             and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
             no_tma=_no_tma(a, b, layout),
+            plain=epilogue.trivial and _by_tma(out, layout),
             b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
             scales=epilogue.scales,
             fast_accum=fast_accum or a.dtype not in FP8_DTYPES,
@@ -155,6 +156,13 @@ def _make(
     from tilestream.kernels.portable.launch import GemmLaunch
 
     return GemmLaunch(plan, layout)
+
+
+def _by_tma(out: torch.Tensor, layout: Layout) -> bool:
+    """Whether TMA can address the output."""
+    batch, *strides = layout.out
+    major = tma.major_of((out.shape[-2], out.shape[-1]), (strides[0], strides[1]), batch, out.element_size())
+    return major is not None and out.data_ptr() % 16 == 0
 
 
 def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:

@@ -68,12 +68,15 @@ class Tile(NamedTuple):
         Of the accumulator: its rows are those of A, or of B where the operands are swapped.
     lines
         K of a stage, in lines of 128 bytes.
+    plain
+        Whether its accumulator leaves registers for a plain epilogue only, of whole tiles.
     """
 
     variant: str
     rows: int
     columns: int
     lines: int = 1
+    plain: bool = False
 
     @property
     def loops(self) -> int:
@@ -84,6 +87,11 @@ class Tile(NamedTuple):
     def rows_per_loop(self) -> int:
         """Rows of the accumulator that a math loop holds."""
         return self.rows // 2 if self.variant == "cooperative" else self.rows
+
+    @property
+    def large(self) -> bool:
+        """Whether an accumulator is more than 128 registers of a thread."""
+        return self.rows_per_loop * self.columns > 128 * 128
 
     def strip(self, out_size: int) -> int:
         """Columns that go through a C buffer at a time."""
@@ -103,7 +111,7 @@ class Tile(NamedTuple):
         return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // (128 * self.lines * (self.rows + self.columns)))
 
 
-#: An accumulator is 128 registers of a thread at most: 64 x 256 or 128 x 128 of fp32 for four warps.
+#: An accumulator of 64 x 256 or 128 x 128, of fp32 in four warps, is 128 registers of a thread.
 TILES = (
     Tile("cooperative", 128, 256),
     Tile("cooperative", 128, 224),
@@ -111,7 +119,7 @@ TILES = (
     Tile("cooperative", 128, 160),
     Tile("cooperative", 128, 128),
     Tile("cooperative", 128, 96),
-    Tile("cooperative", 256, 192),
+    Tile("cooperative", 256, 192, plain=True),  # 192 registers, and no spill in what is left
     Tile("cooperative", 256, 160),
     Tile("cooperative", 256, 128),
     Tile("cooperative", 256, 96),
@@ -185,6 +193,8 @@ def candidates(
             and (row.rows_per_loop * row.columns > _TWICE or len(widths(row.columns)) > 1)
         ):
             continue
+        if row.plain and not problem.plain:
+            continue
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
             continue
@@ -198,6 +208,8 @@ def candidates(
             group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
+                if kind == "stream_k" and (row.plain or (row.large and not problem.plain)):
+                    continue
                 if auto and kind == "dynamic" and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
                 several = kind == "dynamic" and queues is not None

@@ -79,6 +79,8 @@ class Problem:
         the address are multiples of 16.
     no_tma
         What of A and B TMA cannot address, and why; empty where it can.
+    plain
+        Whether the output is the product and nothing else, and TMA can address it: that takes the fewest registers.
     b_dtype
         B's dtype where it is not A's: both are of 8 bits then.
     scales
@@ -100,6 +102,7 @@ class Problem:
     tf32: bool = False
     aligned: bool = True
     no_tma: str = ""
+    plain: bool = True
     b_dtype: str = ""
     scales: Scales = "none"
     fast_accum: bool = True

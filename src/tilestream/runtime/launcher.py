@@ -71,12 +71,15 @@ class Descriptor(NamedTuple):
         Whether the copy to shared memory rounds fp32 to tf32.
     nan
         Whether what is outside the tensor reads as NaN; else as 0.
+    promotion
+        See `tilestream.runtime.tensor_map.TensorMap`; Triton's is 128.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     tf32: bool = False
     nan: bool = False
+    promotion: int = 128
 
 
 class _Varies:
@@ -359,7 +362,7 @@ def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> te
     try:
         return tensor_map.TensorMap(
             elem_type, metadata["elem_size"], given.shape, given.strides, metadata["block_size"], metadata["swizzle"],
-            given.nan,
+            given.nan, given.promotion,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"descriptor {name}: {error}") from None

@@ -17,7 +17,8 @@ SIZE = 128
 TFLOAT32 = 11
 
 _ALIGNMENT = 64
-_L2_PROMOTION_128B = 2
+#: What the driver calls so many bytes, which L2 brings where less is missing.
+_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _NAN_REQUEST_ZERO_FMA = 1
 _ENCODE_ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
@@ -46,6 +47,8 @@ class TensorMap:
         0 for none, 1, 2, 3 for 32, 64, 128 bytes.
     nan
         Whether what is outside the tensor reads as NaN; else as 0.
+    promotion
+        Bytes that L2 brings from memory where less is missing: 0, 64, 128 or 256.
 
     Raises
     ------
@@ -55,7 +58,7 @@ class TensorMap:
 
     def __init__(
         self, elem_type: int, elem_size: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
-        swizzle: int, nan: bool = False,
+        swizzle: int, nan: bool = False, promotion: int = 128,
     ) -> None:  # fmt: skip
         rank = len(shape)
         self._what = f"shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}, {elem_size} bytes an element"
@@ -64,6 +67,7 @@ class TensorMap:
         self._rank, self._elem_type, self._swizzle = rank, elem_type, swizzle
         self._encode = cuda_function("cuTensorMapEncodeTiled", *_ENCODE_ARGUMENTS)
         self._fill = _NAN_REQUEST_ZERO_FMA if nan else 0
+        self._promotion = _PROMOTIONS[promotion]
         self._shape = (ctypes.c_uint64 * rank)(*reversed(shape))
         self._steps = (ctypes.c_uint64 * rank)(*reversed(steps))  # one more than are read
         self._box = (ctypes.c_uint32 * rank)(*reversed(box))
@@ -87,7 +91,7 @@ class TensorMap:
         offset = -ctypes.addressof(memory) % _ALIGNMENT
         code = self._encode(
             ctypes.addressof(memory) + offset, self._elem_type, self._rank, address, self._shape, self._steps,
-            self._box, self._ones, 0, self._swizzle, _L2_PROMOTION_128B, self._fill,
+            self._box, self._ones, 0, self._swizzle, self._promotion, self._fill,
         )  # fmt: skip
         if code:
             raise ValueError(

@@ -21,6 +21,8 @@ _TYPES = {
     "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
     "float8_e5m2": gl.float8e5,
 }  # fmt: skip
+#: With so few rows or columns the other operand is read once and as fast as memory gives it: larger reads are better.
+_FEW, _FAR = 64, 256
 
 
 class Standing:
@@ -87,7 +89,11 @@ class GemmLaunch(Launch):
         filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity)
         grid = (self.plan.schedule.workers, 1, 1)
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
-        varying: list[Any] = [None if made is None else Descriptor(made.shape, made.strides) for made, _ in maps]
+        problem = self.plan.problem
+        promotion = _FAR if min(problem.m, problem.n) <= _FEW else 128
+        varying: list[Any] = [
+            None if made is None else Descriptor(made.shape, made.strides, promotion=promotion) for made, _ in maps
+        ]
         varying += [None if tensor is None else VARIES for tensor in given]
         return Launcher(kernel, grid, arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity))
 
