@@ -508,7 +508,10 @@ def _no_stream_k(best: Candidate, found: list[Candidate]) -> Refusal:
         return Refusal(
             "stream_k", f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
         )
-    other = min((c for c in found if c.schedule.kind == "stream_k"), key=lambda candidate: candidate.seconds)
+    others = [c for c in found if c.schedule.kind == "stream_k"]
+    if not others:
+        return Refusal("stream_k", f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}")
+    other = _best(others)
     return Refusal(
         "stream_k", f"the cost model expects {other.seconds * 1e3:.3g} ms, dynamic {best.seconds * 1e3:.3g} ms"
     )

@@ -18,8 +18,6 @@ _INT31 = 2**31
 _SINGLE_REGISTERS = 128
 #: Whether launches may begin before the kernel ahead has ended.
 _CHAINED = True
-#: Stages that the second of two cooperative consumers stays behind the first.
-_LAG = 2
 
 
 class Map(NamedTuple):
@@ -149,7 +147,6 @@ class Arguments:
             "RESIDUAL": layout.residual is not None,
             "ACTIVATION": layout.activation,
             "CHAINED": _CHAINED,
-            "LAG": min(_LAG, plan.stages - 1),
             "PROBE": probe,
         }
 

@@ -262,7 +262,7 @@ def math_loop(
     BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, LAG: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
     if CHAINED:
@@ -296,13 +296,6 @@ def math_loop(
         if CONSUMERS == "ping_pong":
             mine = mine & (number % 2 == WHO)
         if mine:
-            if LAG > 0 and HALVES == 2 and WHO == 1:
-                # Behind the other by so many stages from the first item on: so one's epilogue runs under the other's
-                # multiplications.
-                if number == 0:
-                    if steps > LAG:
-                        mbarrier.wait(full.index(LAG), 0)
-                    number = number + 1
             if CONSUMERS == "ping_pong":
                 # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
                 mbarrier.wait(order.index(WHO), (number // 2) ^ (1 - WHO))
@@ -369,7 +362,7 @@ def gemm(
     CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, LAG: gl.constexpr, PROBE: gl.constexpr,
+    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -408,7 +401,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED, LAG,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -416,7 +409,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED, LAG,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -435,7 +428,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED, LAG,
+                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
