@@ -49,8 +49,10 @@ SWAPPED_LOSS = 1.004
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
 MEMORY_EFFICIENCY = 0.873
-#: Elements of an accumulator that a math loop can hold twice: once to add to, once in the tensor cores.
-_TWICE = 64 * 128
+#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it.
+_MOST_TWICE = 192
+#: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
+_ROOMY, _LEAST_ROOM = 128, 160
 #: Parts that a tile's columns are multiplied in, at most.
 MOST_PARTS = 3
 #: Registers of a thread of the load warp, and of the math warps beside one load warp and one other consumer.
@@ -68,15 +70,12 @@ class Tile(NamedTuple):
         Of the accumulator: its rows are those of A, or of B where the operands are swapped.
     lines
         K of a stage, in lines of 128 bytes.
-    plain
-        Whether its accumulator leaves registers for a plain epilogue only, of whole tiles.
     """
 
     variant: str
     rows: int
     columns: int
     lines: int = 1
-    plain: bool = False
 
     @property
     def loops(self) -> int:
@@ -89,9 +88,9 @@ class Tile(NamedTuple):
         return self.rows // 2 if self.variant == "cooperative" else self.rows
 
     @property
-    def large(self) -> bool:
-        """Whether an accumulator is more than 128 registers of a thread."""
-        return self.rows_per_loop * self.columns > 128 * 128
+    def registers(self) -> int:
+        """Registers of a thread that an accumulator takes."""
+        return self.rows_per_loop * self.columns // 128
 
     def strip(self, out_size: int) -> int:
         """Columns that go through a C buffer at a time."""
@@ -119,7 +118,7 @@ TILES = (
     Tile("cooperative", 128, 160),
     Tile("cooperative", 128, 128),
     Tile("cooperative", 128, 96),
-    Tile("cooperative", 256, 192, plain=True),  # 192 registers, and no spill in what is left
+    Tile("cooperative", 256, 192),
     Tile("cooperative", 256, 160),
     Tile("cooperative", 256, 128),
     Tile("cooperative", 256, 96),
@@ -136,9 +135,15 @@ TILES = (
 )
 
 
-def widths(columns: int) -> tuple[int, ...]:
+def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
     """The parts that the columns of a tile are multiplied in, widest first: each is a power of two."""
-    return tuple(1 << bit for bit in range(columns.bit_length() - 1, -1, -1) if columns >> bit & 1)
+    powers = tuple(1 << bit for bit in range(widest.bit_length() - 1, -1, -1) if columns % widest >> bit & 1)
+    return (widest,) * (columns // widest) + powers
+
+
+def widest(problem: Problem) -> int:
+    """Columns that a math loop multiplies at a time, at most: without fast accumulation it holds them twice."""
+    return 128 if problem.fp8 and not problem.fast_accum else 256
 
 
 def refusal(problem: Problem, device: DeviceProperties) -> str:
@@ -187,13 +192,9 @@ def candidates(
     for row in TILES:
         if variant not in (None, row.variant):
             continue
-        if (
-            problem.fp8
-            and not problem.fast_accum
-            and (row.rows_per_loop * row.columns > _TWICE or len(widths(row.columns)) > 1)
-        ):
+        if problem.fp8 and not problem.fast_accum and row.registers + row.rows_per_loop > _MOST_TWICE:
             continue
-        if row.plain and not problem.plain:
+        if row.registers > _ROOMY and not problem.plain:
             continue
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
@@ -208,7 +209,7 @@ def candidates(
             group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
-                if kind == "stream_k" and (row.plain or (row.large and not problem.plain)):
+                if kind == "stream_k" and row.registers > _LEAST_ROOM:
                     continue
                 if auto and kind == "dynamic" and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widths
+from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import major_of
@@ -62,7 +62,7 @@ class Arguments:
         a, b = (problem.m, block_m, ab, am, ak, problem.dtypes[0]), (problem.n, block_n, bb, bn, bk, problem.dtypes[1])
         x, y = (b, a) if swapped else (a, b)
         self._halves = 2 if plan.variant == "cooperative" else 1
-        self.rows, self.widths = x[1], widths(y[1])
+        self.rows, self.widths = x[1], widths(y[1], widest(problem))
         self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
         made = [_operand(y, width, problem.k, block_k, batches) for width in self.widths]
         self.y: tuple[Map | None, ...] = (*(one for one, _ in made), *[None] * (MOST_PARTS - len(made)))

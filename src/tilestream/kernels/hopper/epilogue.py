@@ -69,6 +69,75 @@ def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexp
 
 
 @gluon.jit
+def touched(at, stride, first, count, WIDTH: gl.constexpr):
+    """Elements [first, first + WIDTH) of a vector, those below ``count``."""
+    layout: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])
+    i = first + gl.arange(0, WIDTH, layout)
+    return gl.load(at + i.to(gl.int64) * stride, mask=i < count, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def fetch(at, stride_row, stride_column, row, column, rows, columns, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+          FLIPPED: gl.constexpr):  # fmt: skip
+    """Have L2 bring a tile of the residual: a request for each 64 elements that lie side by side, or nearly so."""
+    SIDE: gl.constexpr = 64
+    LONG: gl.constexpr = ROWS if FLIPPED else WIDTH
+    OTHER: gl.constexpr = WIDTH if FLIPPED else ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    i = gl.arange(0, max(1, LONG // SIDE), gl.SliceLayout(1, layout))[:, None] * SIDE
+    j = gl.arange(0, OTHER, gl.SliceLayout(0, layout))[None, :]
+    if FLIPPED:
+        r, c = row + i + j * 0, column + j + i * 0
+    else:
+        r, c = row + j + i * 0, column + i + j * 0
+    r = gl.minimum(r, rows - 1)
+    c = gl.minimum(c, columns - 1)
+    place = (at + r.to(gl.int64) * stride_row + c.to(gl.int64) * stride_column).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def touch(
+    batch, row, column, rows, columns, bias, stride_bias, residual, stride_rb, stride_rr, stride_rc,
+    row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
+    ROWS: gl.constexpr, WIDTHS: gl.constexpr, FLIPPED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
+
+    Vectors are loaded, which leaves them in the first-level cache; whoever calls passes the values to `hold` after the
+    K loop, which waits for them. Of the residual L2 is told.
+    """
+    early = ()
+    if SCALES:
+        if row_scale is not None:
+            early = early + (touched(row_scale + batch.to(gl.int64) * stride_sb, stride_sr, row, rows, ROWS),)
+    if BIAS == "rows":
+        early = early + (touched(bias, stride_bias, row, rows, ROWS),)
+    for i in gl.static_range(len(WIDTHS)):
+        first = column + start_of(WIDTHS, i)
+        if SCALES:
+            if column_scale is not None:
+                at = column_scale + batch.to(gl.int64) * stride_tb
+                early = early + (touched(at, stride_tc, first, columns, WIDTHS[i]),)
+        if BIAS == "columns":
+            early = early + (touched(bias, stride_bias, first, columns, WIDTHS[i]),)
+        if RESIDUAL:
+            at = residual + batch.to(gl.int64) * stride_rb
+            fetch(at, stride_rr, stride_rc, row, first, rows, columns, ROWS, WIDTHS[i], FLIPPED)
+    return early
+
+
+@gluon.jit
+def hold(early):
+    """Wait for what `touch` has read."""
+    for i in gl.static_range(len(early)):
+        gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [early[i]], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def finish_strip(
     acc, batch, first_row, first_column, rows, columns, BUFFER: gl.constexpr, PENDING: gl.constexpr,
     out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,

@@ -37,7 +37,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import tma_load, viewed
-from tilestream.kernels.hopper.epilogue import add_up, finish_strip, mma_layout, pending, settle, start_of, strip_of
+from tilestream.kernels.hopper.epilogue import (
+    add_up,
+    finish_strip,
+    hold,
+    mma_layout,
+    pending,
+    settle,
+    start_of,
+    strip_of,
+    touch,
+)
 from tilestream.kernels.hopper.ring import ITEMS, before, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
 
@@ -233,21 +243,24 @@ def multiply_precisely(
     """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulators in fp32.
 
     The tensor core adds products of fp8 with about 14 bits; over a step of K that is harmless, over all of it it shows.
+    Parts one after the other: there are registers for the product of one of them.
     """
     HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    gl.static_assert(len(WIDTHS) == 1, "there is no room for two products of two parts")
     accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
         x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        parts = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
-        parts = start_mma(x, y_stages, stage, parts, False, Y_K_MAJOR)
-        if CONSUMERS == "ping_pong":
-            if k == steps - 1:
-                mbarrier.arrive(order.index(1 - WHO))
-        parts = wait_mma(parts, 0)
+        sums = ()
+        for i in gl.static_range(len(WIDTHS)):
+            part = zero(HALF_ROWS, WIDTHS[i], x_stages.dtype.primitive_bitwidth)
+            y = operand(y_stages[i], stage, Y_K_MAJOR, True)
+            part = warpgroup_mma(x, y, part, is_async=True, use_acc=False)
+            if CONSUMERS == "ping_pong" and i == len(WIDTHS) - 1:
+                if k == steps - 1:
+                    mbarrier.arrive(order.index(1 - WHO))
+            sums = sums + (accs[i] + warpgroup_mma_wait(0, (part,)),)
         mbarrier.arrive(empty.index(stage))
-        accs = (accs[0] + parts[0],)
+        accs = sums
         stage, phase = step(stage, phase, STAGES)
     return accs, stage, phase
 
@@ -299,6 +312,14 @@ def math_loop(
             if CONSUMERS == "ping_pong":
                 # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
                 mbarrier.wait(order.index(WHO), (number // 2) ^ (1 - WHO))
+            row = pr * ROWS
+            if HALVES == 2:
+                row += WHO * HALF_ROWS
+            early = touch(
+                batch, row, pc * COLUMNS, rows, columns, bias, stride_bias, residual, stride_rb, stride_rr, stride_rc,
+                row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
+                HALF_ROWS, WIDTHS, FLIPPED, SCALES, BIAS, RESIDUAL,
+            )  # fmt: skip
             if PROMOTE:
                 accs, stage, phase = multiply_precisely(
                     x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
@@ -309,9 +330,7 @@ def math_loop(
                     x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
                     WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
                 )  # fmt: skip
-            row = pr * ROWS
-            if HALVES == 2:
-                row += WHO * HALF_ROWS
+            hold(early)
             finishes = parts == 1
             at = partials
             size: gl.constexpr = ROWS * COLUMNS
