@@ -22,3 +22,21 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def portable(monkeypatch):
+    """Every plan is the portable kernel's, as where there is no other; what was decided before is forgotten."""
+    from tilestream.ops import again, gpu
+    from tilestream.plan import hopper
+    from tilestream.plan.plan import plan_problem
+
+    def forget():
+        for known in (again._known, gpu._launches):
+            known.clear()
+        plan_problem.cache_clear()
+
+    forget()
+    monkeypatch.setattr(hopper, "refusal", lambda problem, device: "a test asks for the portable kernel")
+    yield
+    forget()

@@ -1,6 +1,7 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py``: needs a GPU only to ask what it is.
+``python tests/gpu/precompile.py [tests] [benchmarks]``: needs a GPU only to ask what it is, where there is none it is
+taken to be an H100.
 Whatever is left out here is compiled when it is launched: nothing but time depends on this.
 """
 
@@ -11,155 +12,236 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
 
-import torch
-from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
+import hopper_gate
+from gate import Pointer, gate_arguments
+from gpu_cases import BOUNDS, BOUNDS_N, CASES, F32, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
+from gemm_shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.portable.arguments import Layout, is_aligned
+from tilestream.kernels.portable.arguments import Arguments, Layout, is_aligned
+from tilestream.ops import gpu
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.plan import plan_problem
+from tilestream.plan.plan import Plan, plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.search import search_space
+
+#: For where there is no GPU to ask. A plan depends on the clock, if little.
+STAND_IN = DeviceProperties(
+    "an H100", "portable", 132, 256 * 1.98e9, 3.35e12, "a stand-in", "sm_90", 232448,
+    (("float16", 4096 * 1.98e9), ("bfloat16", 4096 * 1.98e9), ("tf32", 2048 * 1.98e9), ("fp8", 8192 * 1.98e9)),
+)  # fmt: skip
 
 
-def strides(x: torch.Tensor) -> tuple[int, int, int]:
-    rows, cols = x.stride()[-2:]
-    return (0, rows, cols) if x.dim() == 2 or x.shape[0] == 1 else (x.stride(0), rows, cols)
+class Job(NamedTuple):
+    """A launch: its plan and layout, addresses modulo 16 of a, b and out, whether there is a probe."""
+
+    plan: Plan
+    layout: Layout
+    address: tuple[int, int, int] = (0, 0, 0)
+    probe: bool = False
 
 
-def scale_strides(x: torch.Tensor | None, dim: int) -> tuple[int, int]:
-    if x is None or x.numel() == 1:
-        return 0, 0
-    return x.stride(0) if x.dim() == 3 else 0, x.stride(dim)
-
-
-def spec(
-    device: DeviceProperties, case: Case, tile=None, queues=None, rows=None, columns=None
-) -> tuple[Any, Layout, tuple[int, ...], bool] | None:
-    """What `tilestream.ops.gpu` would launch for a case: plan, layout, addresses modulo 16."""
-    operands, out, scales = case.operands("meta"), case.output("meta"), tuple(case.scale("meta").values())
+def job(
+    device: DeviceProperties, case: Case, *, tile=None, queues=None, order=None, rows=None, columns=None,
+    backend=None, probe=False,
+) -> Job | None:  # fmt: skip
+    """What `tilestream.ops.gpu` would launch for a case."""
+    operands, out = case.operands("meta"), case.output("meta")
     a, b, bias, residual = operands.values()
     if not out.numel():
         return None
-    address = [x.storage_offset() * x.element_size() % 16 for x in (a, b, out)]
+    address = (a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16)
     batch = a.shape[0] if a.dim() == 3 else 1
     layout = Layout(
-        strides(a), strides(b), strides(out), None if bias is None else 1,
-        None if residual is None or case.beta == 0 else strides(residual), case.alpha != 1, case.activation or "none",
-        scale_strides(scales[0], -2), scale_strides(scales[1], -1),
+        gpu._strides(a), gpu._strides(b), gpu._strides(out), None if bias is None else 1,
+        None if residual is None or case.beta == 0 else gpu._strides(residual), case.alpha != 1,
+        case.activation or "none",
     )  # fmt: skip
     (m, k), n = a.shape[-2:], b.shape[-1]
-    shared = batch > 1 and a.stride(0) == 0
     problem = Problem(
         m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
-        None if rows is None else Incoming(rows), None if columns is None else Incoming(columns), shared,
+        None if rows is None else Incoming(rows), None if columns is None else Incoming(columns),
+        batch > 1 and a.stride(0) == 0,
         tf32=case.tf32,
         aligned=is_aligned((m, k), layout.a[1:], layout.a[0], address[0])
         and is_aligned((k, n), layout.b[1:], layout.b[0], address[1]),
-        b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
-        scales=Epilogue(scale_a=scales[0], scale_b=scales[1]).scales,
-        fast_accum=case.fast_accum,
+        no_tma=gpu._no_tma(a, b, layout),
     )  # fmt: skip
-    plan = plan_problem(problem, case.workers, case.schedule, tile, None, queues, device=device)
-    return plan, layout, tuple(address), bias is not None
+    make = plan_problem.__wrapped__ if order else plan_problem
+    plan = make(problem, case.workers, case.schedule, tile, order, queues, device=device, backend=backend)
+    return Job(plan, layout, address, probe)
 
 
-def specs(device: DeviceProperties) -> list[tuple[Any, Layout, tuple[int, ...], bool]]:
-    cases: list[Any] = [(case, {}) for case in (*CASES, *FP8_CASES, *WORKER_CASES)]
-    kinds = (*KINDS, "auto")
-    for kind in kinds:
-        cases += [(Case(m, n, k, schedule=kind, bias=bias, workers=workers), {}) for m, n, k, bias, workers in (
-            (700, 900, 256, False, None), (1000, 1100, 512, False, None), (1000, 1100, 512, True, None),
-            (900, 1300, 512, False, 60), (1000, 1100, 4096, False, None), (500, 700, 128, False, None),
-        )]  # fmt: skip
-        cases += [(Case(m, 900, 256, schedule=kind), {}) for m in (764, 828, 892)]
-        for layout, size in itertools.product(("nn", "nt"), ((4096, 4096, 4096), (8192, 8192, 8192), (2048,) * 3)):
-            cases.append((Case(*size, layout=layout, schedule=kind), {}))
+# What is launched ----------------------------------------------------------------------------------------------------
+
+
+def of_matmul_tests(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_matmul` and `test_gpu_launches`."""
+    for case in (*CASES, *WORKER_CASES):
+        yield job(device, case)
+        yield job(device, case, backend="portable")
+    for kind, backend in itertools.product((*KINDS, "auto"), (None, "portable")):
+        for m, n, k, bias, workers in (
+            (1000, 1104, 512, False, None), (1000, 1104, 512, True, None), (1000, 1104, 4096, False, None),
+            (900, 1304, 512, False, 60), (1000, 1304, 512, False, 60), (500, 700, 128, False, None),
+        ):  # fmt: skip
+            yield job(device, Case(m, n, k, schedule=kind, bias=bias, workers=workers), backend=backend)
+        for m, workers in itertools.product((700, 764, 828, 892), (132, 17, 101)):
+            yield job(device, Case(m, 904, 256, schedule=kind, workers=workers), backend=backend)
+    for activation, backend in itertools.product((None, "relu", "gelu"), (None, "portable")):
+        for case in (Case(300, 200, 104), Case(1000, 1104, 512, residual=True)):
+            yield job(device, replace(case, activation=activation, bias=not case.residual), backend=backend)
+    for kind, workers in itertools.product(KINDS, range(1, 133)):
+        yield job(device, Case(700, 900, 256, schedule=kind, workers=workers))
+    for kind, queues in (*((kind, None) for kind in KINDS), ("dynamic", 2)):
+        case = Case(1000, 1400, 512, schedule=kind)
+        yield job(device, case, tile=(64, 64), queues=queues, backend="portable", probe=True)
+        yield job(device, Case(500, 700, 128, schedule=kind), tile=(64, 64), order=tuple(range(88)), backend="portable")
+    yield job(device, Case(2**20 + 1024, 2304, 2048))
+    yield job(device, Case(300, 300, 300, F32))
+
+
+def of_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_arrival` and `test_gpu_demo`, and of benchmarks/gpu_stream.py."""
+    for kind in (*KINDS, "auto"):
         for chunking in (*UNIFORM, "ragged"):
             rows = Chunks(BOUNDS) if chunking == "ragged" else Chunks.uniform(M, UNIFORM[chunking])
             for workers in (None, 37, 60, 1):
-                cases.append((Case(M, N, K, schedule=kind, workers=workers), {"rows": rows}))
-            cases.append((Case(M, N, K, schedule=kind, activation="relu"), {"rows": rows}))
+                yield job(device, Case(M, N, K, schedule=kind, workers=workers), rows=rows)
+            yield job(device, Case(M, N, K, schedule=kind, activation="relu"), rows=rows)
         for columns in (Chunks.uniform(N, 256), Chunks(BOUNDS_N)):
-            cases.append(
-                (Case(210, N, K, layout="nt", schedule=kind, bias=True, activation="gelu"), {"columns": columns})
-            )
-        cases.append((Case(130, 140, K, batch=5, schedule=kind), {"rows": Chunks.uniform(650, 150)}))
-    both = {"rows": Chunks.uniform(M, 128), "columns": Chunks.uniform(N, 100)}
-    cases.append((Case(M, N, K, layout="nt", workers=60), both))
-    cases.append((Case(M, N, K, F32), {"rows": Chunks.uniform(M, 256)}))
-    for kind, scales in itertools.product(KINDS, ("tensor", "row")):
-        cases.append((Case(M, N, K, E4M3, "nt", scales=scales, schedule=kind), {"rows": Chunks.uniform(M, 150)}))
-    cases += [(Case(2**20 + 1024, 2304, 2048), {}), (Case(300, 300, 300, F32), {})]
+            case = Case(210, N, K, layout="nt", schedule=kind, bias=True, activation="gelu")
+            yield job(device, case, columns=columns)
+        yield job(device, Case(130, 140, K, batch=5, schedule=kind), rows=Chunks.uniform(650, 150))
+    case = Case(M, N, K, layout="nt", workers=60)
+    yield job(device, case, rows=Chunks.uniform(M, 128), columns=Chunks.uniform(N, 100))
+    yield job(device, Case(M, N, K, F32), rows=Chunks.uniform(M, 256))
     for layout, rows in itertools.product(("nn", "nt"), (512, 1024)):
-        cases.append((Case(16384, 8192, 8192, layout=layout), {"rows": Chunks.uniform(16384, rows)}))
-        cases.append((Case(16384, 8192, 8192, layout=layout), {}))
-    # The other shapes of benchmarks/gpu_stream.py, and of tests/gpu/test_gpu_demo.py.
+        yield job(device, Case(16384, 8192, 8192, layout=layout), rows=Chunks.uniform(16384, rows))
+        yield job(device, Case(16384, 8192, 8192, layout=layout))
     for m, n, k, rows in ((8192, 8192, 8192, 512), (16384, 4096, 8192, 512), (4096, 14336, 4096, 1024), (M, N, K, 128)):
-        cases += [(Case(m, n, k), {"rows": Chunks.uniform(m, rows)}), (Case(m, n, k), {})]
-    found = [spec(device, case, **how) for case, how in cases]
-    return [one for one in found if one is not None]
+        yield job(device, Case(m, n, k), rows=Chunks.uniform(m, rows))
+        yield job(device, Case(m, n, k))
 
 
-def fill(plan: Any, layout: Layout, address: tuple[int, ...], biased: bool) -> tuple[Any, ...]:
-    from gate import Pointer, gate_arguments
+def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_hopper`."""
+    import hopper_cases as hopper
 
-    from tilestream.kernels.portable.arguments import Arguments
+    for case in hopper.launched():
+        yield Job(*case.plan(device), (0, 0, case.output("meta")[0].data_ptr() % 16))
+    for case in hopper.PROBE_CASES:
+        yield Job(*case.plan(device), probe=True)
+    for case in (*hopper.AUTO, *hopper.UNALIGNED):
+        yield job(device, case)
 
+
+def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of benchmarks/gpu_matmul.py and benchmarks/gpu_gemm.py: what `tilestream` picks there, and the search space."""
+    for kind, layout in itertools.product((*KINDS, "auto"), ("nn", "nt")):
+        for size in (2048, 4096, 8192):
+            yield job(device, Case(size, size, size, layout=layout, schedule=kind))
+    for shape in (*suite(), *QUACK, *SEARCH):
+        yield job(device, Case(*shape[:3], layout="nt"))
+    for shape, activation in EPILOGUE:
+        yield job(device, Case(*shape[:3], layout="nt", bias=True, activation=activation))
+    for shape in (*SEARCH, *VARIANTS):
+        own = job(device, Case(*shape[:3], layout="nt"))
+        assert own is not None
+        yield from (own._replace(plan=plan) for plan in search_space(own.plan.problem, device))
+    for shape, scales, fast in itertools.product(FP8, ("tensor", "row"), (True, False)):
+        m, n, k = shape[:3]
+        problem = Problem(m, n, k, 1, "float8_e4m3fn", "bfloat16", scales=scales, fast_accum=fast)
+        strides = ((0, 1), (0, 1)) if scales == "row" else ((0, 0), (0, 0))
+        layout = Layout((0, k, 1), (0, 1, k), (0, n, 1), scale_a=strides[0], scale_b=strides[1])
+        yield Job(plan_problem(problem, device=device), layout)
+
+
+SECTIONS = {"tests": (of_matmul_tests, of_arrival_tests, of_hopper_tests), "benchmarks": (of_benchmarks,)}
+
+
+# Compiling -----------------------------------------------------------------------------------------------------------
+
+
+def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Options and arguments of a launch, of no address."""
+    if job.plan.backend == "hopper":
+        return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe)
+    plan, layout, address, probe = job
     problem, schedule = plan.problem, plan.schedule
     words = schedule.kind != "static" or plan.gate is not None
-
-    def pointer(there: Any, dtype: str, at: int = 0) -> Any:
-        return Pointer(dtype, at) if there else None
-
-    arguments = Arguments(plan, layout)
     addend = "bfloat16" if problem.fp8 else problem.dtype
-    scale = pointer(problem.scales != "none", "float32", 4)
+    scale = None if problem.scales == "none" else Pointer("float32")
+
+    def pointer(there: Any, dtype: str) -> Any:
+        return Pointer(dtype) if there else None
+
+    arguments = Arguments(plan, layout, probe)
     return arguments.options, arguments.fill(
-        *(Pointer(dtype, at) for dtype, at in zip(problem.dtypes, address[:2], strict=True)),
-        Pointer(problem.out_dtype, address[2]), pointer(layout.bias, addend), pointer(layout.residual, addend),
+        *(Pointer(dtype, at) for dtype, at in zip((*problem.dtypes, problem.out_dtype), address, strict=True)),
+        pointer(layout.bias, addend), pointer(layout.residual, addend),
         pointer(schedule.slots, "float32"), pointer(schedule.slots, "int32"), pointer(words, "int64"),
-        pointer(schedule.raster.table, "int32"), None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan), scales=(scale, scale),
+        pointer(schedule.raster.table, "int32"), pointer(probe, "int32"), 0, 0, 1.5, 0.5,
+        capacity=4096 if probe else 0, gate=gate_arguments(plan), scales=(scale, scale),
     )  # fmt: skip
 
 
-def build(job: tuple[Any, Any]) -> str | None:
-    import gate
-    import triton
+def kernel_of(job: Job) -> Any:
+    return hopper_gate.gemm if job.plan.backend == "hopper" else hopper_gate.portable_gemm
 
-    options, filled = job
-    triton.runtime.driver.set_active(gate._NoGpu(gate.TARGETS["sm_90a"]))
+
+def key(job: Job) -> str:
+    """What tells its compiled kernel from others', in Triton's own words."""
+    options, filled = fill(job)
+    *_, bind = kernel_of(job).device_caches[0]
+    _, specialization, _ = bind(*filled, **options, debug=False, instrumentation_mode="")
+    return repr((job.plan.backend, options, specialization))
+
+
+def build(one: Job) -> str | None:
+    """What went wrong."""
     try:
-        kernel = gate.gemm.run(*filled, grid=(1,), warmup=True, **options)
-        if hasattr(kernel, "result"):
-            kernel.result()
+        hopper_gate.build(*fill(one), kernel_of(one))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[-300:]
+        return f"{one.plan.label}: {type(error).__name__}: {error}"[-400:]
     return None
+
+
+def jobs(device: DeviceProperties, what: Sequence[str] = tuple(SECTIONS)) -> list[Job]:
+    """Every launch, a kernel once."""
+    hopper_gate.no_gpu()
+    found: dict[str, Job] = {}
+    for section in itertools.chain.from_iterable(SECTIONS[name] for name in what):
+        before, launches = len(found), 0
+        for one in section(device):
+            if one is not None:
+                launches += 1
+                found.setdefault(key(one), one)
+        print(f"{section.__name__}: {launches} launches, {len(found) - before} more kernels", flush=True)
+    return list(found.values())
 
 
 def main() -> None:
     begin = time.monotonic()
+    import torch
+
     from tilestream.runtime.properties import cuda_properties
 
-    device = cuda_properties(0)
-    jobs, seen = [], set()
-    for one in specs(device):
-        options, filled = fill(*one)
-        key = repr((options, [(type(x).__name__, getattr(x, "dtype", None), getattr(x, "_address", None))
-                              if hasattr(x, "data_ptr") else x for x in filled]))  # fmt: skip
-        if key not in seen:
-            seen.add(key)
-            jobs.append((options, filled))
+    device = cuda_properties(0) if torch.cuda.is_available() else STAND_IN
+    todo = jobs(device, sys.argv[1:] or tuple(SECTIONS))
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        failed = [error for error in pool.imap_unordered(build, jobs, 1) if error]
-    print(f"{len(jobs)} launches compiled in {time.monotonic() - begin:.0f} s; failed: {failed[:3]}", flush=True)
+        failed = [error for error in pool.imap_unordered(build, todo, 1) if error]
+    print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.0f} s; {len(failed)} failed: {failed[:3]}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Run the GPU tests and write down what ran where: ``python tests/gpu/record.py RECORD.json [pytest arguments]``.
+"""Run the GPU tests and write down what ran where: ``python tests/gpu/record.py RECORD.json [PASS ...] [-- ARGS]``.
 
 On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree
-is a copy without its history. A second pass runs the numbers again
-with CUDA_LAUNCH_BLOCKING=1, in a process of its own.
+is a copy without its history. ARGS are pytest's.
+
+Passes are ``hopper`` (that kernel's tests), ``others``, and ``blocking``: numbers again, with CUDA_LAUNCH_BLOCKING=1.
+Each runs in a process of its own. Without a name all run. What is already in the record stays if it is of the same
+commit, machine and versions: so passes may be run by several commands, where a command's time is limited.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,23 +51,47 @@ def commit() -> str:
     return os.environ.get("COMMIT") or run.stdout.strip()
 
 
+def arguments_of(name: str) -> list[str]:
+    """What of the tests is in a pass."""
+    hopper = [str(HERE / f"test_gpu_{what}.py") for what in ("hopper", "consan", "sanitize")]
+    if name == "hopper":
+        return [path for path in hopper if Path(path).exists()]
+    if name == "others":
+        return [str(HERE), *(f"--ignore={path}" for path in hopper)]
+    files = [str(HERE / f"test_gpu_{what}.py") for what in ("matmul", "arrival", "hopper")]
+    return [*files, "-k", "not 2_to_the_31 and not 1_to_132"]
+
+
+PASSES = ("hopper", "others", "blocking")
+
+
+def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
+    """A pass, in a process of its own."""
+    part = target.with_suffix(f".{name}")
+    environment = {**os.environ, "TILESTREAM_PASS": name}
+    if name == "blocking":
+        environment["CUDA_LAUNCH_BLOCKING"] = "1"
+    subprocess.run([sys.executable, __file__, str(part), *arguments], env=environment, check=False)
+    found: dict[str, object] = json.loads(part.read_text(encoding="utf-8"))
+    part.unlink()
+    return found
+
+
 def main() -> int:
-    target, *arguments = sys.argv[1:]
-    if os.environ.get("TILESTREAM_PASS"):  # the second process
-        Path(target).write_text(json.dumps(one_pass(arguments)), encoding="utf-8")
+    target, *rest = sys.argv[1:]
+    if os.environ.get("TILESTREAM_PASS"):  # that process
+        counts = one_pass([*arguments_of(os.environ["TILESTREAM_PASS"]), *rest])
+        Path(target).write_text(json.dumps(counts), encoding="utf-8")
         return 0
+    split = rest.index("--") if "--" in rest else len(rest)
+    names, arguments = rest[:split] or PASSES, rest[split + 1 :]
+    unknown = set(names) - set(PASSES)
+    if unknown:
+        raise SystemExit(f"passes are {', '.join(PASSES)}, not {', '.join(unknown)}; pytest's arguments go behind --")
     import torch
     import triton
 
-    passes = {"all": one_pass([str(HERE), *arguments])}
-    second = Path(target).with_suffix(".blocking")
-    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "TILESTREAM_PASS": "1"}
-    files = [str(HERE / name) for name in ("test_gpu_matmul.py", "test_gpu_arrival.py")]
-    blocking = [*files, "-k", "not 2_to_the_31 and not 1_to_132", *arguments]
-    subprocess.run([sys.executable, __file__, str(second), *blocking], env=environment, check=False)
-    passes["CUDA_LAUNCH_BLOCKING=1"] = json.loads(second.read_text(encoding="utf-8"))
-    second.unlink()
-    record = {
+    record: dict[str, Any] = {
         "name": "gpu_tests",
         "device": torch.cuda.get_device_name(),
         "python": platform.python_version(),
@@ -72,11 +100,15 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "passes": passes,
     }
-    Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    before = json.loads(Path(target).read_text(encoding="utf-8")) if Path(target).exists() else {}
+    same = all(before.get(key) == value for key, value in record.items() if key != "date")
+    record["passes"] = before["passes"] if same else {}
+    for name in names:
+        record["passes"][name] = run(name, arguments, Path(target))
+        Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=1))
-    return int(any(one["failures"] for one in passes.values()))
+    return int(any(one["failures"] for one in record["passes"].values()))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,12 @@ def test_error_rule(case):
     run(case)
 
 
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=lambda case: case.name)
+def test_error_rule_of_the_portable_kernel(case):
+    run(case)
+
+
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("case", [case for case in CASES if case.tf32], ids=lambda case: case.name)
 def test_error_rule_where_torch_allows_tf32(case):

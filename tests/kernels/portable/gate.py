@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRITON_DUMP_PTXAS_LOG", "1")
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
 
 with contextlib.suppress(ImportError):

@@ -1,0 +1,435 @@
+"""The cases of `test_gpu_hopper.py`: data, so that their kernels can be compiled without a GPU, too.
+
+What tells one compiled kernel from another is its tile, its schedule's kind, dtypes, layouts and epilogue; extents,
+strides and workers are not compiled in. So each kernel has several cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from gpu_cases import BF16, F16, F32, LAYOUTS, Case
+
+from error_rule import ACTIVATIONS
+from tilestream.kernels.portable.arguments import Layout
+from tilestream.ops import gpu
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.hopper import TILES, Tile
+from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.problem import Problem, dtype_name
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ("static", "dynamic", "stream_k")
+#: Where an output lies: in rows that TMA can address; without a gap; in columns; in rows of odd strides; every second
+#: column; at an odd address. TMA stores the first and the third, and the second where its rows happen to be aligned.
+OUTS = ("rows", "tight", "columns", "odd", "strided", "offset")
+
+
+@dataclass(frozen=True)
+class HopperCase:
+    """``[batch, m, k] @ [batch, k, n]`` with everything of the plan forced that is given.
+
+    Rows of operands are padded so that TMA can address them, whatever the extents, and all that lies around an operand
+    is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0.
+    """
+
+    m: int
+    n: int
+    k: int
+    variant: str | None = None
+    tile: tuple[int, int] | None = None
+    dtype: torch.dtype = BF16
+    b_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    layout: str = "nn"
+    batch: int = 0
+    shared: str = ""
+    schedule: str = "dynamic"
+    workers: int | None = None
+    queues: int | None = None
+    shares: int | None = None
+    stages: int | None = None
+    order: tuple[int, ...] | None = None
+    out: str = "rows"
+    bias: bool = False
+    residual: str = ""
+    alpha: float = 1.0
+    beta: float = 1.0
+    activation: str | None = None
+    scales: str = "none"
+    fast_accum: bool = True
+
+    @property
+    def name(self) -> str:
+        batch = f"{self.batch}x" if self.batch else ""
+        tile = f"{self.tile[0]}x{self.tile[1]}" if self.tile else ""
+        dtypes = [str(t).removeprefix("torch.") for t in (self.dtype, self.b_dtype, self.out_dtype) if t is not None]
+        rest = [
+            f"{name}{value}" if value is not True else name
+            for name, value in (
+                ("", self.workers and f"{self.workers}w"), ("", self.queues and f"{self.queues}q"),
+                ("", self.shares and f"{self.shares}shares"), ("", self.stages and f"{self.stages}stages"),
+                ("own-order", self.order is not None),
+                ("shared-", self.shared), ("", self.out if self.out != "rows" else ""), ("bias", self.bias),
+                ("residual-", self.residual), ("alpha", self.alpha if self.alpha != 1 else None),
+                ("", self.activation), ("scales-", self.scales if self.scales != "none" else ""),
+                ("precise", not self.fast_accum),
+            )
+            if value
+        ]  # fmt: skip
+        parts = [self.variant, tile, f"{batch}{self.m}x{self.n}x{self.k}", *dtypes, self.layout, self.schedule, *rest]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype in (E4M3, E5M2)
+
+    @property
+    def result(self) -> torch.dtype:
+        return self.out_dtype or (BF16 if self.fp8 else self.dtype)
+
+    def _matrix(self, rows: int, cols: int, how: str, dtype: torch.dtype, device: str, shared: bool) -> torch.Tensor:
+        batch = 1 if shared or not self.batch else self.batch
+        outer, inner = (rows, cols) if how == "n" else (cols, rows)
+        lead = 16 // dtype.itemsize
+        pitch = -(-(inner + 1) // lead) * lead
+        step = (outer + 1) * pitch
+        x = poisoned(lead + batch * step, dtype, device).as_strided((batch, outer, inner), (step, pitch, 1), lead)
+        if device != "meta":
+            x.copy_(torch.randn(x.shape, device=device))
+        x = x if how == "n" else x.transpose(1, 2)
+        return x.expand(self.batch, rows, cols) if self.batch else x[0]
+
+    def operands(self, device: str) -> dict[str, torch.Tensor | None]:
+        """a, b, bias, residual, scale_a, scale_b."""
+        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
+        a = self._matrix(self.m, self.k, self.layout[0], self.dtype, device, "a" in self.shared)
+        b = self._matrix(self.k, self.n, self.layout[1], self.b_dtype or self.dtype, device, "b" in self.shared)
+        if device != "meta" and (a.dtype, b.dtype) == (E5M2, E5M2):
+            # torch does not multiply two of these: B's numbers are those that are e4m3's, too.
+            b.copy_(torch.where(b.float().abs() < 2**-6, 0.0, b.float()).to(E5M2))
+        addend = BF16 if self.fp8 else self.dtype
+        residual = None
+        if self.residual:
+            swapped = (*full[:-2], full[-1], full[-2])
+            residual = torch.randn(full if self.residual == "rows" else swapped, device=device).to(addend)
+            residual = residual if self.residual == "rows" else residual.mT
+        lead = (self.batch,) if self.batch else ()
+        of_a, of_b = {"row": ((*lead, self.m, 1), (*lead, 1, self.n))}.get(self.scales, ((), ()))
+        scaled = self.scales != "none"
+        return {
+            "a": a,
+            "b": b,
+            "bias": torch.randn(self.n, device=device).to(addend) if self.bias else None,
+            "residual": residual,
+            "scale_a": torch.rand(of_a, device=device) + 0.5 if scaled else None,
+            "scale_b": torch.rand(of_b, device=device) + 0.5 if scaled else None,
+        }
+
+    def output(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """NaN, to be written, and the larger piece of NaN that it is cut from."""
+        batch, m, n, size = max(self.batch, 1), self.m, self.n, self.result.itemsize
+        lead = 16 // size
+        outer, inner = (n, m) if self.out == "columns" else (m, n)
+        pitch, apart, offset = -(-(inner + 1) // lead) * lead, 1, 2 * lead
+        if self.out == "tight":
+            pitch = inner
+        elif self.out == "odd":
+            pitch = next(p for p in itertools.count(inner + 1) if p * size % 16)
+        elif self.out == "strided":
+            pitch, apart = 2 * inner + 3, 2
+        elif self.out == "offset":
+            offset += 1
+        step = outer * pitch if self.out == "tight" else (outer + 1) * pitch
+        store = poisoned(offset + batch * step + 2 * pitch, self.result, device)
+        view = store.as_strided((batch, outer, inner), (step, pitch, apart), offset)
+        view = view.transpose(1, 2) if self.out == "columns" else view
+        return view if self.batch else view[0], store
+
+    def plan(self, device: DeviceProperties) -> tuple[Plan, Layout]:
+        """The plan, and the layout that `tilestream.ops.gpu` makes of such operands: without a GPU."""
+        operands, (out, _) = self.operands("meta"), self.output("meta")
+        a, b, bias, residual, scale_a, scale_b = operands.values()
+        assert a is not None
+        assert b is not None
+        layout = Layout(
+            gpu._strides(a), gpu._strides(b), gpu._strides(out), None if bias is None else 1,
+            None if residual is None or self.beta == 0 else gpu._strides(residual), self.alpha != 1,
+            self.activation or "none", gpu._scale_strides(scale_a, -2), gpu._scale_strides(scale_b, -1),
+        )  # fmt: skip
+        b_dtype = dtype_name(b.dtype) if b.dtype != a.dtype else ""
+        problem = Problem(
+            self.m, self.n, self.k, self.batch or 1, dtype_name(a.dtype), dtype_name(out.dtype),
+            shared_rows=self.batch > 1 and a.stride(0) == 0, no_tma=gpu._no_tma(a, b, layout), b_dtype=b_dtype,
+            scales=self.scales, fast_accum=self.fast_accum or not self.fp8,
+        )  # fmt: skip
+        make = plan_problem if self.order is None else plan_problem.__wrapped__
+        plan = make(
+            problem, self.workers, self.schedule, self.tile, self.order, self.queues, self.shares, device=device,
+            backend="hopper", variant=self.variant, stages=self.stages,
+        )  # fmt: skip
+        return plan, layout
+
+    def references(self, operands: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float64, and torch's own answer in the operands' dtype."""
+        a, b, bias, residual, scale_a, scale_b = operands.values()
+        assert a is not None
+        assert b is not None
+        wide = [None if t is None else t.double() for t in (bias, residual)]
+        fine = torch.matmul(a.float().double(), b.float().double())
+        for scale in (scale_a, scale_b):
+            fine = fine if scale is None else fine * scale.double()
+        fine = self._epilogue(fine, *wide)
+        if not self.fp8:
+            return fine, self._epilogue(torch.matmul(a, b), bias, residual).to(self.result)
+        coarse = scaled_mm(a, b, self.fast_accum)
+        for scale in (scale_a, scale_b):
+            coarse = coarse if scale is None else coarse * scale
+        return fine, self._epilogue(coarse, bias, residual).to(self.result)
+
+    def _epilogue(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+        x = x * self.alpha if self.alpha != 1 else x
+        x = x if bias is None else x + bias
+        x = x if residual is None or self.beta == 0 else x + self.beta * residual
+        return ACTIVATIONS[self.activation](x)
+
+
+def poisoned(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """So many NaNs."""
+    return torch.full((count,), float("nan"), dtype=F32, device=device).to(dtype)
+
+
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, fast: bool) -> torch.Tensor:
+    """torch's product of operands of 8 bits, in float32: K and N in multiples of 16, batches one by one."""
+    if a.dim() == 3:
+        return torch.stack([scaled_mm(x, y, fast) for x, y in zip(a, b, strict=True)])
+    (m, k), n = a.shape, b.shape[1]
+    one = torch.ones((), device=a.device)
+    if (a.dtype, b.dtype) == (E5M2, E5M2):
+        b = b.float().to(E4M3)  # the same numbers: see `HopperCase.operands`
+    x = torch.zeros(m, -(-k // 16) * 16, device=a.device).to(a.dtype)
+    y = torch.zeros(-(-n // 16) * 16, x.shape[1], device=a.device).to(b.dtype)
+    x[:, :k].copy_(a)
+    y[:n, :k].copy_(b.t())
+    return torch._scaled_mm(x, y.t(), one, one, out_dtype=F32, use_fast_accum=fast)[:, :n]
+
+
+def ways(row: Tile) -> list[tuple[int, int]]:
+    """The tiles of the output that a row of `TILES` makes: as it is, and with the operands swapped."""
+    tiles = [(row.rows, row.columns), (row.columns, row.rows)]
+    return tiles[: 1 if row.rows == row.columns else 2]
+
+
+def _steps(row: Tile, dtype: torch.dtype = BF16) -> int:
+    return row.block_k(dtype.itemsize)
+
+
+def _row(variant: str, rows: int, columns: int) -> Tile:
+    return next(row for row in TILES if row[:3] == (variant, rows, columns))
+
+
+#: One tile a variant, and a few more: what most sections are run with.
+FEW = tuple(_row(*name) for name in (("cooperative", 128, 128), ("ping_pong", 64, 128), ("single", 64, 64)))
+MANY = (*FEW, *(_row(*name) for name in (("cooperative", 128, 256), ("ping_pong", 128, 128), ("ping_pong", 64, 256))))
+FULL = {"bias": True, "residual": "rows", "alpha": 1.5, "beta": -0.5}
+
+
+def _case(row: Tile, m: int, n: int, k: int, *, swapped: bool = False, **how) -> HopperCase:
+    return HopperCase(m, n, k, row.variant, ways(row)[swapped], **how)
+
+
+def _tiles() -> Iterator[HopperCase]:
+    """Every tile, both ways round, every kind; the layouts in turn."""
+    layouts = itertools.cycle(LAYOUTS)
+    for row, kind in itertools.product(TILES, KINDS):
+        for tile in ways(row):
+            bm, bn, bk = *tile, _steps(row)
+            how = {"variant": row.variant, "tile": tile, "layout": next(layouts), "schedule": kind}
+            # A few tiles with ragged edges, for several items a worker; less than a tile, and than a stage; one row
+            # or one column and many steps of K, the last of them short.
+            yield HopperCase(3 * bm - 5, 3 * bn + 7, 3 * bk + 9, workers=4, **how)
+            yield HopperCase(max(bm - 3, 1), bn // 2 + 1, bk // 2 - 3, **how)
+            yield HopperCase(*((1, 2 * bn) if kind == "static" else (bm + 1, 1)), 13 * bk + 1, workers=7, **how)
+
+
+def _layouts() -> Iterator[HopperCase]:
+    for row, layout in itertools.product(MANY, LAYOUTS):
+        how = {"layout": layout}
+        yield _case(row, 1000, 520, 264, **how)
+        yield _case(row, 129, 257, 1001, **how)
+        if row in FEW:
+            yield _case(row, 300, 200, 333, swapped=len(ways(row)) > 1, **how)
+
+
+def _extents() -> Iterator[HopperCase]:
+    """Extents of one, and around a tile's and a stage's."""
+    shapes = (
+        (1, 1, 1), (1, 1000, 512), (1000, 1, 512), (2, 3, 5000), (16, 16, 16), (17, 15, 33), (127, 129, 63),
+        (128, 128, 64), (129, 257, 65), (255, 63, 129),
+    )  # fmt: skip
+    for row, (m, n, k) in itertools.product(FEW, shapes):
+        yield _case(row, m, n, k)
+
+
+def _rings() -> Iterator[HopperCase]:
+    """Rings of few stages, with fewer steps than stages, as many, one more, and many."""
+    for row, stages in itertools.product(FEW, (2, 3)):
+        for steps in (1, stages, stages + 1, 17):
+            yield _case(row, 700, 200, steps * _steps(row), stages=stages, workers=3)
+
+
+def _dtypes() -> Iterator[HopperCase]:
+    for row in MANY:
+        yield _case(row, 333, 517, 201, dtype=F16)
+        yield _case(row, 520, 264, 640, dtype=F16, layout="nn")
+        yield _case(row, 333, 517, 201, out_dtype=F32)
+        yield _case(row, 520, 264, 640, out_dtype=F32, workers=2)
+    for row in FEW:
+        yield _case(row, 333, 264, 201, out_dtype=F16)
+        yield _case(row, 333, 264, 201, dtype=F16, out_dtype=BF16, schedule="stream_k")
+        yield _case(row, 333, 264, 201, dtype=F16, out_dtype=F32, schedule="stream_k", layout="tt")
+
+
+def _fp8() -> Iterator[HopperCase]:
+    pairs, scales = itertools.product((E4M3, E5M2), repeat=2), ("none", "tensor", "row")
+    for (a, b), (row, scale), fast in itertools.product(pairs, zip(FEW, scales, strict=True), (True, False)):
+        how = {"dtype": a, "b_dtype": None if a == b else b, "scales": scale, "fast_accum": fast, "layout": "nt"}
+        yield _case(row, 333, 264, 640, **how)
+        yield _case(row, 130, 70, 1999, schedule="stream_k" if a == b else "dynamic", **how)
+    for row, fast in itertools.product(MANY, (True, False)):
+        if fast or row.rows_per_loop * row.columns <= 64 * 128:
+            how = {"dtype": E4M3, "scales": "row", "fast_accum": fast, "layout": "nt"}
+            yield _case(row, 520, 776, 4096, workers=5, **how)
+            yield _case(row, 77, 1033, 129, swapped=len(ways(row)) > 1, **how)
+            yield _case(row, 200, 300, 1024, out_dtype=F32, **how)
+    for row in FEW:
+        how = {"dtype": E4M3, "scales": "row", "layout": "nt", "bias": True, "residual": "rows", "beta": 0.5}
+        yield _case(row, 333, 264, 640, activation="gelu", **how)
+        yield _case(row, 100, 120, 512, batch=3, schedule="stream_k", activation="gelu", **how)
+
+
+def _epilogues() -> Iterator[HopperCase]:
+    for row, activation in itertools.product(FEW, ("relu", "gelu", "gelu_tanh", "silu")):
+        yield _case(row, 520, 776, 640, layout="nt", activation=activation, **FULL)
+        yield _case(row, 333, 517, 201, layout="nt", activation=activation, **FULL)
+    for row in FEW:
+        for how in ({"bias": True}, {"residual": "rows", "beta": 2.0}, {"residual": "columns"}, {"alpha": -0.5}):
+            yield _case(row, 333, 517, 201, **how)
+        yield _case(row, 333, 517, 201, residual="rows", beta=0.0)
+        yield _case(row, 520, 776, 640, swapped=len(ways(row)) > 1, schedule="stream_k", activation="gelu", **FULL)
+        yield _case(row, 130, 1000, 333, swapped=len(ways(row)) > 1, schedule="stream_k", activation="gelu", **FULL)
+        yield _case(row, 333, 517, 201, dtype=F16, out_dtype=F32, activation="gelu", **FULL)
+    for row in MANY[3:]:
+        yield _case(row, 520, 776, 640, activation="gelu", **FULL)
+        yield _case(row, 333, 517, 201, activation="gelu", schedule="stream_k", **FULL)
+
+
+def _outs() -> Iterator[HopperCase]:
+    for row, out in itertools.product(FEW, OUTS[1:]):
+        for swapped in (False, True)[: len(ways(row))]:
+            yield _case(row, 300, 264, 200, swapped=swapped, out=out)
+            yield _case(row, 1001, 33, 129, swapped=swapped, out=out, workers=2)
+    for row, out in itertools.product(MANY[3:], ("columns", "odd")):
+        yield _case(row, 300, 265, 200, out=out)
+        yield _case(row, 300, 265, 200, out=out, schedule="stream_k")
+    for row in FEW:
+        yield _case(row, 300, 265, 200, out="columns", out_dtype=F32, activation="gelu", **FULL)
+        yield _case(row, 300, 265, 200, out="odd", activation="gelu", **FULL)
+
+
+def _batches() -> Iterator[HopperCase]:
+    for row, kind in itertools.product(FEW, KINDS):
+        for shared in ("", "a", "b"):
+            yield _case(row, 130, 140, 96, batch=5, shared=shared, schedule=kind, workers=7)
+        yield _case(row, 33, 1, 200, batch=2, schedule=kind)
+    for row in FEW:
+        for out in ("columns", "odd"):
+            yield _case(row, 130, 141, 96, batch=3, out=out)
+        yield _case(row, 130, 140, 96, batch=3, layout="tt", activation="relu", schedule="stream_k", **FULL)
+        yield _case(row, 130, 140, 96, batch=1)
+
+
+def _orders() -> Iterator[HopperCase]:
+    """Several queues, shares, and an order of tiles of one's own, which is a table."""
+    for row, queues in itertools.product(FEW, (2, 7)):
+        yield _case(row, 1000, 520, 200, queues=queues, workers=5)
+    for row, shares in itertools.product(FEW, (1, 3, 40)):
+        yield _case(row, 700, 300, 1000, schedule="stream_k", shares=shares, workers=11)
+    for row, kind in itertools.product(FEW, KINDS):
+        tiles = -(-500 // ways(row)[0][0]) * -(-704 // ways(row)[0][1])
+        order = tuple(random.Random(tiles).sample(range(tiles), tiles))
+        yield _case(row, 500, 704, 128, schedule=kind, workers=5, order=order)
+
+
+SECTIONS = (_tiles, _layouts, _extents, _rings, _dtypes, _fp8, _epilogues, _outs, _batches, _orders)
+CASES = list({case.name: case for section in SECTIONS for case in section()}.values())
+
+# What other tests launch ---------------------------------------------------------------------------------------------
+
+#: Every number of workers: a shape, and a tile of each variant.
+WORKERS_CASES = [_case(row, 700, 900, 256, schedule=kind, layout="nt") for row, kind in itertools.product(FEW, KINDS)]
+#: The order of work, written down by a probe.
+PROBE_CASES = [
+    _case(row, 1000, 700, 512, schedule=kind, queues=queues)
+    for row, (kind, queues) in itertools.product(
+        FEW, [("static", None), ("dynamic", None), ("dynamic", 3), ("stream_k", None)]
+    )
+]
+#: With everything forced that a plan can be told.
+FORCED_CASES = [
+    _case(row, 520, 264, 640, schedule=kind, stages=3, layout="nt", workers=7)
+    for row, kind in itertools.product(FEW, KINDS)
+]
+#: A chain of launches, some on what the one before wrote; an output that is its own residual.
+CHAINED_CASES = [_case(row, 768, 768, 768, schedule=kind) for row, kind in itertools.product(FEW, KINDS)]
+OWN_RESIDUAL_CASES = [
+    _case(row, 520, 776, 640, schedule=kind, residual="rows", beta=2.0, workers=7, layout="nt")
+    for row, kind in itertools.product(FEW, KINDS)
+]
+#: Launched again and again: three contributors to a tile and more.
+REPEATED = [_case(row, 500, 300, 2000, schedule=kind, bias=True) for row, kind in itertools.product(FEW, KINDS)]
+#: More than 2**31 elements: of the output, through TMA and from registers, and of an operand.
+LARGE = {
+    "output": _case(FEW[0], 66000, 33000, 64),
+    "output stored directly": _case(FEW[0], 66000, 33000, 64, out="odd"),
+    "operand": _case(FEW[0], 2**20 + 1024, 64, 2048),
+}
+
+
+#: What the cost model chooses for, beside torch's own ops.
+AUTO = [
+    Case(4096, 4096, 1024), Case(2048, 2048, 2048, layout="nt"), Case(1000, 1000, 1000, layout="tn"),
+    Case(1000, 1000, 1000, F16, "tt"), Case(1, 4096, 4096, layout="nt"), Case(16, 4096, 2048, layout="nt"),
+    Case(64, 1024, 4096, layout="nt"), Case(4096, 1, 2048), Case(200, 8192, 512), Case(8192, 128, 512, F16),
+    Case(128, 128, 8192), Case(136, 8, 8), Case(256, 256, 256, batch=8), Case(130, 136, 96, F16, batch=5),
+    Case(130, 136, 96, batch=5, shared="a"), Case(130, 136, 96, layout="nt", batch=5, shared="b"),
+    Case(1024, 1024, 1024, out_dtype=F32), Case(512, 768, 640, pad=16), Case(512, 768, 640, layout="tt", pad=8),
+    Case(520, 776, 640, layout="nt", bias=True, residual=True, alpha=1.5, beta=-0.5, activation="gelu"),
+    Case(520, 776, 640, F16, bias=True, activation="silu", schedule="stream_k"),
+    Case(520, 777, 640, layout="nt", bias=True), Case(777, 520, 640, schedule="static"),
+]  # fmt: skip
+#: Strides or addresses that TMA cannot address, and what the plan says of them.
+UNALIGNED = {
+    Case(520, 777, 640): "b has strides",
+    Case(520, 776, 641): "a has strides",
+    Case(777, 520, 640, layout="tn"): "a has strides",
+    Case(512, 768, 640, pad=3): "a has strides",
+    Case(512, 768, 640, offset=1): "a lies at an address",
+}
+
+
+def worker_cases(counts: range) -> Iterator[HopperCase]:
+    """`WORKERS_CASES` with each count, the variants in turn."""
+    for workers, (i, case) in itertools.product(counts, enumerate(WORKERS_CASES)):
+        if (workers + i // len(KINDS)) % len(FEW) == 0:
+            yield replace(case, workers=workers)
+
+
+def launched() -> Iterator[HopperCase]:
+    """What the tests launch, but for `PROBE_CASES`, `AUTO` and `UNALIGNED`."""
+    yield from (*CASES, *WORKERS_CASES, *REPEATED, *FORCED_CASES, *CHAINED_CASES, *OWN_RESIDUAL_CASES, *LARGE.values())
+    yield from (replace(REPEATED[0], bias=bias, residual=residual) for bias, residual in ((True, ""), (False, "rows")))
