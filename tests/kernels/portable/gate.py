@@ -63,8 +63,12 @@ DEVICES = {
 }
 LAYOUTS = ("nn", "nt", "tn", "tt")
 HOWS = ("worst", "plain", "static", "stealing", "arriving")
-#: What a sample has of each tile: how, layout, aligned.
+#: What a sample has of each tile: how, layout, aligned. Of 8-bit operands, both kinds of scales.
 SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("worst", "nn", False))
+SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
+#: The tiles of the quick one.
+QUICK = ((128, 256), (16, 128), (64, 64))
+QUICK_8_BIT = {"float8": (128, 256), "float8 precise": (128, 128)}
 FULL = {"bias": 1, "scaled": True, "activation": "gelu", "scale_a": (0, 1), "scale_b": (0, 1)}
 #: Inputs: A's dtype, B's, whether float32 is rounded to tf32, whether 8-bit products may stay in the tensor cores.
 INPUTS = {
@@ -136,11 +140,18 @@ def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, 
                 name = f"{inputs}{'' if aligned else ' unaligned'} {block[0]}x{block[1]} {how} {layout}"
                 if inputs in ALIKE and (how, layout) != ("worst", "nt"):
                     continue
-                if what != "all" and ((how, layout, aligned) not in SAMPLE or inputs in ALIKE):
-                    continue
-                if what == "quick" and (block not in ((128, 256), (16, 128), (64, 64)) or not aligned):
+                if what != "all" and not _is_sampled(what, inputs, block, how, layout, aligned):
                     continue
                 yield name, *_make(plan, how, layout, aligned), aligned
+
+
+def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout: str, aligned: bool) -> bool:
+    narrow = inputs in QUICK_8_BIT
+    if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
+        return False
+    if what == "quick":
+        return aligned and (block == QUICK_8_BIT[inputs] if narrow else block in QUICK)
+    return True
 
 
 def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layout]:

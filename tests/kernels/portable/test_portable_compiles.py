@@ -66,10 +66,10 @@ def test_the_gate_sees_a_spill(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", TRITONS)
 def test_everything_compiles_and_spills_nothing(version, target, tmp_path):
-    found = compile_all(triton(version), "all", (target,), tmp_path, 1700)
+    found = compile_all(triton(version), "all", (target,), tmp_path, 2900)
     assert {one["triton"].split("+")[0] for one in found} == {version}
-    check(found, 80)
+    check(found, 160 if target != "gfx942" else 80)

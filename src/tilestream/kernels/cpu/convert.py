@@ -30,7 +30,7 @@ def _values(dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> Iterator[torch.Tensor]:
-    """``x`` ``[rows, columns]``, any strides, in ``dtype``, for the length of the block; strides ordered as ``x``'s."""
+    """``x`` ``[rows, columns]``, any strides, in ``dtype`` for the length of the block; laid out as ``x`` is."""
     if x.dtype not in _FP8:
         with workspace.borrow(x.shape, dtype) as into:
             yield into.copy_(x)
