@@ -76,6 +76,7 @@ def job(
         aligned=is_aligned((m, k), layout.a[1:], layout.a[0], address[0])
         and is_aligned((k, n), layout.b[1:], layout.b[0], address[1]),
         no_tma=gpu._no_tma(a, b, layout),
+        plain=not (case.bias or case.residual or case.activation or case.alpha != 1) and gpu._by_tma(out, layout),
     )  # fmt: skip
     make = plan_problem.__wrapped__ if order else plan_problem
     plan = make(problem, case.workers, case.schedule, tile, order, queues, device=device, backend=backend)

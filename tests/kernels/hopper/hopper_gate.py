@@ -52,10 +52,8 @@ def fill(
     arguments = Arguments(plan, layout, out_address % 16 == 0, probe)
     problem, schedule = plan.problem, plan.schedule
     x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
-    maps = [
-        described(made, dtype)
-        for made, dtype in zip((arguments.x, arguments.y, arguments.out), (x, y, problem.out_dtype), strict=True)
-    ]
+    parts = ((arguments.x, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
+    maps = [described(made, dtype) for made, dtype in parts]
     addend = "bfloat16" if problem.fp8 else problem.dtype
     scale = None if problem.scales == "none" else Pointer("float32")
     given = (
