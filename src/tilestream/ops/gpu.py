@@ -161,7 +161,7 @@ def _make(
 def _by_tma(out: torch.Tensor, layout: Layout) -> bool:
     """Whether TMA can address the output."""
     batch, *strides = layout.out
-    major = tma.major_of((out.shape[-2], out.shape[-1]), (strides[0], strides[1]), batch, out.element_size())
+    major = tma.store_major_of((out.shape[-2], out.shape[-1]), (strides[0], strides[1]), batch, out.element_size())
     return major is not None and out.data_ptr() % 16 == 0
 
 

@@ -31,6 +31,16 @@ def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: i
     return None
 
 
+def store_major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int) -> int | None:
+    """`major_of`, for a matrix that TMA stores to.
+
+    A load reads nothing from outside, but a store is clipped in units of 16 bytes along the contiguous dimension: what
+    lies beyond its end would be written to. (Seen on an H100: tests/gpu/test_gpu_hopper.py.)
+    """
+    major = major_of(extents, strides, batch_stride, size)
+    return major if major is not None and extents[major] * size % _ALIGNMENT == 0 else None
+
+
 def refuse(
     name: str, extents: Sequence[int], strides: Sequence[int], batch_stride: int, size: int, address: int,
     major: int | None = None,

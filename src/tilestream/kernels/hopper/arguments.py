@@ -11,7 +11,7 @@ from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import ITEMSIZE
-from tilestream.plan.tma import major_of
+from tilestream.plan.tma import major_of, store_major_of
 
 _INT31 = 2**31
 #: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
@@ -69,7 +69,7 @@ class Arguments:
         self._y_major = made[0][1]
         extents, strides = (x[0], y[0]), (on, om) if swapped else (om, on)
         size = ITEMSIZE[problem.out_dtype]
-        major = major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
+        major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
         self._flipped = major == 0
         self.out = None
         if major is not None:
