@@ -22,7 +22,7 @@ from tilestream.schedule.schedule import Kind, Schedule, Split
 #: Row tiles per group of a raster.
 GROUP = 8
 #: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers, of
-#: 8-bit operands 232; with strips of 64, 240.
+#: 8-bit operands 240; with strips of 64, 240 and more.
 STRIP = 32
 #: Seconds a tile costs beside its multiply-adds, and a launch.
 TILE_SECONDS = 2e-6
