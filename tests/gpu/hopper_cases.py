@@ -17,10 +17,12 @@ from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
 from error_rule import Maths
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.ops import gpu
+from tilestream.plan import hopper
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
-from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.plan import Plan, of_candidate, plan_problem
 from tilestream.plan.problem import Problem, dtype_name
+from tilestream.schedule.schedule import Kind
 
 #: Where an output lies: in rows that begin at multiples of 16 bytes; without a gap; in columns; in rows of odd strides;
 #: every second column; at an odd address. TMA stores the first three, where rows (columns) are whole multiples of 16
@@ -32,6 +34,8 @@ OUTS = ("rows", "tight", "columns", "odd", "strided", "offset")
 class HopperCase:
     """``[batch, m, k] @ [batch, k, n]`` with everything of the plan forced that is given.
 
+    ``swapped``: which way round the tile is, where there are two tiles of such rows and columns.
+
     Rows of operands are padded so that TMA can address them, whatever the extents, and all that lies around an operand
     is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0.
     """
@@ -41,13 +45,14 @@ class HopperCase:
     k: int
     variant: str | None = None
     tile: tuple[int, int] | None = None
+    swapped: bool | None = None
     dtype: torch.dtype = BF16
     b_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     layout: str = "nn"
     batch: int = 0
     shared: str = ""
-    schedule: str = "dynamic"
+    schedule: Kind = "dynamic"
     workers: int | None = None
     queues: int | None = None
     shares: int | None = None
@@ -65,7 +70,8 @@ class HopperCase:
     @property
     def name(self) -> str:
         batch = f"{self.batch}x" if self.batch else ""
-        tile = f"{self.tile[0]}x{self.tile[1]}" if self.tile else ""
+        tile = "x".join(map(str, self.tile[::-1] if self.swapped else self.tile)) if self.tile else ""
+        tile += "swapped" if self.swapped else ""
         dtypes = [str(t).removeprefix("torch.") for t in (self.dtype, self.b_dtype, self.out_dtype) if t is not None]
         rest = [
             f"{name}{value}" if value is not True else name
@@ -168,6 +174,16 @@ class HopperCase:
             problem, self.workers, self.schedule, self.tile, self.order, self.queues, self.shares, device=device,
             backend="hopper", variant=self.variant, stages=self.stages,
         )  # fmt: skip
+        if self.swapped not in (None, plan.swapped):
+            found = hopper.candidates(
+                problem, device, self.workers or device.workers, kinds=(self.schedule,), tile=self.tile,
+                order=self.order, queues=self.queues, shares=self.shares, variant=self.variant, stages=self.stages,
+            )  # fmt: skip
+            found = [one for one in found if one.swapped == self.swapped]
+            if not found:
+                raise NotImplementedError(f"no such tile for {self.name}")
+            best = min(found, key=lambda one: one.seconds)
+            plan = of_candidate(problem, device, "hopper", best, "a test's")
         return plan, layout
 
     def maths(self, operands: dict[str, torch.Tensor | None]) -> Maths:
@@ -213,7 +229,7 @@ _ANY = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_
 
 
 def _case(row: Tile, m: int, n: int, k: int, *, swapped: bool = False, **how) -> HopperCase:
-    return HopperCase(m, n, k, row.variant, ways(row)[swapped], **how)
+    return HopperCase(m, n, k, row.variant, ways(row)[swapped], swapped, **how)
 
 
 def _has(row: Tile, **how) -> bool:
