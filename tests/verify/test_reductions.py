@@ -42,6 +42,11 @@ SOUND = [
     matmul("dynamic", 3, 2, bounds=(0, 3, 4), drain="poison", queues=2),
     matmul("dynamic", 2, 2, bounds=(0, 3, 4), drain="reset", quarantined=True),
     matmul("dynamic", 2, 3, drain="reset", queues=2),
+    *(
+        matmul("stream_k", w, n, k=k, shares=shares, drain="poison", settled=True)
+        for w, n, k, shares in ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 2, 0), (4, 3, 2, 2), (2, 1, 3, 3))
+    ),
+    matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True),
     *(RingCase(Ring(d, i, who), ks) for d in (1, 2) for i in (1, 2) for who in EVERY for ks in ((1,), (2,))),
     RingCase(Ring(1, 1, "cooperative"), (1, 2)),
     RingCase(Ring(2, 1), (1, 2)),
@@ -87,9 +92,9 @@ class WithEnds(WorkersModel):
     def memory(self):
         return [*super().memory(), 0]
 
-    def _hand_in(self, pid, item, m, nan):
-        m[-1] |= nan << item.tile
-        super()._hand_in(pid, item, m, nan)
+    def _hand_in(self, pid, op, m, nan):
+        m[-1] |= nan << op.item.tile
+        super()._hand_in(pid, op, m, nan)
 
     def ends(self):
         """All that a launch can come to: which tiles are NaN, and the words it leaves."""

@@ -99,7 +99,7 @@ class ProductModel(WorkersModel):
         for w in self.case.workers:
             processes.append(Process(f"worker {w} load", self._load_of(w), LoadState(WorkerState()), f"load {w}"))
             processes.append(Process(f"worker {w} math", self._math_of(), MathState(), "math"))
-        self._set_up(len(processes))
+        self.set_up(len(processes))
         self.rings: list[RingMemory] = []
         self.items: list[WorkItem] = []
         base = self.end
@@ -199,5 +199,6 @@ class ProductModel(WorkersModel):
             return super().tell(pid, op, answer)
         return f"{self.processes[pid].name}: {say(op)}" + (f" -> {say_item(answer)}" if isinstance(op, Get) else "")
 
-    def _say(self, op: Any) -> str:
-        return super()._say(op) if isinstance(op, Poll | Wait | Count | Reduce) or hasattr(op, "queue") else say(op)
+    def say(self, op: Any) -> str:
+        """As `Words.say`."""
+        return super().say(op) if isinstance(op, Poll | Wait | Count | Reduce) or hasattr(op, "queue") else say(op)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_ring as r
+from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.faults import KINDS
 from tilestream.verify.product import ProductCase
@@ -64,7 +65,7 @@ class SeededBug:
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
-    return (*_gates(), *_programs(), *_drains(), *_rings(), *_products())
+    return (*_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_products())
 
 
 def _says(of: object) -> str:
@@ -185,6 +186,27 @@ def _drains() -> tuple[SeededBug, ...]:
         ("drained and not counted out", "not reset", d.drained_not_counted, gated(d.drained_not_counted)),
     )  # fmt: skip
     return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+
+
+def _settlings() -> tuple[SeededBug, ...]:
+    def parts(program: Program) -> tuple[WorkersCase, ...]:
+        sizes = ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 3, 0), (4, 3, 2, 2))
+        return tuple(
+            matmul("stream_k", workers, num_m, k=k, shares=shares, drain="poison", program=program, settled=True)
+            for workers, num_m, k, shares in sizes
+        )
+
+    rows: tuple[tuple[str, str, Program], ...] = (
+        ("the last one too early", "partial not visible", s.last_too_early),
+        ("counted and not written", "partial not visible", s.counts_without_writing),
+        ("two are the last", "double work", s.two_are_the_last),
+        ("nobody is the last", "missing work", s.nobody_is_the_last),
+        ("counted after restoring", "count not restored", s.counts_after_restoring),
+        ("not restored after a look", "count not restored", s.restores_only_what_it_counted),
+        ("restored by everybody", "missing work", s.restores_while_others_count),
+        ("own part from its slot", "partial not visible", s.adds_its_own_from_its_slot),
+    )
+    return tuple(SeededBug(name, kind, "workers", _says(program), parts(program)) for name, kind, program in rows)
 
 
 def _rings() -> tuple[SeededBug, ...]:

@@ -58,6 +58,7 @@ def matmul(
     drain: Drain = "leave",
     program: Program | None = None,
     quarantined: bool = False,
+    settled: bool = False,
 ) -> WorkersCase:
     """A configuration of model 1: ``num_m`` x ``num_n`` tiles; rows (``weight``: columns) arrive by ``bounds``.
 
@@ -83,7 +84,7 @@ def matmul(
                 row_of_batch=tuple(b * rows for b in range(batch)) if batch > 1 else (),
             )
     schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares)
-    return WorkersCase(schedule, gate, running, drain, program, quarantined)
+    return WorkersCase(schedule, gate, running, drain, program, quarantined, settled)
 
 
 def configurations(model: str, level: Level) -> list[Case]:
@@ -123,6 +124,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
                     )
     yield from _fewer_running(full)
     yield from _drained(full)
+    yield from _settled(full)
     yield matmul("dynamic", 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=1)
     yield matmul("static", 3, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2)
     # 4 workers, 8 items, 3 chunks.
@@ -211,6 +213,33 @@ def _drained(full: bool) -> Iterator[WorkersCase]:
                 yield matmul("static", 4, 4, 2, bounds=bounds, pivot=pivot, drain="reset")
                 yield matmul("dynamic", 4, 4, 2, bounds=bounds, pivot=pivot, drain="reset")
                 yield matmul("stream_k", 4, 5, bounds=(*bounds[:-1], 10), pivot=pivot, k=2, drain="reset")
+
+
+def _settled(full: bool) -> Iterator[WorkersCase]:
+    """Parts that are held and settled: 2 to 4 contributors, shares over several tiles, workers that poison theirs."""
+    sizes: tuple[tuple[int, int, int, int], ...] = (
+        # workers, tiles, K steps, shares: one a worker; fewer, each over several tiles; more, several a worker
+        (2, 1, 2, 0), (2, 3, 3, 0), (3, 1, 3, 0), (3, 2, 2, 0), (3, 5, 3, 0), (4, 3, 2, 2), (4, 3, 3, 2), (2, 1, 3, 3),
+        (2, 1, 4, 4), (3, 2, 2, 4),
+    )  # fmt: skip
+    for w, tiles, k, shares in sizes + (((4, 1, 4, 0), (4, 3, 4, 0), (4, 7, 3, 5)) if full else ()):
+        yield matmul("stream_k", w, tiles, k=k, shares=shares, drain="reset", settled=True)
+        for running in ((0,), (1,), (0, 1)):
+            if len(running) < w:
+                yield matmul("stream_k", w, tiles, k=k, shares=shares, running=running, drain="poison", settled=True)
+    for w, tiles, k, shares in (
+        (2, 1, 2, 0),
+        (2, 3, 2, 0),
+        (3, 2, 2, 0),
+        *(((3, 1, 3, 0), (4, 3, 2, 2)) if full else ()),
+    ):
+        for bounds in (*LAYOUTS[tiles], *UNREAD[tiles]):
+            for pivot in range(len(bounds) - 1):
+                yield matmul(
+                    "stream_k", w, tiles, bounds=bounds, pivot=pivot, k=k, shares=shares, drain="reset", settled=True
+                )
+    yield matmul("stream_k", 3, 1, bounds=(0, 1, 2), k=3, drain="poison", settled=True)
+    yield matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True, quarantined=True)
 
 
 def _columns_too(case: WorkersCase) -> WorkersCase:
