@@ -11,6 +11,7 @@ from tilestream.kernels.loop import Add, AddUp, Look, Restore, Write, work_throu
 from tilestream.verify import sweep
 from tilestream.verify.partials import Partials
 from tilestream.verify.report import explore
+from tilestream.verify.search import search
 from tilestream.verify.seeded import seeded_bugs
 from tilestream.verify.sweep import matmul
 from tilestream.verify.words import Words
@@ -178,3 +179,9 @@ class TestWhatIsExplored:
             "worker 0: restore(tile 0, K steps 0 to 1, part 0 of 2)",
             "worker 0: addup(tile 0, K steps 0 to 1, part 0 of 2)",
         )
+
+    def test_parts_of_one_tile_held_by_two_consumers_of_one_worker(self):
+        case = next(c for c in sweep.products("quick") if c.ring.consumers == "ping_pong" and c.workers.running)
+        assert case.workers.schedule.num_shares == 3
+        assert search(case.build()).fault is None
+        assert len({line.split(":")[0] for line in self.lines(case) if ": look(" in line}) == 2
