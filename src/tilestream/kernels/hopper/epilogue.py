@@ -225,7 +225,8 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
     """Hand in a partial result, unless all others have been handed in; whether this one is the last.
 
     Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
-    written it: where the others have counted already, nobody else can be the last.
+    written it: where the others have counted already, nobody else can be the last. That is the protocol of
+    `tilestream.kernels.loop.settle`, which the checker explores.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
     consumer: for its stores before, for its loads after.
