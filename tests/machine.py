@@ -13,15 +13,20 @@ from dataclasses import dataclass, field
 
 from tilestream.arrival.gate import Gate, See, Wait
 from tilestream.kernels.loop import (
+    Add,
+    AddUp,
     Compute,
     Count,
     Leave,
+    Look,
     Poison,
     Poll,
     Quarantine,
     Reduce,
     Reset,
+    Restore,
     WorkerState,
+    Write,
     work,
 )  # fmt: skip
 from tilestream.schedule.grid import WorkItem
@@ -69,6 +74,7 @@ class Log:
     told: list[tuple[int, object]] = field(default_factory=list)  # worker, what told it that the launch is over
     computed_after_told: list[WorkItem] = field(default_factory=list)
     reduced: list[WorkItem] = field(default_factory=list)
+    written: list[WorkItem] = field(default_factory=list)  # of those that were held
     waited: list[Wait] = field(default_factory=list)
     read_early: list[tuple[WorkItem, tuple[int, int]]] = field(default_factory=list)
 
@@ -114,6 +120,7 @@ class Machine:
         self.exits = 0
         self.slots: dict[int, float] = {}
         self.tiles: dict[int, float] = {}
+        self.held: dict[int, float] = {}  # worker -> the part it has in its registers
         self.log = Log()
         self._at: dict[int, tuple] = {}  # worker -> (its generator, the operation it is stopped before)
         for worker in crew:
@@ -167,12 +174,12 @@ class Machine:
                 self.log.computed.append((worker, item))
                 if any(told == worker for told, _ in self.log.told):
                     self.log.computed_after_told.append(item)
-                self._hand_in(item, float(item.k_end - item.k_begin))
+                self._hand_in(worker, operation, float(item.k_end - item.k_begin))
                 self.log.read_early += [(item, chunk) for chunk in self.reads(item) if chunk not in self.arrived]
                 return 0
             case Poison(item):
                 self.log.poisoned.append((worker, item))
-                self._hand_in(item, float("nan"))
+                self._hand_in(worker, operation, float("nan"))
                 return 0
             case Count(item):
                 return self.words.count(item)
@@ -182,6 +189,25 @@ class Machine:
                 self.tiles[item.tile] = sum(
                     self.slots.pop(slot, float("nan")) for slot in range(first, first + item.parts)
                 )
+                return 0
+            case Look(item):
+                return self.words.counts[item.tile]
+            case Write(item):
+                self.log.written.append(item)
+                self.slots[item.slot] = self.held[worker]
+                return 0
+            case Add(item):
+                self.words.counts[item.tile] += 1
+                return self.words.counts[item.tile] - 1
+            case Restore(item):
+                self.words.counts[item.tile] = 0
+                return 0
+            case AddUp(item):
+                self.log.reduced.append(item)
+                first = item.slot - item.part
+                self.slots.pop(item.slot, None)
+                others = [self.slots.pop(slot) for slot in range(first, first + item.parts) if slot != item.slot]
+                self.tiles[item.tile] = sum(others) + self.held.pop(worker)
                 return 0
             case See(operand, chunk):
                 return int((operand, chunk) in self.arrived)
@@ -205,8 +231,11 @@ class Machine:
                 return 0
         raise AssertionError(f"the machine does not know {operation!r}")
 
-    def _hand_in(self, item: WorkItem, result: float) -> None:
-        if item.parts == 1:
+    def _hand_in(self, worker: int, done: Compute | Poison, result: float) -> None:
+        item = done.item
+        if done.held:
+            self.held[worker] = result
+        elif item.parts == 1:
             self.tiles[item.tile] = result
         else:
             self.slots[item.slot] = result

@@ -15,15 +15,22 @@ from machine import Machine, all_of, done, every_interleaving, unfair
 from strategies import chunkings, rasters, seeds
 from tilestream.arrival import Chunks, Gate, See, Seen, Wait
 from tilestream.kernels.loop import (
+    Add,
+    AddUp,
     Compute,
     Count,
     Leave,
+    Look,
     Poison,
     Poll,
     Quarantine,
     Reduce,
     Reset,
+    Restore,
     WorkerState,
+    Write,
+    hand_in,
+    settle,
     work,
     work_through,
 )  # fmt: skip
@@ -209,6 +216,61 @@ class TestTheLastOneOut:
         assert ends == {(True, True)}, "both tiles read chunk 0, which never comes"
 
 
+settling = partial(work_through, reset=True, finish=settle)
+
+
+class TestSettled:
+    """Parts that their workers hold, and write only for others."""
+
+    @given(launches(), seeds)
+    def test_each_item_is_handed_in_once_whenever_the_deadline_expires(self, launch, seed):
+        machine = machine_of(*launch, program=settling)
+        order = random.Random(seed).sample(chunks_of(launch[1]), len(chunks_of(launch[1])))
+        machine.run(unfair(seed), order, expires=True)
+        holds(machine)
+
+    @given(launches(gated=False), seeds)
+    def test_tiles_are_as_with_the_other_way_and_no_more_is_written(self, launch, seed):
+        machine, other = machine_of(*launch, program=settling), machine_of(*launch)
+        machine.run(unfair(seed))
+        other.run(unfair(seed))
+        assert machine.tiles == other.tiles
+        split = {item.tile: item.parts for item in machine.log.items if item.parts > 1}
+        assert len(machine.log.reduced) == len(split)
+        assert sum(split.values()) - len(split) <= len(machine.log.written) <= sum(split.values())
+
+    def test_one_worker_writes_all_parts_but_the_last(self):
+        schedule = Schedule("stream_k", Grid(1, 1, 1, 3), workers=3)
+        machine = machine_of(schedule, None, crew=[0], program=partial(work_through, finish=settle))
+        log = machine.run(lambda options: options[0])
+        assert [item.part for item in log.written] == [0, 1]
+        assert [item.part for item in log.reduced] == [2]
+        assert machine.tiles == {0: 3.0}
+
+    @pytest.mark.parametrize("contributors", [2, 3])
+    def test_every_order_of_contributors(self, contributors):
+        schedule = Schedule("stream_k", Grid(1, 1, 1, contributors), workers=contributors)
+        written = set()
+        for machine in every_interleaving(lambda choose: self.driven(schedule, choose)):
+            holds(machine)
+            assert len(machine.log.reduced) == 1
+            written.add(len(machine.log.written))
+        assert written == {contributors - 1, contributors}, "the last may or may not have seen that it is"
+
+    @staticmethod
+    def driven(schedule, choose):
+        machine = machine_of(schedule, None, program=partial(work_through, finish=settle))
+        for worker in machine.alive:
+            machine.step(worker)  # tickets are of no account here, and make many orders
+        while machine.alive:
+            worker = choose(machine.alive)
+            machine.step(worker)
+            at = machine._at.get(worker)
+            if at is not None and isinstance(at[1], Take | Write | Restore):
+                machine.step(worker)
+        return machine
+
+
 class TestOneTurn:
     """What one worker does, operation by operation."""
 
@@ -257,6 +319,30 @@ class TestOneTurn:
         answers = [0, over, *[1 for _ in waited], 0, before, *[0] * before]
         operations, _ = self.turn(*answers, schedule=split, gate=gate)
         assert operations == [Take(0), Poll(), *waited, done_by(item), Count(item), *[Reduce(item)] * before]
+
+    @pytest.mark.parametrize("done_by", [Compute, Poison])
+    @pytest.mark.parametrize(("looked", "counted"), [(1, None), (0, 1), (0, 0)])
+    def test_a_part_is_settled_computed_or_not(self, done_by, looked, counted):
+        item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
+        operations = []
+        settling = settle(done_by(item))
+        answers = {Look: looked, Add: counted}
+        answer = None
+        while True:
+            try:
+                operations.append(settling.send(answer))
+            except StopIteration:
+                break
+            answer = answers.get(type(operations[-1]), 0)
+        written = [] if looked else [Write(item), Add(item)]
+        added = [Restore(item), AddUp(item)] if 1 in (looked, counted) else []
+        expected = [done_by(item, held=True), Look(item), *written, *added]
+        assert list(map(type, operations)) == list(map(type, expected))
+        assert operations == expected
+
+    def test_a_whole_tile_is_settled_as_it_is_handed_in(self):
+        item = WorkItem(0, 0, 0, 0, 0, 2)
+        assert list(settle(Compute(item))) == list(hand_in(Compute(item))) == [Compute(item)]
 
     def test_stop_where_nothing_is_reset(self):
         assert self.turn(2, reset=False) == ([Take(0)], None)

@@ -21,7 +21,7 @@ import pytest
 
 from int31 import on_int31
 from tilestream.arrival import chunks
-from tilestream.schedule import integers, queues, raster, stream_k
+from tilestream.schedule import integers, queues, raster, ring, stream_k
 
 SRC = Path(integers.__file__).parents[2]
 
@@ -31,7 +31,7 @@ def functions_of(module) -> list[FunctionType]:
     return [f for f in members if inspect.isfunction(f) and f.__module__ == module.__name__ and f.__name__[0] != "_"]
 
 
-LEAVES = {f.__name__: f for m in (integers, raster, queues, stream_k) for f in functions_of(m)}
+LEAVES = {f.__name__: f for m in (integers, raster, queues, ring, stream_k) for f in functions_of(m)}
 LEAVES |= {"chunk_of": chunks.chunk_of, "pivot_tile": chunks.pivot_tile}
 del LEAVES["next_base"]  # the host's alone: it counts in 64 bits
 
@@ -51,6 +51,9 @@ ARGUMENTS = {
     "remainder_tiles": [(133, 132), (5, 7)],
     "share_part": [(17, 23, 10), (17, 19, 10)],
     "slot": [(3, 2), (0, 0)],
+    "step": [(1, 0, 3), (2, 1, 3), (0, 0, 1)],
+    "skip": [(1, 1, 5, 3), (2, 0, 0, 3), (0, 1, 2**31 - 2, 1), (11, 1, 2**31 - 12, 12)],
+    "before": [(2, 3), (0, 3), (0, 1)],
     "chunk_of": [(1000, 128), (2**31 - 1, 3)],
     "pivot_tile": [(100, 300, 64, 7), (100, 101, 64, 2), (512, 512, 64, 8)],
 }
@@ -234,6 +237,9 @@ def random_arguments(name: str, rng: random.Random) -> tuple[int, ...]:
         "longest_first": (t, m, n, group),
         "share_part": (t, t + m, n),
         "part_of": (m * n, group, t),
+        "step": (t % n, t % 2, n),
+        "skip": (t % n, t % 2, begin, n),
+        "before": (t % n, n),
         "pivot_tile": (begin, begin + rng.randint(0, 99), rng.choice([16, 64, 100]), m + 9),
     }.get(name) or tuple(rng.randint(1, 99) for _ in inspect.signature(LEAVES[name]).parameters)
 

@@ -62,7 +62,7 @@ class TestPlace:
         for step in range(4 * depth):
             assert place == Place(step % depth, step // depth % 2)
             assert Place().plus(step, depth) == place
-            place = place.plus(1, depth)
+            place = place.next(depth)
 
 
 class Bench:

@@ -42,12 +42,27 @@ SOUND = [
     matmul("dynamic", 3, 2, bounds=(0, 3, 4), drain="poison", queues=2),
     matmul("dynamic", 2, 2, bounds=(0, 3, 4), drain="reset", quarantined=True),
     matmul("dynamic", 2, 3, drain="reset", queues=2),
-    *(RingCase(Ring(d, i, who), ks) for d in (1, 2) for i in (1, 2) for who in EVERY for ks in ((1,), (2,))),
-    RingCase(Ring(1, 1, "cooperative"), (1, 2)),
+    *(
+        matmul("stream_k", w, n, k=k, shares=shares, drain="poison", settled=True)
+        for w, n, k, shares in ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 2, 0), (4, 3, 2, 2), (2, 1, 3, 3))
+    ),
+    matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True),
+    *(
+        RingCase(Ring(d, i, who, precise=d == 1), ks)
+        for d in (1, 2)
+        for i in (1, 2)
+        for who in EVERY
+        for ks in ((1,), (2,))
+    ),
+    RingCase(Ring(1, 1, "cooperative", precise=True), (1, 2)),
     RingCase(Ring(2, 1), (1, 2)),
+    *(RingCase(Ring(2, 1, who, strips=n), (1,), split=True) for who in ("single", "ping_pong") for n in (1, 2)),
+    RingCase(Ring(1, 1, "cooperative", precise=True, strips=2), (1,)),
     ProductCase(matmul("dynamic", 2, 1, bounds=(0, 1, 2)), Ring(2, 1)),
     ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2), Ring(2, 1)),
-    ProductCase(matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2), Ring(1, 1)),
+    ProductCase(matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2), Ring(1, 1, precise=True)),
+    ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 1)),
+    ProductCase(matmul("stream_k", 2, 1, k=2, running=(1,), settled=True), Ring(2, 1, "ping_pong")),
 ]  # fmt: skip
 
 
@@ -87,9 +102,9 @@ class WithEnds(WorkersModel):
     def memory(self):
         return [*super().memory(), 0]
 
-    def _hand_in(self, pid, item, m, nan):
-        m[-1] |= nan << item.tile
-        super()._hand_in(pid, item, m, nan)
+    def _hand_in(self, pid, op, m, nan):
+        m[-1] |= nan << op.item.tile
+        super()._hand_in(pid, op, m, nan)
 
     def ends(self):
         """All that a launch can come to: which tiles are NaN, and the words it leaves."""

@@ -164,3 +164,38 @@ def test_faults_have_known_kinds():
     with pytest.raises(ValueError, match="kind='mishap'"):
         Fault("mishap", "")
     assert all(says and not says.endswith(".") for says in KINDS.values())
+
+
+def test_operations_that_are_equal_as_tuples_are_not_taken_for_one():
+    # As tuples Lock(1) == Unlock(1), and both go on alike: merged, one would be done in the place of the other.
+    assert Lock(1) == Unlock(1)
+
+    def turn(state):
+        if (yield Look(0)):
+            yield Unlock(1)
+        else:
+            yield Lock(1)
+
+    def other(state):
+        yield Lock(0)
+
+    for first, second in ((turn, other), (other, turn)):
+        toys = [Toy(first, second, reduce=reduce) for reduce in (False, True)]
+        for toy in toys:
+            toy.domain = lambda op, past: (0, 1) if isinstance(op, Look) else (0,)
+        ends = []
+        for toy in toys:
+            found, todo = set(), [toy.start()]
+            while todo:
+                state = todo.pop()
+                steps = toy.steps(state)
+                found |= set() if steps else {state[2:]}
+                todo += [target for target, _ in steps]
+            ends.append(found)
+        assert ends[0] == ends[1] == {(1, 0), (1, 1)}
+
+
+def test_interchangeable_processes_do_operations_of_one_type():
+    turns = [takes(0), lambda state: (yield Unlock(0))]
+    with pytest.raises(NotAlikeError):
+        search(Toy(*turns, groups=("same", "same")))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tilestream import verify
-from tilestream.verify import seeded_drain, seeded_ring, seeded_workers, sweep
+from tilestream.verify import seeded_buffers, seeded_drain, seeded_ring, seeded_settle, seeded_workers, sweep
 from tilestream.verify.report import explore
+from tilestream.verify.workers import WorkersCase
 
 BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
 
@@ -119,9 +124,10 @@ def test_handed_on_before_its_gate_needs_the_expiry():
 
 def written():
     """The names of what the files of seeded bugs define."""
-    for module in (seeded_workers, seeded_drain, seeded_ring):
+    for module in (seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers):
         for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_") and name != "rewritten":
+            own = inspect.isroutine(value) or inspect.isclass(value)
+            if own and value.__module__ == module.__name__ and not name.startswith("_") and name != "rewritten":
                 yield name
 
 
@@ -131,7 +137,7 @@ def test_every_bug_written_is_registered(name):
     for bug in BUGS.values():
         case = bug.cases[0]
         for holder in (case, getattr(case, "workers", None)):
-            for field in ("program", "gate", "load", "math", "ring", "handing"):
+            for field in ("program", "gate", "load", "math", "finish", "ring", "handing"):
                 value = getattr(holder, field, None)
                 used |= {getattr(value, "__name__", ""), type(value).__name__}
     assert name in used
@@ -141,5 +147,17 @@ def test_real_protocols_pass_where_the_bugs_are_found():
     for bug in BUGS.values():
         if bug.model == "ring":
             case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
-            plain = sweep.RingCase(sweep.Ring(case.ring.depth, case.ring.items, case.ring.consumers), case.k_counts)
+            ring = case.ring
+            plain = sweep.RingCase(
+                sweep.Ring(ring.depth, ring.items, ring.consumers, ring.precise or ring.depth == 1, ring.strips),
+                tuple(k for k in case.k_counts if k) or (1,),
+                split=case.split,
+            )
             assert explore("ring", plain).violation is None
+        elif isinstance(bug.cases[0], WorkersCase) and bug.cases[0].settled:
+            case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
+            assert explore("workers", replace(case, program=None)).violation is None
+
+
+def test_the_changelog_counts_them():
+    assert f" {len(BUGS)} seeded bugs" in (Path(__file__).parents[2] / "CHANGELOG.md").read_text()

@@ -77,10 +77,22 @@ def test_full_rings_reach_every_depth_way_of_consuming_and_k_count():
     assert seen == {(d, who) for d in (1, 2, 3, 4) for who in ("single", "cooperative", "ping_pong")}
 
 
-def test_products_are_of_two_workers_and_two_k_steps():
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_rings_store_every_way_that_kernels_do(level):
+    cases = list(sweep.rings(level))
+    assert all(c.ring.precise for c in cases if c.ring.depth == 1), "one stage needs the precise form"
+    for who in ("single", "cooperative", "ping_pong"):
+        own = [c for c in cases if c.ring.consumers == who]
+        assert {c.ring.buffers for c in own if c.ring.strips and c.split} == {1, 2}
+        assert {c.ring.precise for c in own if c.ring.strips} == {False, True}
+        assert any(c.ring.precise and c.ring.depth > 1 for c in own)
+
+
+def test_products_are_of_two_workers_and_two_k_steps_or_three_parts():
     cases = list(sweep.products("full"))
     assert {c.workers.schedule.kind for c in cases} == {"static", "dynamic", "stream_k"}
-    assert all(c.workers.schedule.grid.k_steps == 2 for c in cases)
+    assert all(c.workers.schedule.grid.k_steps == 2 + (c.workers.schedule.num_shares == 3) for c in cases)
+    assert {c.ring.consumers for c in cases if c.workers.settled} == {"single", "ping_pong"}
     assert sum(c.workers.schedule.workers == 2 for c in cases) >= len(cases) - 1
 
 

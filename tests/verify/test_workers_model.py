@@ -120,9 +120,7 @@ class TestBrokenTruthOfADrain:
 
     def test_poison_that_writes_a_number_fails(self, monkeypatch):
         hand_in = WorkersModel._hand_in
-        monkeypatch.setattr(
-            WorkersModel, "_hand_in", lambda self, pid, item, m, nan: hand_in(self, pid, item, m, False)
-        )
+        monkeypatch.setattr(WorkersModel, "_hand_in", lambda self, pid, op, m, nan: hand_in(self, pid, op, m, False))
         assert kind_of(self.SPLIT) is None, "the truth is told what the slot is told"
         write = Partials.write
 

@@ -5,7 +5,7 @@
     for item in schedule:            # take()
         gate.wait(item)              # pass_gate(), before the item is handed on
         load and math                # Compute
-        epilogue(item)               # in Compute, or in Reduce by the last of several contributors
+        epilogue(item)               # in Compute, or by the last of several contributors: in Reduce, or in AddUp
 
 That loop's body is a generator over operations, like `tilestream.schedule.take`, of which it is made. A backend
 performs the operations; `tilestream.verify` explores every order in which several workers can perform them. Between
@@ -16,12 +16,18 @@ There are two of them, which differ in how a worker drains once the launch is ov
 - `work`: it leaves. The host, who waits for the workers, then writes NaN into what was not computed. The CPU backend.
 - `work_through`: it goes on taking items and hands in NaN in their place. The GPU kernels, whose output no host looks
   at. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
+
+And there are two ways to hand in the parts of a tile, of which a schedule's contributors all take the same:
+
+- `hand_in`: each writes its partial result and counts. The last to count adds them all.
+- `settle`, of the Hopper kernel, which holds its product in registers: each looks at the count first. Who finds that
+  all others have counted is the last, and writes nothing. The last adds the others' partial results and its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tilestream.arrival.gate import Gate, See, Seen, Wait, pass_gate
 from tilestream.schedule.grid import WorkItem
@@ -37,15 +43,20 @@ class Poll(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Do an item: the whole tile with its epilogue, or its partial result into the item's slot."""
+    """Do an item: the whole tile with its epilogue, or its partial result into the item's slot.
+
+    ``held``: a part's product stays with the worker, for `Write` and `AddUp`.
+    """
 
     item: WorkItem
+    held: bool = False
 
 
 class Poison(NamedTuple):
-    """Hand in an item with NaN in place of its product: the whole tile, or its partial result into the item's slot."""
+    """Hand in an item with NaN in place of its product: as `Compute`, without reading any operand."""
 
     item: WorkItem
+    held: bool = False
 
 
 class Count(NamedTuple):
@@ -62,6 +73,39 @@ class Reduce(NamedTuple):
 
     Only the last contributor does it.
     """
+
+    item: WorkItem
+
+
+class Look(NamedTuple):
+    """Read the count of an item's tile (acquire). Answer: how many of its parts have been counted."""
+
+    item: WorkItem
+
+
+class Write(NamedTuple):
+    """Write the product that the worker holds into the item's slot: a partial result."""
+
+    item: WorkItem
+
+
+class Add(NamedTuple):
+    """A partial result is visible: add one to the tile's count (acquire and release), and restore nothing.
+
+    Answer: the count before.
+    """
+
+    item: WorkItem
+
+
+class Restore(NamedTuple):
+    """Write 0 to the count of an item's tile, plainly."""
+
+    item: WorkItem
+
+
+class AddUp(NamedTuple):
+    """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
 
     item: WorkItem
 
@@ -86,10 +130,12 @@ class Quarantine(NamedTuple):
 
 
 Operation = Take | Peek | Wait | Poll | Compute | Count | Reduce
-DrainingOperation = Operation | Poison | Leave | See | Reset | Quarantine
+Settling = Look | Write | Add | Restore | AddUp
+DrainingOperation = Operation | Settling | Poison | Leave | See | Reset | Quarantine
 
 #: How an item is handed in.
 Done = TypeVar("Done", Compute, Poison)
+HandIn = Callable[[Any], Generator[Any, int, None]]
 
 
 class WorkerState(NamedTuple):
@@ -118,8 +164,9 @@ def work(
 
 
 def work_through(
-    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState, reset: bool = False
-) -> Generator[DrainingOperation, int, WorkerState | None]:
+    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState, reset: bool = False,
+    finish: HandIn | None = None,
+) -> Generator[DrainingOperation, int, WorkerState | None]:  # fmt: skip
     """As `work`, for a launch that is worked through to its last item, whatever happens: None means STOP and no more.
 
     The abort word is read for each item, after it was taken: so no worker computes more than the one item it is at when
@@ -129,7 +176,10 @@ def work_through(
     ----------
     reset
         Whether the last worker out resets the words of this launch; see `leave`.
+    finish
+        How an item is handed in: `hand_in`, if None, or `settle`.
     """
+    finish = finish or hand_in
     item, cursor = yield from take(schedule, worker, state.cursor)
     if item is None:
         if reset:
@@ -140,10 +190,8 @@ def work_through(
         arrived = not (yield Poll())
         if arrived:
             arrived, seen = yield from pass_gate(gate, item, seen)
-    if arrived:
-        yield from hand_in(Compute(item))
-    else:
-        yield from hand_in(Poison(item))
+    done: Any = Compute(item) if arrived else Poison(item)
+    yield from finish(done)
     return WorkerState(cursor, seen)
 
 
@@ -153,6 +201,33 @@ def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
     item = done.item
     if item.parts > 1 and (yield Count(item)) == item.parts - 1:
         yield Reduce(item)
+
+
+def settle(done: Done) -> Generator[Done | Settling, int, None]:
+    """As `hand_in`, by a worker that holds a part's product, and writes it only for others to read.
+
+    ::
+
+        all others have counted:  this is the last, and nobody will read its part but itself
+        else:                     write the part; count: if all others have, this is the last after all
+        the last:                 restore the count; add the others' parts and its own
+
+    Who finds the others counted has not counted itself, so nobody else can be told that: there is one last. The count
+    is restored before the parts are read: in this launch nobody looks at it any more, and the next launch, which writes
+    these slots again, comes when this one has ended.
+    """
+    item = done.item
+    if item.parts == 1:
+        yield done
+        return
+    yield done._replace(held=True)
+    last = (yield Look(item)) == item.parts - 1
+    if not last:
+        yield Write(item)
+        last = (yield Add(item)) == item.parts - 1
+    if last:
+        yield Restore(item)
+        yield AddUp(item)
 
 
 def leave(schedule: Schedule, gate: Gate | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:

@@ -27,29 +27,44 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 _BARRIER_BYTES = 1024
 #: Bytes of a C buffer, at most, and what the strip that goes through it is at most wide.
 _STRIP_BYTES, _STRIP = 8192, 64
+#: The same where partial results are added up before more than a plain epilogue: registers again.
+_NARROW = 32
 #: Stages beyond these are of no use: the copies under way already cover the memory's latency.
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
 # Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`.
 #: Share of the tensor cores' nominal rate that the K loop reaches, by variant.
-EFFICIENCY = {"cooperative": 0.88, "ping_pong": 0.76, "single": 0.95}
+EFFICIENCY = {"cooperative": 1.0, "ping_pong": 1.0, "single": 0.95}
+#: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
+LINES, SHALLOW_LOSS = 4, 0.03
 #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
 #: column come to that, and with fewer than 64 columns it is this that binds.
-ROWS_CYCLES = 11
+ROWS_CYCLES = 15.84
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
-FEED, FEED_OF_ONE, PARTIALS = 16e12, 300e9, 25e9
-#: Seconds of a K step beside its work, of an epilogue, of adding up a tile's partial results, and of a launch.
-STEP_SECONDS, EPILOGUE_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 15e-9, 0.1e-6, 3.6e-6, 5.5e-6
+FEED, FEED_OF_ONE, PARTIALS = 12.87e12, 112.7e9, 26.74e9
+#: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
+#: partial results; of a launch.
+STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = (
+    8.4e-9,
+    0.12e-6,
+    4.23e-9,
+    5.63e-6,
+    4.78e-6,
+)
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
-NOT_HIDDEN = 0.15, 0.025
+NOT_HIDDEN = 0.15, 0.04725
+#: Bytes that L2 keeps. Parts of tiles begin at all places of K at once, and what they read together may be more than
+#: that: then they take longer by this power of how much more.
+L2_BYTES, L2_POWER = 56e6, 0.16
 #: What an output that is written across, or a tile of B's rows, costs more.
 SWAPPED_LOSS = 1.004
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
-MEMORY_EFFICIENCY = 0.873
-#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it.
+MEMORY_EFFICIENCY = 0.8755
+#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it. (With
+#: ping_pong nobody multiplies meanwhile: 0.6 of what another tile reaches.)
 _MOST_TWICE = 192
 #: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
@@ -92,9 +107,9 @@ class Tile(NamedTuple):
         """Registers of a thread that an accumulator takes."""
         return self.rows_per_loop * self.columns // 128
 
-    def strip(self, out_size: int) -> int:
+    def strip(self, out_size: int, most: int = _STRIP) -> int:
         """Columns that go through a C buffer at a time."""
-        return min(widths(self.columns)[-1], _STRIP, _STRIP_BYTES // (self.rows_per_loop * out_size))
+        return min(widths(self.columns)[-1], most, _STRIP_BYTES // (self.rows_per_loop * out_size))
 
     def buffers(self, out_size: int) -> int:
         """C buffers of a math loop: two, if there are strips to take turns."""
@@ -192,7 +207,11 @@ def candidates(
     for row in TILES:
         if variant not in (None, row.variant):
             continue
-        if problem.fp8 and not problem.fast_accum and row.registers + row.rows_per_loop > _MOST_TWICE:
+        if (
+            problem.fp8
+            and not problem.fast_accum
+            and (row.registers + row.rows_per_loop > _MOST_TWICE or row.variant == "ping_pong")
+        ):
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
@@ -223,7 +242,8 @@ def candidates(
                     seconds = _seconds(problem, device, schedule, row, swapped)
                     yield Candidate(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
-                        strip=row.strip(out_size), buffers=row.buffers(out_size),
+                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
+                        buffers=row.buffers(out_size),
                     )  # fmt: skip
 
 
@@ -245,6 +265,7 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
     multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
+    multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
@@ -254,19 +275,29 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     """What a launch takes: items in waves, or memory, whichever is the longer."""
     grid, workers = schedule.grid, schedule.workers
     step = _step_seconds(problem, device, schedule, tile)
-    item, tail = grid.k_steps * step + EPILOGUE_SECONDS, 0.0
+    epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
+    item, tail = grid.k_steps * step + epilogue, 0.0
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
-        item, tail = max(grid.k_steps * step, item / 2), EPILOGUE_SECONDS
+        item, tail = max(grid.k_steps * step, item / 2), epilogue
     if schedule.kind == "stream_k" and schedule.remainder:
         shares = schedule.num_shares
         share = schedule.units / shares * step * cdiv(shares, workers)
+        share *= max(1.0, _spread(problem, schedule, tile, swapped) / L2_BYTES) ** L2_POWER
         # A share writes one partial result, or two where it crosses from tile to tile; the last to come reads a tile's.
         partials = (2 if shares % schedule.remainder else 1) + max(shares / schedule.remainder, 1)
         fix = FIX_SECONDS + partials * 4 * tile.rows * tile.columns / PARTIALS
-        busy = schedule.full_tiles // workers * item + share + fix + EPILOGUE_SECONDS
+        busy = schedule.full_tiles // workers * item + share + fix + epilogue
     else:
         busy = cdiv(grid.tiles, workers) * item + tail
     if swapped:
         busy *= SWAPPED_LOSS
     memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY)
     return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
+
+
+def _spread(problem: Problem, schedule: Schedule, tile: Tile, swapped: bool) -> int:
+    """Bytes of A and B that stream-K's remainder reads."""
+    block_m, block_n = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
+    group = min(schedule.raster.group, schedule.grid.num_m)
+    rows = min(problem.m, group * block_m)
+    return (rows + cdiv(schedule.remainder, group) * block_n) * problem.k * ITEMSIZE[problem.dtype]

@@ -20,7 +20,10 @@ def step(stage: int, phase: int, depth: int) -> tuple[int, int]:
 
 
 def skip(stage: int, phase: int, count: int, depth: int) -> tuple[int, int]:
-    """The place ``count`` stages on: a consumer steps over what another reads."""
+    """The place ``count`` stages on: a consumer steps over what another reads.
+
+    ``stage + count + 1`` stays in 31 bits.
+    """
     ahead = stage + count
     return ahead % depth, (phase + ahead // depth) % 2
 

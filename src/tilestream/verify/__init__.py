@@ -4,24 +4,27 @@ Two models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
-   whose workers hand in NaN until no item is left, the last of them out resetting the words.
-2. `ring`: the load loop and the math loops of one worker on barriers, stages and slots (`protocol`).
+   whose workers hand in NaN until no item is left, the last of them out resetting the words; and both ways to hand in
+   the parts of a tile, `hand_in` and `settle`.
+2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`): the
+   Hopper kernel, operation by operation.
 
 **Why the two together are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
 the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads it; the math loop
-does Compute's epilogue and what comes after (Count, Reduce). A property can be broken in two places: the memory the
-workers share (counters, signals, abort word, counts, slots of partials, the output), and one worker's rings.
+does Compute's epilogue and what comes after, by which it hands an item in: Count and Reduce, or those of `settle`. A
+property can be broken in two places: the memory the workers share (counters, signals, abort word, counts, slots of
+partials, the output), and one worker's rings and C buffers.
 
-*Interface.* What a worker's loops tell each other is the sequence of items handed on, then STOP. Rings are
-private to the worker; the load loop touches shared memory only in Poll, Take, Peek and Wait, the math loop only in
-the epilogue, Count and Reduce.
+*Interface.* What a worker's loops tell each other is the sequence of items handed on, then STOP. Rings are private to
+the worker, C buffers to a math loop; the load loop touches shared memory only in Poll, Take, Peek and Wait, the math
+loop only from the epilogue on.
 
 *Rings.* Model 2 assumes nothing of the sequence but that it is one of items with positive K counts, each handed on
 after its gate, ended by STOP: it lets any item or STOP come at any moment. So whatever the schedule, the other workers,
 the chunks and the deadline do, each worker's rings see a sequence model 2 has explored: none of its waits hangs (none
 depends on anything outside), each item handed on is multiplied once, from the right stages, and finished in a bounded
-number of the worker's own steps; STOP makes all its loops leave. That is also why a gate comes before handing on: after
-it, nothing the math loop waits for can fail to come.
+number of the worker's own steps, whatever `settle` says of a part; STOP makes all its loops leave. That is also why a
+gate comes before handing on: after it, nothing the math loop waits for can fail to come.
 
 *Workers.* Model 1 assumes of Compute that it is done once, in bounded own steps, after its gate and before the Count of
 the same item: what model 2 gives. It takes Compute, and Count, as done before the worker's next Poll. In the whole, the
@@ -32,7 +35,14 @@ with the same items taken, chunks seen and partials added. One thing does not mo
 items handed on and not finished. They are finished all the same, their chunks being there: model 1's order has them
 finished just before the expiry.
 
-That is said of `work`. The kernels that run `work_through` have one loop a worker and no rings: nothing to compose.
+*Two consumers.* In ping-pong the epilogues of neighbouring items overlap, so what a worker does to hand in one item may
+come before that of the item before it. Of different tiles these commute: count, slots and output are the tile's own. Of
+one tile (two shares that one worker took) they are what two workers' would be, which model 1 has in every order. In a
+cooperative pair each consumer hands in its half of the rows, with counts and slots of its own: two tiles, as far as
+these words go.
+
+That is said of `work`. Without a gate `work_through` is the same but for the Poll, and that is how the Hopper kernel
+runs. The kernels that run `work_through` with a gate have one loop a worker and no rings: nothing to compose.
 
 `product` runs both models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
 protocols with one thing wrong each, all of which must be found.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilestream.schedule import WorkItem
+from tilestream.verify.buffers import MEANING, Buffers
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory
 from tilestream.verify.protocol import (
@@ -31,6 +32,7 @@ from tilestream.verify.protocol import (
     Put,
     Retire,
     Ring,
+    Settle,
     WaitBarrier,
 )  # fmt: skip
 
@@ -62,8 +64,8 @@ def arrived(barrier: int, count: int, arrivals: int = 0, loads: int = 0) -> int:
 class RingMemory:
     """The memory of one worker's rings, from ``base`` on in the memory of a model, and the operations on it.
 
-    Layout: barriers, stages, bits of stages being loaded, slots; then for each consumer what it must read next, and the
-    stages its multiplications in flight read.
+    Layout: barriers, stages, bits of stages being loaded, slots; then for each consumer what it must read next, the
+    stages its multiplications in flight read, and its C buffers.
     """
 
     def __init__(self, ring: Ring, base: int, who: str, items: list[WorkItem]) -> None:
@@ -77,14 +79,17 @@ class RingMemory:
         self.loading = self.stage + ring.depth
         self.slot = self.loading + 1
         self.consumer = self.slot + ring.items
-        self.end = self.consumer + 2 * ring.num_consumers
+        self.private = 2 + Buffers.size(ring)
+        self.end = self.consumer + self.private * ring.num_consumers
+        self.of_consumer = list(range(self.consumer, self.end, self.private))
+        self.buffers = Buffers(ring, [at + 2 for at in self.of_consumer], who)
 
     def memory(self) -> Memory:
         """The memory at the start."""
         ring = self.ring
         consumers: list[Any] = []
         for c in range(ring.num_consumers):
-            consumers += [1 + (c * STEPS if ring.consumers == "ping_pong" else 0), ()]
+            consumers += [1 + (c * STEPS if ring.consumers == "ping_pong" else 0), (), *Buffers.memory(ring)]
         return [*(fresh(n) for n in self.counts.values()), *[0] * (ring.depth + 1 + ring.items), *consumers]
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
@@ -99,7 +104,10 @@ class RingMemory:
 
     def performer_of(self, op: Any, consumer: int) -> Callable[[int, Any, Any, Memory], None] | None:
         """As `Model.performer_of`, for math loop ``consumer`` (the load loop: any)."""
-        private = self.consumer + 2 * consumer
+        private = self.of_consumer[consumer]
+        meaning = MEANING.get(type(op))
+        if meaning is not None:
+            return lambda pid, op, answer, m: meaning(self.buffers, op, consumer, m)
         handlers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
@@ -108,7 +116,8 @@ class RingMemory:
             Get: lambda pid, op, answer, m: self._get(op, m),
             Mma: lambda pid, op, answer, m: self._mma(op, m, private),
             Retire: lambda pid, op, answer, m: self._retire(op, m, private),
-            Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, private),
+            Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, consumer),
+            Settle: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
         }
         return handlers.get(type(op))
 
@@ -119,8 +128,8 @@ class RingMemory:
     def _load(self, op: Load, m: Memory) -> None:
         if m[self.loading] >> op.stage & 1:
             raise Fault("overwritten while read", f"{self.who}loads into stage {op.stage}, which is still being loaded")
-        for c in range(self.ring.num_consumers):
-            if op.stage in m[self.consumer + 2 * c + 1]:
+        for private in self.of_consumer:
+            if op.stage in m[private + 1]:
                 raise Fault("overwritten while read", f"{self.who}loads into stage {op.stage} while an mma reads it")
         m[self.stage + op.stage] = 1 + op.item.tile * STEPS + op.k
         m[self.loading] |= 1 << op.stage
@@ -154,7 +163,8 @@ class RingMemory:
         in_flight = m[private + 1]
         m[private + 1] = in_flight[max(0, len(in_flight) - op.in_flight) :]
 
-    def _epilogue(self, op: Epilogue, m: Memory, private: int) -> None:
+    def _epilogue(self, op: Epilogue, m: Memory, consumer: int) -> None:
+        private = self.of_consumer[consumer]
         if m[private + 1]:
             raise Fault("wrong data", f"{self.who}the epilogue takes the accumulator while an mma writes it")
         if m[private] != 1 + op.item.tile * STEPS + op.item.k_end:
@@ -162,12 +172,21 @@ class RingMemory:
                 "wrong data",
                 f"{self.who}the epilogue of item {op.item.tile}; its accumulator has yet to get {_data(m[private])}",
             )
+        self.finish(op.item, consumer, m)
+
+    def finish(self, item: WorkItem, consumer: int, m: Memory) -> None:
+        """What an accumulator that is whole asks for: that a tile is stored; of a part `Settle` says whether it is."""
+        if item.parts == 1:
+            self.buffers.begin(item, consumer, m)
+        else:
+            self.buffers.finished(consumer, m)
 
     def at_end(self, m: Memory) -> None:
         """All loops have left: raise `Fault` unless both rings are as they were, but for their phases."""
+        self.buffers.at_end(m)
         if m[self.loading]:
             raise Fault("ring in use", f"{self.who}a load is still under way")
-        if any(m[self.consumer + 2 * c + 1] for c in range(self.ring.num_consumers)):
+        if any(m[private + 1] for private in self.of_consumer):
             raise Fault("ring in use", f"{self.who}an mma is still in flight")
         for barrier, count in self.counts.items():
             if barrier.name != "order" and m[self.where[barrier]] & ~1 != fresh(count):

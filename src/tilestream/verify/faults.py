@@ -10,8 +10,8 @@ KINDS: dict[str, str] = {
     "livelock": "steps go round in a circle without new work",
     "missing work": "all have left, and a tile is not finished",
     "double work": "a K step of a tile is done twice",
-    "read before arrival": "rows or a stage are read before their data is there",
-    "overwritten while read": "a stage or a slot gets new data while the old is still needed",
+    "read before arrival": "rows, a stage or a C buffer are read before their data is there",
+    "overwritten while read": "a stage, a slot or a C buffer gets new data while the old is still needed",
     "wrong data": "what is read or handed over is not what was meant",
     "partial not visible": "partial results are added before they are visible",
     "count not restored": "a count is not zero when the launch is over",
@@ -24,6 +24,7 @@ KINDS: dict[str, str] = {
     "not reset": "all have left, and the words are not as the next launch has to find them",
     "not drained": "an expiry is not followed by all workers leaving",
     "barrier broken": "more arrivals at a barrier than it counts",
+    "left too early": "all have left, and a store still reads shared memory",
     "ring in use": "all have left, and a stage, a slot or a barrier is not as it was",
 }
 

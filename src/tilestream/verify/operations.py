@@ -5,22 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.arrival.gate import See, Wait
-from tilestream.kernels.loop import Compute, Poison, Poll, Quarantine, Reduce, Reset
+from tilestream.kernels.loop import AddUp, Compute, Poison, Poll, Quarantine, Reduce, Reset, Restore, Write
 from tilestream.schedule import Peek, Take, WorkItem
 from tilestream.verify.oracle import Oracle
 
 
-class Store(NamedTuple):
+class SetCounter(NamedTuple):
     """Write a queue's counter, plainly. No answer."""
 
     queue: int
     value: int
-
-
-class Add(NamedTuple):
-    """A partial result is visible: add one to the tile's count, and restore nothing. Answer: the count before."""
-
-    item: WorkItem
 
 
 class AwaitCount(NamedTuple):
@@ -63,6 +57,10 @@ class ReduceNumbers(NamedTuple):
 #: Operations that are answered when a signal is up, and those that read the abort word.
 WAITS: frozenset[type] = frozenset({Wait, See, WaitForever, WaitAlone})
 POLLS: frozenset[type] = frozenset({Poll, PollAbort})
+#: Operations without an answer.
+SILENT: frozenset[type] = frozenset(
+    {Compute, Poison, Write, Restore, Reduce, ReduceNumbers, AddUp, Reset, Quarantine, SetCounter}
+)
 
 
 def say(op: Any, oracle: Oracle) -> str:
@@ -84,7 +82,7 @@ def say(op: Any, oracle: Oracle) -> str:
 
 def say_answer(op: Any, answer: Any) -> str:
     """What an operation was answered, behind it in a trace."""
-    if isinstance(op, Compute | Poison | Reduce | ReduceNumbers | Reset | Quarantine | Store):
+    if type(op) in SILENT:
         return ""
     if type(op) in WAITS:
         answer = "arrived" if answer else "the launch is over"

@@ -141,7 +141,7 @@ class Locals:
             if local > limit:
                 return
         seeds: dict[Hashable, int] = {}
-        part = [seeds.setdefault((op, past), len(seeds)) for op, past in zip(self.op, self.past, strict=True)]
+        part = [seeds.setdefault((type(op), op, past), len(seeds)) for op, past in zip(self.op, self.past, strict=True)]
         moves = [list(edges.items()) for edges in self._next]  # one operation and past, one domain: one order
         count = len(seeds)
         while True:
@@ -184,7 +184,7 @@ class Locals:
             elif len(self._histories[local]) <= ALIASES:
                 self._histories[local].append(history)
                 self._ids[history] = local
-                if self.op[local] != result:
+                if not _equal(self.op[local], result):
                     raise ValueError(f"{history} was merged with another that does {self.op[local]}, not {result}")
                 for answer, known in list(self._next[local].items()):
                     self._compare(history, answer, known)
@@ -194,10 +194,15 @@ class Locals:
     def _replay(self, history: History) -> tuple[bool, Any, Hashable, Hashable]:
         pids = self._members[self._processes[history.first].group]
         runs = [_run(self._processes[pid].turn, history, self._remember) for pid in pids]
-        if any(run[:2] != runs[0][:2] for run in runs):
+        if any(run[0] != runs[0][0] or not _equal(run[1], runs[0][1]) for run in runs):
             names = ", ".join(self._processes[pid].name for pid in pids)
             raise NotAlikeError(f"{names} are of one group, but do different things after {history.answers}")
         return runs[0]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two operations, or carried states, are the same: as tuples, ``Count(item) == Reduce(item)``."""
+    return type(a) is type(b) and a == b
 
 
 def _extended(history: History, answer: Any) -> History:

@@ -1,12 +1,12 @@
 """The product of both models: several workers, each with a load loop and a math loop, on one schedule and one gate.
 
 It is there to doubt the argument that the two models compose (see the package), on sizes where it fits: the load loop
-asks the real schedule and passes the real gate (`handed_on` is `tilestream.kernels.loop.work` up to Compute), and the
-math loop ends each item as `work` does from Compute on. What is read is checked where a load starts; what is finished,
-where the epilogue comes.
+asks the real schedule and passes the real gate (`handed_on` is `tilestream.kernels.loop.work` up to Compute), and a
+math loop ends each item with the text of `hand_in` or `settle`. What is read is checked where a load starts; what is
+finished, where Compute comes, which here is the epilogue.
 
 Reductions: those of both models, whose operations do not touch each other's memory. Workers are not taken as
-interchangeable: each has rings of its own.
+interchangeable: each has rings of its own. Tiles are stored from registers: C buffers concern no one else.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilestream.arrival.gate import Gate, Wait, pass_gate
-from tilestream.kernels.loop import Compute, Count, Poll, Reduce, WorkerState
+from tilestream.kernels.loop import Compute, Poll, WorkerState, hand_in, settle
 from tilestream.schedule import Schedule, WorkItem, take
+from tilestream.verify import protocol
 from tilestream.verify.barriers import STEPS, RingMemory
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, State
 from tilestream.verify.processes import Process
 from tilestream.verify.protocol import (
     Epilogue,
-    Expect,
     Get,
     Load,
     LoadState,
     MathState,
-    Mma,
     Retire,
     Ring,
     load_turn,
     math_turn,
 )  # fmt: skip
-from tilestream.verify.ring import landings, say, say_item
+from tilestream.verify.ring import RingModel, landings, say, say_item
 from tilestream.verify.workers import WorkersCase, WorkersModel
 
 #: ``(schedule, gate, worker)`` -> the source of a load loop.
@@ -59,16 +58,9 @@ def handed_on(schedule: Schedule, gate: Gate | None, worker: int) -> Callable[[A
     return source
 
 
-def finished(item: WorkItem) -> Generator[Any, Any, None]:
-    """What ends an item: `work` from Compute on."""
-    yield Epilogue(item)
-    if item.parts > 1 and (yield Count(item)) == item.parts - 1:
-        yield Reduce(item)
-
-
 @dataclass(frozen=True)
 class ProductCase:
-    """One configuration: what the workers run, and the rings that each of them has (one consumer)."""
+    """One configuration: what the workers run, and the rings that each of them has (one consumer, or ping-pong)."""
 
     workers: WorkersCase
     ring: Ring
@@ -79,13 +71,13 @@ class ProductCase:
         return ProductModel(self, reduce)
 
     def __str__(self) -> str:
-        return f"{self.workers}; each {self.ring.depth} stages, {self.ring.items} item slots"
+        return f"{self.workers}; each {self.ring.consumers}, {self.ring.depth} stages, {self.ring.items} item slots"
 
 
 class ProductModel(WorkersModel):
     """See the module. Processes: load and math of each worker in turn; memory: the workers', then the rings."""
 
-    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue, Reduce})
+    eager: ClassVar[frozenset[type]] = WorkersModel.eager | RingModel.eager
     delayed: frozenset[type] = frozenset({Poll, Wait, Retire})
 
     def __init__(self, case: ProductCase, reduce: bool = True) -> None:
@@ -93,13 +85,16 @@ class ProductModel(WorkersModel):
         self.case = case.workers
         self._groups = []
         ring = case.ring
-        if ring.consumers != "single":
-            raise ValueError(f"ProductCase: consumers={ring.consumers!r}; the product is of rings with one consumer")
+        if ring.consumers == "cooperative":
+            raise ValueError("ProductCase: consumers='cooperative'; the product is of consumers that do whole items")
         processes = []
         for w in self.case.workers:
             processes.append(Process(f"worker {w} load", self._load_of(w), LoadState(WorkerState()), f"load {w}"))
-            processes.append(Process(f"worker {w} math", self._math_of(), MathState(), "math"))
-        self._set_up(len(processes))
+            for c in range(ring.num_consumers):
+                name = "math" if ring.num_consumers == 1 else f"math {c}"
+                processes.append(Process(f"worker {w} {name}", self._math_of(c), MathState(), name))
+        self.loops = 1 + ring.num_consumers
+        self.set_up(len(processes))
         self.rings: list[RingMemory] = []
         self.items: list[WorkItem] = []
         base = self.end
@@ -113,8 +108,13 @@ class ProductModel(WorkersModel):
         source = self.product.handing(self.case.schedule, self.case.gate, worker)
         return lambda state: load_turn(self.product.ring, source, state)
 
-    def _math_of(self) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
-        return lambda state: math_turn(self.product.ring, finished, 0, state)
+    def _math_of(self, consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
+        end = settle if self.case.settled else hand_in
+
+        def finish(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
+            yield from end(Compute(item))
+
+        return lambda state: math_turn(self.product.ring, finish, consumer, state)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
@@ -135,20 +135,24 @@ class ProductModel(WorkersModel):
         """As `Model.answers_of`."""
         each = [answers for rings in self.rings if (answers := rings.answers_of(op)) is not None]
         if each:
-            return lambda pid, op, m: each[pid // 2](pid, op, m)
+            return lambda pid, op, m: each[pid // self.loops](pid, op, m)
         return super().answers_of(op)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         """As `Model.performer_of`."""
-        each = [own for rings in self.rings if (own := rings.performer_of(op, 0)) is not None]
+        # Compute is the epilogue, as far as the rings know.
+        known = Epilogue(op.item) if type(op) is Compute else op
+        consumers = range(self.product.ring.num_consumers)
+        each = [own for r in self.rings for c in consumers if (own := r.performer_of(known, c)) is not None]
         if not each:
             return super().performer_of(op)
         specials: dict[type, Callable[[int, Any, Any, Memory], None]]
-        specials = {Load: self._load, Get: self._get, Epilogue: self._epilogue}
+        specials = {Load: self._load, Get: self._get, Compute: self._epilogue}
         special = specials.get(type(op))
 
         def perform(pid: int, op: Any, answer: Any, m: Memory) -> None:
-            each[pid // 2](pid, op, answer, m)
+            worker, loop = divmod(pid, self.loops)
+            each[worker * len(consumers) + max(0, loop - 1)](pid, known, answer, m)
             if special is not None:
                 special(pid, op, answer, m)
 
@@ -163,28 +167,30 @@ class ProductModel(WorkersModel):
             )
 
     def _get(self, pid: int, op: Get, answer: WorkItem | None, m: Memory) -> None:
-        if answer is not None:  # what the consumer must read next
-            m[self.rings[pid // 2].consumer] = 1 + answer.tile * STEPS + answer.k_begin
+        if answer is not None:  # what the consumer must read next, if the item is for it
+            worker, loop = divmod(pid, self.loops)
+            m[self.rings[worker].of_consumer[loop - 1]] = 1 + answer.tile * STEPS + answer.k_begin
 
-    def _epilogue(self, pid: int, op: Epilogue, answer: int, m: Memory) -> None:
+    def _epilogue(self, pid: int, op: Compute, answer: int, m: Memory) -> None:
         # Arrived, and not too late: both were decided where the item was handed on, before the expiry perhaps.
         late, m[self.late] = m[self.late], 0
         aborted, m[self.aborted] = m[self.aborted], 0
-        self._compute(pid, Compute(op.item), answer, m)
+        self._compute(pid, op, answer, m)
         m[self.late], m[self.aborted] = late, aborted
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
         """As `Model.environment`."""
-        out = super().environment(m)
+        return super().environment(m) + self._landings(m)
+
+    def _landings(self, m: Memory) -> list[tuple[str, Memory]]:
+        out = []
         for i, rings in enumerate(self.rings):
-            out += landings(self, rings, m, (2 * i + 1,), rings.who)
+            out += landings(self, rings, m, range(self.loops * i + 1, self.loops * (i + 1)), rings.who)
         return out
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        if not any(m[rings.loading] for rings in self.rings) or not any(
-            landings(self, rings, m, (2 * i + 1,), "") for i, rings in enumerate(self.rings)
-        ):
+        if not self._landings(m):
             super().at_rest(m)
 
     def at_end(self, m: Memory) -> None:
@@ -195,9 +201,10 @@ class ProductModel(WorkersModel):
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """As `Model.tell`."""
-        if isinstance(op, Poll | Wait | Count | Reduce) or hasattr(op, "queue"):
+        if type(op).__module__ != protocol.__name__:
             return super().tell(pid, op, answer)
         return f"{self.processes[pid].name}: {say(op)}" + (f" -> {say_item(answer)}" if isinstance(op, Get) else "")
 
-    def _say(self, op: Any) -> str:
-        return super()._say(op) if isinstance(op, Poll | Wait | Count | Reduce) or hasattr(op, "queue") else say(op)
+    def say(self, op: Any) -> str:
+        """As `Words.say`."""
+        return say(op) if type(op).__module__ == protocol.__name__ else super().say(op)

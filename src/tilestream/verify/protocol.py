@@ -1,4 +1,4 @@
-"""The load loop and the math loop of one worker, as the Hopper kernels are to be written: over an item ring and a ring.
+"""The load loop and the math loops of one worker, as the Hopper kernels have them: over an item ring and a ring.
 
 ::
 
@@ -6,17 +6,20 @@
       item = next item, its gate passed, or STOP  wait item_full[slot]
       wait item_empty[slot]                       item = slots[slot]
       slots[slot] = item                          arrive item_empty[slot]
-      arrive item_full[slot]                      STOP: leave
+      arrive item_full[slot]                      STOP: wait until no store reads a C buffer; leave
       STOP: leave                                 for k in the item's K steps:
       for k in the item's K steps:                  wait full[stage]
         wait empty[stage]                           mma on the stage
         expect bytes at full[stage]                 wait until 1 mma is in flight: the one before is done
         load into the stage -> full[stage]          arrive empty[the stage before]
                                                   wait until 0 are in flight; arrive empty[the last stage]
-                                                  epilogue
+                                                  for strip in the tile's strips:
+                                                    wait until 1 store reads (0, with one C buffer)
+                                                    fill the strip's C buffer; fence; store it
 
-Both loops walk over the same items, and the math loop takes its K counts from the item it is handed. A barrier is
-waited for by the parity of a phase: every `Place` counts rounds of its ring, and its phase flips with each.
+That is `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation: a test runs the text of
+both and compares. Where a loop stands is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
+Both loops walk over the same items, and the math loop takes its K counts from the item it is handed: STOP has none.
 
 Who is in the math loop (`Ring.consumers`):
 
@@ -24,6 +27,10 @@ Who is in the math loop (`Ring.consumers`):
 - ``cooperative``: two, each with half of every tile: both read every stage, and ``empty`` counts 2;
 - ``ping_pong``: two, which take turns: a consumer does every other item, and steps over the stages of the others. Order
   barriers hand the tensor cores over, so that one's epilogue runs under the other's mma.
+
+An operation of a consumer here is one of all its threads there: a `WaitBarrier` is done by each of them, and before an
+`Arrive`, which one thread does, the compiler has them meet (``bar.sync`` of the consumer's own barrier). Not said here:
+launches that are chained (each loop waits for the kernel before, then begins), and what an epilogue reads.
 
 The loops are generators like `tilestream.kernels.loop.work`: one turn is one item.
 """
@@ -35,6 +42,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from tilestream.schedule import WorkItem
+from tilestream.schedule.ring import before, skip, step
 
 Consumers = Literal["single", "cooperative", "ping_pong"]
 
@@ -118,18 +126,76 @@ class Epilogue(NamedTuple):
     item: WorkItem
 
 
+class Settle(NamedTuple):
+    """Settle a part of a tile. Answer: 1 if it was the last, and this consumer stores the tile.
+
+    What is behind it is `tilestream.kernels.loop.settle`. To a worker's rings any answer may come.
+    """
+
+    item: WorkItem
+
+
+class Drain(NamedTuple):
+    """``tma.store_wait``: wait until at most ``in_flight`` of this consumer's stores have yet to read their buffer."""
+
+    in_flight: int
+
+
+class Fill(NamedTuple):
+    """Write a strip of an item's result to a C buffer of this consumer."""
+
+    buffer: int
+    item: WorkItem
+    strip: int
+
+
+class Fence(NamedTuple):
+    """``fence_async_shared``: what this consumer has written to shared memory, copies see."""
+
+
+class Store(NamedTuple):
+    """Start the copy of a strip of an item from a C buffer to the output: it reads the buffer until a `Drain`."""
+
+    buffer: int
+    item: WorkItem
+    strip: int
+
+
 @dataclass(frozen=True)
 class Ring:
-    """The shapes of both rings. ``depth``: stages; ``items``: slots of the item ring."""
+    """The shapes of both rings, and what a math loop does with its items.
+
+    Attributes
+    ----------
+    depth
+        Stages: two at least, or one where the form is ``precise``.
+    items
+        Slots of the item ring.
+    precise
+        fp8 without fast accumulation: a K step's product is waited for, and its stage given back, before the next.
+    strips
+        Strips in which a tile goes through C buffers; 0 where it is stored from registers.
+    """
 
     depth: int
     items: int = 2
     consumers: Consumers = "single"
+    precise: bool = False
+    strips: int = 0
 
     @property
     def num_consumers(self) -> int:
         """Math loops."""
         return 1 if self.consumers == "single" else 2
+
+    @property
+    def buffers(self) -> int:
+        """C buffers of a math loop: two, if its strips can take turns through all of its tiles."""
+        return 2 if self.strips % 2 == 0 else 1
+
+    def owner(self, consumer: int) -> int:
+        """Whose C buffers a consumer writes to: its own."""
+        return consumer
 
     def barriers(self) -> dict[Barrier, int]:
         """Each barrier, and how many arrivals complete a phase of it."""
@@ -149,10 +215,13 @@ class Place(NamedTuple):
     at: int = 0
     phase: int = 0
 
+    def next(self, depth: int) -> Place:
+        """The next place in a ring of ``depth``."""
+        return Place(*step(self.at, self.phase, depth))
+
     def plus(self, count: int, depth: int) -> Place:
-        """``count`` places on, in a ring of ``depth``."""
-        ahead = self.at + count
-        return Place(ahead % depth, (self.phase + ahead // depth) % 2)
+        """``count`` places on."""
+        return Place(*skip(self.at, self.phase, count, depth))
 
 
 class LoadState(NamedTuple):
@@ -174,12 +243,12 @@ class MathState(NamedTuple):
 #: Where items come from: carried state -> (item whose gate has been passed, or None for STOP; carried state).
 Source = Callable[[Any], Generator[Any, Any, "tuple[WorkItem | None, Any]"]]
 #: What follows the K loop of an item.
-Finish = Callable[[WorkItem], Generator[Any, Any, None]]
+Finish = Callable[[Ring, WorkItem], Generator[Any, Any, None]]
 
 
-def k_steps(item: WorkItem) -> int:
-    """K steps of an item: stages that both loops step through for it."""
-    return item.k_end - item.k_begin
+def k_steps(item: WorkItem | None) -> int:
+    """K steps of an item, stages that both loops step through for it; of STOP none."""
+    return 0 if item is None else item.k_end - item.k_begin
 
 
 def gated(state: Any) -> Generator[Any, Any, tuple[WorkItem | None, Any]]:
@@ -204,13 +273,8 @@ def load_turn(ring: Ring, source: Source, state: LoadState) -> Generator[Any, An
         yield WaitBarrier(Barrier("empty", stage.at), stage.phase ^ 1)
         yield Expect(Barrier("full", stage.at))
         yield Load(stage.at, item, k, Barrier("full", stage.at))
-        stage = stage.plus(1, ring.depth)
-    return LoadState(carried, stage, state.slot.plus(1, ring.items))
-
-
-def epilogue(item: WorkItem) -> Generator[Any, Any, None]:
-    """The finish of model 2."""
-    yield Epilogue(item)
+        stage = stage.next(ring.depth)
+    return LoadState(carried, stage, state.slot.next(ring.items))
 
 
 def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Generator[Any, Any, MathState | None]:
@@ -219,42 +283,73 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
     yield WaitBarrier(Barrier("item_full", slot), phase)
     item = yield Get(slot)
     yield Arrive(Barrier("item_empty", slot))
-    if item is None:
+    steps = k_steps(item)
+    if not steps:
+        if ring.strips:
+            yield Drain(0)
         return None
-    if ring.consumers != "ping_pong":
-        yield from multiply(ring, state.stage, k_steps(item))
-        yield from finish(item)
-    elif state.number % 2 == consumer:
-        # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it, and passes.
-        yield WaitBarrier(Barrier("order", consumer), state.number // 2 ^ (consumer == 0))
-        yield from multiply(ring, state.stage, k_steps(item), then=Barrier("order", 1 - consumer))
-        yield from finish(item)
-    return MathState(
-        state.stage.plus(k_steps(item), ring.depth), state.slot.plus(1, ring.items), (state.number + 1) % 4
-    )
+    stage, number = state.stage, state.number
+    if ring.consumers != "ping_pong" or number % 2 == consumer:
+        if ring.consumers == "ping_pong":
+            # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it, and passes.
+            yield WaitBarrier(Barrier("order", consumer), (number // 2) ^ (1 - consumer))
+        stage = yield from k_loop(ring, consumer, stage, steps)
+        yield from finish(ring, item)
+    else:
+        stage = stage.plus(steps, ring.depth)
+    if ring.consumers == "ping_pong":
+        number = (number + 1) % 4
+    return MathState(stage, state.slot.next(ring.items), number)
 
 
-def multiply(ring: Ring, stage: Place, steps: int, then: Barrier | None = None) -> Generator[Any, Any, None]:
-    """The K loop of the math side; ``then`` is arrived at when the last mma has been started."""
-    if ring.depth == 1:
-        # With one stage there is no stage before: the next load needs the stage that is being read.
-        for k in range(steps):
-            here = stage.plus(k, 1)
-            yield WaitBarrier(Barrier("full", 0), here.phase)
-            yield Mma(0)
-            if then is not None and k == steps - 1:
-                yield Arrive(then)
-            yield Retire(0)
-            yield Arrive(Barrier("empty", 0))
-        return
-    for k in range(steps):
-        here = stage.plus(k, ring.depth)
-        yield WaitBarrier(Barrier("full", here.at), here.phase)
-        yield Mma(here.at)
+def k_loop(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
+    """The K loop of one item, in the form that the ring has; the place behind it."""
+    return (multiply_precisely if ring.precise else multiply)(ring, consumer, stage, steps)
+
+
+def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
+    """A stage is given back when the mma after it has been started and its own is done: so a ring has two at least."""
+    yield WaitBarrier(Barrier("full", stage.at), stage.phase)
+    yield Mma(stage.at)
+    yield Retire(1)
+    stage = stage.next(ring.depth)
+    for _ in range(1, steps):
+        yield WaitBarrier(Barrier("full", stage.at), stage.phase)
+        yield Mma(stage.at)
         yield Retire(1)
-        if k > 0:
-            yield Arrive(Barrier("empty", (here.at - 1) % ring.depth))
-    if then is not None:
-        yield Arrive(then)
+        yield Arrive(Barrier("empty", before(stage.at, ring.depth)))
+        stage = stage.next(ring.depth)
+    if ring.consumers == "ping_pong":
+        yield Arrive(Barrier("order", 1 - consumer))
     yield Retire(0)
-    yield Arrive(Barrier("empty", stage.plus(steps - 1, ring.depth).at))
+    yield Arrive(Barrier("empty", before(stage.at, ring.depth)))
+    return stage
+
+
+def multiply_precisely(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
+    """A K step's product is done, its stage given back and the product added, before the next is started."""
+    for k in range(steps):
+        yield WaitBarrier(Barrier("full", stage.at), stage.phase)
+        yield Mma(stage.at)
+        if ring.consumers == "ping_pong" and k == steps - 1:
+            yield Arrive(Barrier("order", 1 - consumer))
+        yield Retire(0)
+        yield Arrive(Barrier("empty", stage.at))
+        stage = stage.next(ring.depth)
+    return stage
+
+
+def epilogue(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
+    """The finish of model 2."""
+    yield Epilogue(item)
+    if item.parts == 1 or (yield Settle(item)):
+        yield from store(ring, item)
+
+
+def store(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
+    """A tile on its way out, drained under what comes after it."""
+    for strip in range(ring.strips):
+        yield Drain(ring.buffers - 1)
+        yield Fill(strip % ring.buffers, item, strip)
+        yield Fence()
+        yield Store(strip % ring.buffers, item, strip)

@@ -6,8 +6,9 @@ more than can be under way at once.
 
 What must hold: nobody is ever stuck; each consumer multiplies each K step of each of its items once, in order, from a
 stage that holds just that; no load goes to a stage that is read or being loaded; the epilogue has the whole of its
-item; after STOP all leave, and both rings are as they were. Every circle of states takes a new item, so an item is
-finished in a bounded number of steps.
+item, and stores each strip of a tile once, from a C buffer that holds just that and that no store reads when it is
+filled; after STOP all leave, no store reads any more, and both rings are as they were. Every circle of states takes a
+new item, so an item is finished in a bounded number of steps.
 
 Reductions, and why they hide nothing:
 
@@ -17,6 +18,9 @@ Reductions, and why they hide nothing:
 - *Expect*, *Load*, *Mma* and *Epilogue* are eager. Expect on its own completes no phase. A load that starts, or an mma
   that starts, has its stage in use from then on: done at once, it shows every overlap. Where the order of a load and an
   mma on one stage could matter, both orders are faults.
+- *Settle*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and what `Settle` is
+  answered nobody else asks. (Where two have one buffer, by mistake, each leaves it with a store in flight: in whatever
+  order they come, the second fills it too early.)
 - *Landing* is lazy: a load lands only when somebody may wait for it. What else could come before it, a second load into
   the stage or an mma on it, is a fault.
 - *Symmetry*: the two consumers of a cooperative ring are interchangeable.
@@ -34,8 +38,12 @@ from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, Model, State
 from tilestream.verify.processes import LEFT, Process
 from tilestream.verify.protocol import (
+    Drain,
     Epilogue,
     Expect,
+    Fence,
+    Fill,
+    Finish,
     Get,
     Load,
     LoadState,
@@ -46,7 +54,9 @@ from tilestream.verify.protocol import (
     Put,
     Retire,
     Ring,
+    Settle,
     Source,
+    Store,
     WaitBarrier,
     epilogue,
     gated,
@@ -57,6 +67,9 @@ from tilestream.verify.protocol import (
 #: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
 NUMBERS = 4
 
+#: What a consumer does with its own accumulator and C buffers.
+OWN: frozenset[type] = frozenset({Mma, Retire, Settle, Drain, Fill, Fence, Store})
+
 LoadTurn = Callable[[Ring, Source, LoadState], Generator[Any, Any, "LoadState | None"]]
 MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
 
@@ -65,6 +78,7 @@ MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
 class RingCase:
     """One configuration of model 2: the rings, the K counts an item may have, and the programs of the loops.
 
+    ``split``: an item may also be a part of a tile, which is the last of them or not.
     ``ends_clean``: at the end both rings must be as they were. (A kernel that exits could do without; one that goes on
     with another problem over the same rings cannot.)
     """
@@ -74,7 +88,9 @@ class RingCase:
     load: LoadTurn = load_turn
     math: MathTurn = math_turn
     source: Source = gated
+    finish: Finish = epilogue
     ends_clean: bool = True
+    split: bool = False
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> RingModel:
         """The model of this configuration."""
@@ -86,9 +102,20 @@ class RingCase:
             f"{ring.consumers}, {ring.depth} stages, {ring.items} item slots",
             f"{' or '.join(map(str, self.k_counts))} K steps an item",
         ]
+        if ring.precise:
+            words.append("precise")
+        if ring.strips:
+            words.append(f"{ring.strips} strips through {ring.buffers} C buffers")
+        if self.split:
+            words.append("tiles and parts")
         words += [
             f.__name__
-            for f, ours in ((self.load, load_turn), (self.math, math_turn), (self.source, gated))
+            for f, ours in (
+                (self.load, load_turn),
+                (self.math, math_turn),
+                (self.source, gated),
+                (self.finish, epilogue),
+            )
             if f is not ours
         ]
         return ", ".join(words)
@@ -97,7 +124,7 @@ class RingCase:
 class RingModel(Model):
     """See the module. Memory: `RingMemory`, the next item's number; by number: its K steps, and consumers to come."""
 
-    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue})
+    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue, Settle, Drain, Fill, Fence, Store})
     delayed: frozenset[type] = frozenset({Retire})
     lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass})
     progress: ClassVar[frozenset[type]] = frozenset({Next})
@@ -108,14 +135,17 @@ class RingModel(Model):
         alike = ring.consumers == "cooperative" and symmetry
 
         def math_of(consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
-            return lambda state: case.math(ring, epilogue, consumer, state)
+            return lambda state: case.math(ring, case.finish, consumer, state)
 
         processes = [Process("load", lambda state: case.load(ring, case.source, state), LoadState(), "load")]
         for c in range(ring.num_consumers):
             name = "math" if ring.num_consumers == 1 else f"math {c}"
             processes.append(Process(name, math_of(c), MathState(), "math" if alike else f"math {c}"))
         self.alike = alike
-        self.all_items = [WorkItem(n, 0, 0, 0, 0, k) for n in range(NUMBERS) for k in case.k_counts]
+        parts = (1, 2) if case.split else (1,)
+        self.all_items = [
+            WorkItem(n, 0, 0, 0, 0, k, 0, p) for n in range(NUMBERS) for k in case.k_counts for p in parts
+        ]
         self.rings = RingMemory(ring, len(processes), "", list(self.all_items))
         self.number = self.rings.end
         self.left = self.number + 1
@@ -129,32 +159,23 @@ class RingModel(Model):
         """As `Model.canonical`."""
         if not self.alike:
             return state
-        c = self.rings.consumer
-        if (state[1], state[c], state[c + 1]) <= (state[2], state[c + 2], state[c + 3]):
+        c, d = self.rings.of_consumer
+        end = self.rings.end
+        if (state[1], state[c:d]) <= (state[2], state[d:end]):
             return state
-        return (
-            state[0],
-            state[2],
-            state[1],
-            *state[3:c],
-            state[c + 2],
-            state[c + 3],
-            state[c],
-            state[c + 1],
-            *state[c + 4 :],
-        )
+        return (state[0], state[2], state[1], *state[3:c], *state[d:end], *state[c:d], *state[end:])
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
         if type(op) is Next or type(op) is Get:
             return (None, *self.all_items)
-        return (0, 1) if type(op) is Pass else (0,)
+        return (0, 1) if type(op) is Pass or type(op) is Settle else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
         if type(op) is Next:
             return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
-        if type(op) is Pass:
+        if type(op) is Pass or type(op) is Settle:
             return lambda pid, op, m: (1, 0)
         return self.rings.answers_of(op)
 
@@ -167,7 +188,7 @@ class RingModel(Model):
             return self._pass
         if kind is Epilogue:
             return self._epilogue
-        if kind is Mma or kind is Retire:
+        if kind in OWN:
             consumers = range(self.case.ring.num_consumers)
             each = [perform for c in consumers if (perform := self.rings.performer_of(op, c)) is not None]
             return lambda pid, op, answer, m: each[pid - 1](pid, op, answer, m)
@@ -187,7 +208,7 @@ class RingModel(Model):
             m[self.left + op.item.tile] = 0
 
     def _epilogue(self, pid: int, op: Epilogue, answer: int, m: Memory) -> None:
-        private = self.rings.consumer + 2 * (pid - 1)
+        private = self.rings.of_consumer[pid - 1]
         number, k = divmod(m[private] - 1, STEPS)
         steps, readers = divmod(m[self.left + number], 4)
         if op.item.tile != number:
@@ -201,6 +222,7 @@ class RingModel(Model):
         m[self.left + number] = 0 if readers == 1 else m[self.left + number] - 1
         stride = 2 if self.case.ring.consumers == "ping_pong" else 1
         m[private] = 1 + (number + stride) % NUMBERS * STEPS
+        self.rings.finish(op.item, pid - 1, m)
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
         """As `Model.environment`."""
@@ -219,6 +241,7 @@ class RingModel(Model):
         for number in range(NUMBERS):
             if m[self.left + number]:
                 raise Fault("missing work", f"item {number} was handed out and not finished")
+        self.rings.buffers.at_end(m)
         if self.case.ends_clean:
             self.rings.at_end(m)
 
@@ -229,6 +252,8 @@ class RingModel(Model):
             after = f" -> {say_item(answer)}"
         elif isinstance(op, Pass):
             after = " -> arrived" if answer else " -> the launch is over"
+        elif isinstance(op, Settle):
+            after = " -> the last part" if answer else " -> others are to come"
         return f"{self.processes[pid].name}: {say(op)}{after}"
 
 
@@ -267,6 +292,8 @@ def say(op: Any) -> str:
         return f"load(stage {op.stage}, K step {op.k} of item {op.item.tile})"
     if isinstance(op, Retire):
         return f"retire(all but {op.in_flight})"
+    if isinstance(op, Drain):
+        return f"drain(all but {op.in_flight} stores)"
     words = [
         f"item {v.tile}" if isinstance(v, WorkItem) else f"{k} {v}" if isinstance(v, int) else str(v)
         for k, v in op._asdict().items()

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_ring as r
+from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.faults import KINDS
 from tilestream.verify.product import ProductCase
-from tilestream.verify.protocol import Consumers, Ring
+from tilestream.verify.protocol import Consumers, Finish, Ring, multiply
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
 from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
@@ -64,7 +66,7 @@ class SeededBug:
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
-    return (*_gates(), *_programs(), *_drains(), *_rings(), *_products())
+    return (*_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products())
 
 
 def _says(of: object) -> str:
@@ -187,6 +189,27 @@ def _drains() -> tuple[SeededBug, ...]:
     return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
 
 
+def _settlings() -> tuple[SeededBug, ...]:
+    def parts(program: Program) -> tuple[WorkersCase, ...]:
+        sizes = ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 3, 0), (4, 3, 2, 2))
+        return tuple(
+            matmul("stream_k", workers, num_m, k=k, shares=shares, drain="poison", program=program, settled=True)
+            for workers, num_m, k, shares in sizes
+        )
+
+    rows: tuple[tuple[str, str, Program], ...] = (
+        ("the last one too early", "partial not visible", s.last_too_early),
+        ("counted and not written", "partial not visible", s.counts_without_writing),
+        ("two are the last", "double work", s.two_are_the_last),
+        ("nobody is the last", "missing work", s.nobody_is_the_last),
+        ("counted after restoring", "count not restored", s.counts_after_restoring),
+        ("not restored after a look", "count not restored", s.restores_only_what_it_counted),
+        ("restored by everybody", "missing work", s.restores_while_others_count),
+        ("own part from its slot", "partial not visible", s.adds_its_own_from_its_slot),
+    )
+    return tuple(SeededBug(name, kind, "workers", _says(program), parts(program)) for name, kind, program in rows)
+
+
 def _rings() -> tuple[SeededBug, ...]:
     every: tuple[Consumers, ...] = ("single", "cooperative", "ping_pong")
     together: tuple[Consumers, ...] = ("single", "cooperative")
@@ -197,10 +220,14 @@ def _rings() -> tuple[SeededBug, ...]:
         consumers: tuple[Consumers, ...] = every,
         depths: tuple[int, ...] = (1, 2, 3),
         ring: type[Ring] = Ring,
+        precise: bool = False,
         **programs: Any,
     ) -> tuple[RingCase, ...]:
         sizes = product(depths, (1, 2), consumers, ((1,), (1, 2), (2, 3)))
-        return tuple(RingCase(ring(depth, items, who), ks, **programs) for depth, items, who, ks in sizes)
+        return tuple(
+            RingCase(ring(depth, items, who, precise=depth == 1 or precise), ks, **programs)
+            for depth, items, who, ks in sizes
+        )
 
     def load(name: str, kind: str, program: LoadTurn, **more: Any) -> SeededBug:
         return SeededBug(name, kind, "ring", _says(program), cases(load=program, **more))
@@ -210,6 +237,10 @@ def _rings() -> tuple[SeededBug, ...]:
 
     overwritten = "overwritten while read"
     one_reader = cases(consumers=("cooperative",), ring=r.OneReaderRing)
+    shallow = tuple(
+        RingCase(Ring(1, items, who), ks) for items, who, ks in product((1, 2), every, ((1,), (1, 2), (2,)))
+    )
+    nothing = tuple(RingCase(Ring(2, items, who), ks) for items, who, ks in product((1, 2), every, ((0,), (0, 1))))
     return (
         load("wrong phase at empty", "deadlock", r.load_phase_wrong),
         math("wrong phase at full", "wrong data", r.math_phase_wrong),
@@ -222,7 +253,12 @@ def _rings() -> tuple[SeededBug, ...]:
         load("slot not awaited", "deadlock", r.slot_not_awaited),
         SeededBug("one reader counted", overwritten, "ring", _says(r.OneReaderRing), one_reader),
         math("stage given back too early", overwritten, r.released_too_early, depths=(2,), consumers=together),
-        math("depth 1 in the deep form", "deadlock", r.previous_at_depth_1, depths=(1,), consumers=together),
+        SeededBug("depth 1 in the deep form", "deadlock", "ring", _says(multiply), shallow),
+        math("product not waited for", "wrong data", r.product_not_waited_for, precise=True),
+        SeededBug(
+            "item of no K steps", "missing work", "ring",
+            "An item of no K steps is handed on: the math loops take it for STOP, and leave.", nothing,
+        ),
         math("epilogue too early", "wrong data", r.epilogue_too_early),
         load("load skips an item", "deadlock", r.load_skips_items),
         math("item not awaited", "wrong data", r.item_not_awaited),
@@ -233,6 +269,40 @@ def _rings() -> tuple[SeededBug, ...]:
         load("K count rounded down", "deadlock", r.load_rounds_down),
         load("handed on before its gate", "deadlock", r.handed_on_before_gate),
         load("STOP not handed on", "deadlock", r.stop_not_handed_on),
+    )  # fmt: skip
+
+
+def _buffers() -> tuple[SeededBug, ...]:
+    every: tuple[Consumers, ...] = ("single", "cooperative", "ping_pong")
+
+    def cases(
+        strips: tuple[int, ...] = (1, 2), ring: type[Ring] = Ring, consumers: tuple[Consumers, ...] = every,
+        split: bool = False, **programs: Any,
+    ) -> tuple[RingCase, ...]:  # fmt: skip
+        return tuple(
+            RingCase(ring(depth, 2, who, strips=count), (1,), split=split, **programs)
+            for depth, who, count in product((2, 3), consumers, strips)
+        )
+
+    def finish(name: str, kind: str, program: Finish, *how: Any, **more: Any) -> SeededBug:
+        return SeededBug(name, kind, "ring", _says(program), cases(*how, finish=program, **more))
+
+    def ring(name: str, kind: str, of: type[Ring], *how: Any) -> SeededBug:
+        return SeededBug(name, kind, "ring", _says(of), cases(*how))
+
+    overwritten = "overwritten while read"
+    return (
+        finish("one store too many left", overwritten, c.one_store_too_many),
+        ring("two buffers for odd strips", overwritten, c.AlwaysTwoBuffers, (2, 1, 3), c.AlwaysTwoBuffers),
+        ring("C buffers shared", overwritten, c.SharedBuffers, (1, 2), c.SharedBuffers, ("ping_pong",)),
+        finish("stored before it is filled", "wrong data", c.stored_before_filled),
+        finish("fence forgotten", "read before arrival", c.fence_forgotten),
+        finish("every part stored", "wrong data", c.stores_every_part, split=True),
+        finish("last strip forgotten", "missing work", c.last_strip_forgotten, (2, 1, 3)),
+        SeededBug(
+            "left while stores read", "left too early", "ring", _says(c.leaves_while_stores_read),
+            cases((2,), math=c.leaves_while_stores_read),
+        ),
     )  # fmt: skip
 
 

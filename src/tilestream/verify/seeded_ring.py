@@ -31,10 +31,10 @@ from tilestream.verify.protocol import (
     Ring,
     Source,
     WaitBarrier,
+    k_loop,
     k_steps,
     load_turn,
     math_turn,
-    multiply,
 )  # fmt: skip
 
 Loop = Generator[Any, Any, Any]
@@ -142,28 +142,15 @@ def released_too_early(
         yield Retire(1)
         yield Arrive(Barrier("empty", here.at))
     yield Retire(0)
-    yield from finish(item)
-    return MathState(state.stage.plus(k_steps(item), ring.depth), state.slot.plus(1, ring.items))
+    yield from finish(ring, item)
+    return MathState(state.stage.plus(k_steps(item), ring.depth), state.slot.next(ring.items))
 
 
-def previous_at_depth_1(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
-    """Depth 1 in the form of the deeper rings: a stage is given back after the next mma, which needs that stage."""
-    slot, phase = state.slot
-    yield WaitBarrier(Barrier("item_full", slot), phase)
-    item = yield Get(slot)
-    yield Arrive(Barrier("item_empty", slot))
-    if item is None:
-        return None
-    for k in range(k_steps(item)):
-        yield WaitBarrier(Barrier("full", 0), state.stage.plus(k, 1).phase)
-        yield Mma(0)
-        yield Retire(1)
-        if k > 0:
-            yield Arrive(Barrier("empty", 0))
-    yield Retire(0)
-    yield Arrive(Barrier("empty", 0))
-    yield from finish(item)
-    return MathState(state.stage.plus(k_steps(item), 1), state.slot.plus(1, ring.items))
+def product_not_waited_for(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
+    """In the precise form a stage is given back, and its product added, while the mma is still at it."""
+    return rewritten(
+        math_turn(ring, finish, consumer, state), lambda op: op._replace(in_flight=1) if isinstance(op, Retire) else op
+    )
 
 
 def epilogue_too_early(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
@@ -192,7 +179,7 @@ def load_skips_items(ring: Ring, source: Source, state: LoadState) -> Loop:
     return (
         None
         if after is None
-        else after._replace(stage=state.stage if short[0] else after.stage, slot=slot.plus(1, ring.items))
+        else after._replace(stage=state.stage if short[0] else after.stage, slot=slot.next(ring.items))
     )
 
 
@@ -232,9 +219,9 @@ def fixed_k_count(ring: Ring, finish: Finish, consumer: int, state: MathState) -
     yield Arrive(Barrier("item_empty", slot))
     if item is None:
         return None
-    yield from multiply(ring, state.stage, 2)
-    yield from finish(item)
-    return MathState(state.stage.plus(2, ring.depth), state.slot.plus(1, ring.items))
+    yield from k_loop(ring, consumer, state.stage, 2)
+    yield from finish(ring, item)
+    return MathState(state.stage.plus(2, ring.depth), state.slot.next(ring.items))
 
 
 def load_rounds_down(ring: Ring, source: Source, state: LoadState) -> Loop:
@@ -260,7 +247,7 @@ def handed_on_before_gate(ring: Ring, source: Source, state: LoadState) -> Gener
     yield Arrive(Barrier("item_full", slot))
     if item is None:
         return None
-    stage, slot_after = state.stage, state.slot.plus(1, ring.items)
+    stage, slot_after = state.stage, state.slot.next(ring.items)
     if not (yield Pass(item)):
         yield WaitBarrier(Barrier("item_empty", slot_after.at), slot_after.phase ^ 1)
         yield Put(slot_after.at, None)
@@ -270,7 +257,7 @@ def handed_on_before_gate(ring: Ring, source: Source, state: LoadState) -> Gener
         yield WaitBarrier(Barrier("empty", stage.at), stage.phase ^ 1)
         yield Expect(Barrier("full", stage.at))
         yield Load(stage.at, item, k, Barrier("full", stage.at))
-        stage = stage.plus(1, ring.depth)
+        stage = stage.next(ring.depth)
     return LoadState(None, stage, slot_after)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from tilestream.arrival.chunks import chunk_of
 from tilestream.arrival.gate import Gate, Wait, pass_gate
-from tilestream.kernels.loop import Compute, Count, Leave, Poll, Reduce, Reset, WorkerState, work_through
+from tilestream.kernels.loop import Add, Compute, Count, Leave, Poll, Reduce, Reset, WorkerState, work_through
 from tilestream.schedule import Cursor, Peek, Schedule, Take, WorkItem, take
 from tilestream.schedule.queues import home_queue
-from tilestream.verify.operations import Add, AwaitCount, AwaitTile, Store, WaitForever
+from tilestream.verify.operations import AwaitCount, AwaitTile, SetCounter, WaitForever
 
 Turn = Generator[Any, int, "WorkerState | None"]
 
@@ -67,7 +67,7 @@ def own_queue_only(schedule: Schedule, gate: Gate | None, worker: int, state: Wo
 def read_then_write(schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState) -> Turn:
     """A ticket is taken by a read and a write, not by one atomic add."""
     ticket = yield Peek(0)
-    yield Store(0, ticket + 1)
+    yield SetCounter(0, ticket + 1)
     if ticket >= schedule.queue_size(0):
         return None
     item, _ = schedule.ticket(0, ticket)

@@ -58,6 +58,7 @@ def matmul(
     drain: Drain = "leave",
     program: Program | None = None,
     quarantined: bool = False,
+    settled: bool = False,
 ) -> WorkersCase:
     """A configuration of model 1: ``num_m`` x ``num_n`` tiles; rows (``weight``: columns) arrive by ``bounds``.
 
@@ -83,7 +84,7 @@ def matmul(
                 row_of_batch=tuple(b * rows for b in range(batch)) if batch > 1 else (),
             )
     schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares)
-    return WorkersCase(schedule, gate, running, drain, program, quarantined)
+    return WorkersCase(schedule, gate, running, drain, program, quarantined, settled)
 
 
 def configurations(model: str, level: Level) -> list[Case]:
@@ -123,6 +124,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
                     )
     yield from _fewer_running(full)
     yield from _drained(full)
+    yield from _settled(full)
     yield matmul("dynamic", 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=1)
     yield matmul("static", 3, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2)
     # 4 workers, 8 items, 3 chunks.
@@ -213,6 +215,33 @@ def _drained(full: bool) -> Iterator[WorkersCase]:
                 yield matmul("stream_k", 4, 5, bounds=(*bounds[:-1], 10), pivot=pivot, k=2, drain="reset")
 
 
+def _settled(full: bool) -> Iterator[WorkersCase]:
+    """Parts that are held and settled: 2 to 4 contributors, shares over several tiles, workers that poison theirs."""
+    sizes: tuple[tuple[int, int, int, int], ...] = (
+        # workers, tiles, K steps, shares: one a worker; fewer, each over several tiles; more, several a worker
+        (2, 1, 2, 0), (2, 3, 3, 0), (3, 1, 3, 0), (3, 2, 2, 0), (3, 5, 3, 0), (4, 3, 2, 2), (4, 3, 3, 2), (2, 1, 3, 3),
+        (2, 1, 4, 4), (3, 2, 2, 4),
+    )  # fmt: skip
+    for w, tiles, k, shares in sizes + (((4, 1, 4, 0), (4, 3, 4, 0), (4, 7, 3, 5)) if full else ()):
+        yield matmul("stream_k", w, tiles, k=k, shares=shares, drain="reset", settled=True)
+        for running in ((0,), (1,), (0, 1)):
+            if len(running) < w:
+                yield matmul("stream_k", w, tiles, k=k, shares=shares, running=running, drain="poison", settled=True)
+    for w, tiles, k, shares in (
+        (2, 1, 2, 0),
+        (2, 3, 2, 0),
+        (3, 2, 2, 0),
+        *(((3, 1, 3, 0), (4, 3, 2, 2)) if full else ()),
+    ):
+        for bounds in (*LAYOUTS[tiles], *UNREAD[tiles]):
+            for pivot in range(len(bounds) - 1):
+                yield matmul(
+                    "stream_k", w, tiles, bounds=bounds, pivot=pivot, k=k, shares=shares, drain="reset", settled=True
+                )
+    yield matmul("stream_k", 3, 1, bounds=(0, 1, 2), k=3, drain="poison", settled=True)
+    yield matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True, quarantined=True)
+
+
 def _columns_too(case: WorkersCase) -> WorkersCase:
     """Rows arrive in ``case``; two tiles of columns, too, and a chunk without any."""
     assert case.gate is not None
@@ -220,29 +249,50 @@ def _columns_too(case: WorkersCase) -> WorkersCase:
 
 
 def rings(level: Level) -> Iterator[RingCase]:
-    """Model 2. Full: 1 to 4 stages, 1 or 2 slots, 1 to 5 K steps in any order, every way of consuming."""
-    for depth, items, consumers in product((1, 2, 3), (1, 2), get_args(Consumers)):
-        if level == "full" or depth < 3 or items == 2:
-            yield RingCase(Ring(depth, items, consumers), (1, 2))
-    for consumers in get_args(Consumers):
-        yield RingCase(Ring(1, 2, consumers), (1, 2, 3, 4, 5))
+    """Model 2. Full: up to 4 stages, 1 or 2 slots, 1 to 5 K steps in any order, every way of consuming and storing."""
+    full = level == "full"
+    every = get_args(Consumers)
+    for depth, items, consumers in product((1, 2, 3), (1, 2), every):
+        if full or depth < 3 or items == 2:
+            yield RingCase(Ring(depth, items, consumers, precise=depth == 1), (1, 2))
+    # One K step at a time; C buffers.
+    for depth, consumers in product((2, 3) if full else (2,), every):
+        yield RingCase(Ring(depth, 2, consumers, precise=True), (1, 2))
+        for strips in (1, 2, 3, 4) if full else (1, 2):
+            yield RingCase(
+                Ring(depth, 2, consumers, strips=strips), (1, 2) if full and depth == 2 else (1,), split=True
+            )
+        yield RingCase(Ring(depth, 2, consumers, precise=True, strips=3), (1,), split=full)
+    for consumers in every:
+        yield RingCase(Ring(1, 2, consumers, precise=True), (1, 2, 3, 4, 5))
         yield RingCase(Ring(2, 2, consumers), (1, 3, 4))
         yield RingCase(Ring(4, 2, consumers), (1, 5))
         yield RingCase(Ring(4, 2, consumers), (3, 4))
-    if level == "full":
-        for depth, items, consumers in product((1, 2, 3, 4), (1, 2), get_args(Consumers)):
-            yield RingCase(Ring(depth, items, consumers), (1, 2, 3, 4, 5))
+    if full:
+        for depth, items, consumers in product((1, 2, 3, 4), (1, 2), every):
+            yield RingCase(Ring(depth, items, consumers, precise=depth == 1), (1, 2, 3, 4, 5))
+        for depth, consumers in product((2, 3, 4), every):
+            yield RingCase(Ring(depth, 2, consumers, precise=True), (1, 2, 3, 4, 5))
 
 
 def products(level: Level) -> Iterator[ProductCase]:
     """Both models together: 2 workers, 2 K steps."""
     yield ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2), Ring(2, 1))
+    # Parts are settled, as the Hopper kernel does; one worker's consumers may hold parts of one tile.
+    alone: tuple[tuple[Consumers, tuple[int, ...]], ...] = (("single", ()), ("ping_pong", (0,)))
+    for consumers, running in alone:
+        yield ProductCase(matmul("stream_k", 2, 1, k=3, shares=3, running=running, settled=True), Ring(2, 2, consumers))
+        yield ProductCase(matmul("stream_k", 2, 1, k=2, running=running, settled=True), Ring(2, 2, consumers))
+    if level == "full":
+        yield ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 2, "ping_pong"))
     for kind in get_args(Kind):
         for num_m, bounds in ((1, (0, 1, 2)), (2, (0, 3, 4)), (3, (0, 3, 6))):
             if level == "full" or kind != "stream_k" or num_m != 3:
                 for depth, items in ((1, 2), (2, 1), (2, 2)):
                     if level == "full" or items == 2:
-                        yield ProductCase(matmul(kind, 2, num_m, bounds=bounds, pivot=1, k=2), Ring(depth, items))
+                        yield ProductCase(
+                            matmul(kind, 2, num_m, bounds=bounds, pivot=1, k=2), Ring(depth, items, precise=depth == 1)
+                        )
     if level == "full":
         yield ProductCase(
             matmul("dynamic", 2, 2, 2, bounds=(0, 3, 4), pivot=1, k=2, queues=2, split="columns"), Ring(2, 2)

@@ -141,6 +141,7 @@ class Arguments:
             "STORE": "direct" if self.out is None else "tma",
             "FLIPPED": self._flipped,
             "WIDE": self._wide(),
+            "EIGHTS": (problem.m if plan.swapped else problem.n) % 8 == 0,
             "SCALED": layout.scaled,
             "SCALES": problem.scales != "none",
             "BIAS": "none" if layout.bias is None else biased,

@@ -144,8 +144,8 @@ def finish_strip(
     residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
     alpha, beta,
     ROWS: gl.constexpr, STRIP: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr,
-    BATCHED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
+    BATCHED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored.
 
@@ -154,16 +154,19 @@ def finish_strip(
     layout: gl.constexpr = mma_layout(STRIP)
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, STRIP, gl.SliceLayout(0, layout))
+    below, left = row < rows, column < columns
+    if EIGHTS:  # said so that the compiler sees that a vector never straddles the end
+        left = column // 8 * 8 < columns
     x = acc
     if SCALES:
         # x = (x * r) * c could overflow where x * (r * c) does not, and costs as many multiplications.
         factor = gl.full([ROWS, STRIP], 1.0, gl.float32, layout)
         if row_scale is not None:
             at = row_scale + batch.to(gl.int64) * stride_sb + row.to(gl.int64) * stride_sr
-            factor = factor * gl.load(at, mask=row < rows, other=0.0)[:, None]
+            factor = factor * gl.load(at, mask=below, other=0.0)[:, None]
         if column_scale is not None:
             at = column_scale + batch.to(gl.int64) * stride_tb + column.to(gl.int64) * stride_tc
-            factor = factor * gl.load(at, mask=column < columns, other=0.0)[None, :]
+            factor = factor * gl.load(at, mask=left, other=0.0)[None, :]
         x = x * factor
     if SCALED:
         x = x * alpha
@@ -177,7 +180,7 @@ def finish_strip(
     if BIAS == "rows":
         x = x + gl.load(bias + row.to(gl.int64) * stride_bias, mask=row < rows, other=0.0).to(gl.float32)[:, None]
     if RESIDUAL or STORE == "direct":
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        inside = below[:, None] & left[None, :]
         if WIDE:
             row = row.to(gl.int64)
             column = column.to(gl.int64)
@@ -222,7 +225,8 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
     """Hand in a partial result, unless all others have been handed in; whether this one is the last.
 
     Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
-    written it: where the others have counted already, nobody else can be the last.
+    written it: where the others have counted already, nobody else can be the last. That is the protocol of
+    `tilestream.kernels.loop.settle`, which the checker explores.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
     consumer: for its stores before, for its loads after.

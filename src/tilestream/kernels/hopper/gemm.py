@@ -54,9 +54,8 @@ from tilestream.kernels.portable.schedule import enter, leave, take
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
-    "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_bias",
-    "stride_ob", "stride_or", "stride_oc", "stride_rb", "stride_rr", "stride_rc", "stride_sb", "stride_sr",
-    "stride_tb", "stride_tc", "alpha", "beta",
+    "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
+    "stride_sb", "stride_tb", "alpha", "beta",
 )  # fmt: skip
 
 
@@ -274,8 +273,8 @@ def math_loop(
     ROWS: gl.constexpr, WIDTHS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, STRIP: gl.constexpr,
     BUFFERS: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
-    STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
+    STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr,
+    SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
     if CHAINED:
@@ -355,7 +354,8 @@ def math_loop(
                         out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
                         residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr,
                         column_scale, stride_tb, stride_tc, alpha, beta,
-                        HALF_ROWS, STRIP, STORE, FLIPPED, BATCHED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
+                        HALF_ROWS, STRIP, STORE, FLIPPED, BATCHED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL,
+                        ACTIVATION,
                     )  # fmt: skip
         if CONSUMERS == "ping_pong":
             if not mine:
@@ -380,6 +380,7 @@ def gemm(
     TRANSPOSED: gl.constexpr,
     CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
+    EIGHTS: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr,
 ):  # fmt: skip
@@ -420,7 +421,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -428,7 +429,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -447,7 +448,7 @@ def gemm(
                 stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
-                STORE, FLIPPED, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,

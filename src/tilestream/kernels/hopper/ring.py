@@ -15,9 +15,10 @@
                                                   wait until 0 are in flight; arrive empty[the last stage]
                                                   epilogue
 
-That is `tilestream.verify.protocol`, operation by operation, which the checker explores for one consumer, for two on
-one tile (cooperative: ``empty`` counts 2) and for two that take turns (ping-pong: order barriers, and each steps over
-the other's stages). Where a loop stands is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
+That, and the C buffers of the epilogue, is `tilestream.verify.protocol`, operation by operation (a test runs the text
+of both and compares), which the checker explores for one consumer, for two on one tile (cooperative: ``empty`` counts
+2) and for two that take turns (ping-pong: order barriers, and each steps over the other's stages). Where a loop stands
+is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
 
 A barrier is new in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
 opposite of its phase, and the first round finds every stage free.
