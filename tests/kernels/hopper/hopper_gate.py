@@ -1,13 +1,31 @@
-"""The Hopper GEMM compiled with no GPU: as its launch has it compiled.
+"""The compile gate of the Hopper GEMM: compiled with no GPU, as its launch has it compiled, and what came out of it.
 
-Needs Triton, no torch: run by whatever Python has the Triton that is meant.
+Run by `test_hopper_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs
+Triton, no torch. ``python hopper_gate.py quick|all [processes]`` prints one JSON object a line.
+
+What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round (`HOWS`):
+
+* ``plain``: a queue, no epilogue: what runs most; in the four layouts of the operands;
+* ``worst``: stream_k, a batch, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu;
+* ``direct``: all of that, but stored from registers with 64-bit offsets;
+* ``across``: stream_k, no epilogue, into an output that lies in columns;
+* ``static``, ``stealing``, ``table``: the rest of the schedules;
+
+as far as the plan has the tile for that; with 16-bit operands, and with 8-bit ones of one and of two dtypes, with and
+without fast accumulation.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "portable"))
 
@@ -20,7 +38,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.plan import Plan
+from tilestream.plan import hopper
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.hopper import TILES, Tile
+from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.problem import FP8, ITEMSIZE, Problem
 
 _TYPES = {
     "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
@@ -83,3 +106,240 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
         if hasattr(made, "result"):
             made = made.result()
     return made, said[0]
+
+
+# What is compiled ----------------------------------------------------------------------------------------------------
+
+DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
+HOWS = ("plain", "across", "worst", "direct", "static", "stealing", "table")
+LAYOUTS = ("nn", "nt", "tn", "tt")
+#: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
+INPUTS = {
+    "bfloat16": ("bfloat16", "", True),
+    "float16": ("float16", "", True),
+    "fp8": ("float8_e4m3fn", "", True),
+    "fp8 precise": ("float8_e4m3fn", "", False),
+    "fp8 mixed": ("float8_e5m2", "float8_e4m3fn", True),
+}
+_SIZE = 4096
+_WIDE = (0, 2**20, 1)
+
+
+class Configuration(NamedTuple):
+    """A launch, and what its kernel is."""
+
+    name: str
+    plan: Plan
+    layout: Layout
+    tile: Tile
+
+
+def configurations(what: str) -> Iterator[Configuration]:
+    """Those of ``"all"``, or of ``"quick"``."""
+    for row in TILES:
+        # Of a square tile there is one way round; the schedules and layouts are the load warp's, whatever the tile.
+        for swapped in (False, True)[: 1 if row.rows == row.columns else 2]:
+            for inputs, how, layout in _of_a_tile(row, swapped):
+                if what == "all" or (row[:3], swapped, inputs, how, layout) in QUICK:
+                    made = _make(row, swapped, inputs, how, layout)
+                    if made is not None:
+                        yield made
+
+
+#: One of each that is told apart, those that compile in a second or two.
+QUICK = (
+    (("cooperative", 128, 256), False, "bfloat16", "plain", "nt"),
+    (("cooperative", 256, 192), False, "bfloat16", "plain", "nt"),
+    (("cooperative", 128, 128), False, "fp8", "plain", "nt"),
+    (("ping_pong", 64, 128), False, "bfloat16", "plain", "nn"),
+    (("cooperative", 128, 128), False, "fp8 precise", "plain", "nt"),
+    (("ping_pong", 64, 128), True, "bfloat16", "across", "nt"),
+    (("single", 64, 64), False, "bfloat16", "worst", "nt"),
+    (("single", 64, 16), True, "bfloat16", "direct", "nt"),
+    (("cooperative", 128, 16), True, "bfloat16", "plain", "nt"),
+)
+
+
+def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
+    """Inputs, how, layout."""
+    few = row[:3] in (
+        ("cooperative", 128, 128), ("cooperative", 128, 192), ("ping_pong", 64, 128), ("single", 64, 64)
+    )  # fmt: skip
+    for layout in LAYOUTS if few else ("nt",):
+        yield "bfloat16", "plain", layout
+    for how in HOWS[1:] if few else HOWS[1:4]:
+        yield "bfloat16", how, "nt"
+    for inputs in ("fp8", "fp8 precise"):
+        yield inputs, "plain", "nt"
+        if few or not swapped:
+            yield inputs, "worst", "nt"
+    if few:
+        yield "float16", "direct", "nt"
+        yield "fp8 mixed", "plain", "nt"
+
+
+def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
+    dtype, other, fast = INPUTS[inputs]
+    full = how in ("worst", "direct")
+    scales = "row" if full else "tensor" if dtype in FP8 else "none"
+    problem = Problem(
+        _SIZE, _SIZE, _SIZE, 2 if how == "worst" else 1, dtype, "float32" if how == "worst" else "bfloat16",
+        b_dtype=other, scales=scales, fast_accum=fast, plain=not full,
+    )  # fmt: skip
+    kind = "stream_k" if full or how == "across" else "static" if how == "static" else "dynamic"
+    tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
+    order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
+    found = _candidates(problem, row, swapped, kind, tile, order, 2 if how == "stealing" else None)
+    if not found and how == "across":
+        found = _candidates(problem, row, swapped, "static", tile)
+    if not found:
+        return None
+    plan = of_candidate(problem, DEVICE, "hopper", found[0], "the gate's")
+    strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
+    a, b, out = strides[layout[0]], strides[layout[1]], strides["t" if how == "across" else "n"]
+    if how == "direct":
+        out = (0, _SIZE + 1, 1)
+    made = Layout(a, b, out)
+    if full:
+        made = made._replace(
+            bias=1, residual=_WIDE if how == "direct" else out, scaled=True, activation="gelu", scale_a=(0, 1),
+            scale_b=(0, 1),
+        )  # fmt: skip
+    if how == "worst":
+        step = _SIZE * _SIZE
+        made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *out[1:]), residual=(step, *out[1:]))
+    name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
+    return Configuration(name, plan, made, row)
+
+
+def _candidates(
+    problem: Problem, row: Tile, swapped: bool, kind: Any, tile: tuple[int, int], order: Any = None,
+    queues: int | None = None,
+) -> list[Candidate]:  # fmt: skip
+    """The plan's own, of one row of `TILES`, one way round: what the plan does not have is not compiled."""
+    made = hopper.candidates(
+        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant
+    )
+    return [one for one in made if one.swapped == swapped]
+
+
+# What came out -------------------------------------------------------------------------------------------------------
+
+
+def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, Any]:
+    """What a test asserts on, and what it should be."""
+    ptx, (sass, usage) = kernel.asm["ptx"], _sass(kernel.asm["cubin"])
+    loops = k_loops(sass)
+    return {
+        "name": configuration.name,
+        "triton": triton.__version__,
+        "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
+        "stack": max((int(x) for x in re.findall(r"STACK:(\d+)", usage)), default=-1),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "notes": sorted(set(re.findall(r"C7[56]\d\d|[^\n]*ignored[^\n]*", said))),
+        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))),
+        "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))),
+        "loads": len(re.findall(r"\bUTMALDG", sass)),
+        "stores": len(re.findall(r"\bUTMASTG", sass)),
+        "k_loops": loops,
+        "shared": kernel.metadata.shared,
+        "expected": expected(configuration),
+    }
+
+
+def expected(configuration: Configuration) -> dict[str, Any]:
+    """By what the plan says."""
+    _, plan, layout, row = configuration
+    problem = plan.problem
+    arguments = Arguments(plan, layout)
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    names = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    depth = 32 // size
+    halves = 2 if row.variant == "cooperative" else 1
+    copies = [
+        row.lines if made.box[-1] == plan.block[2] else -(-made.box[-1] * size // 128)
+        for made in (arguments.x, *arguments.y)
+        if made is not None
+    ]
+    strips = row.columns // plan.strip
+    buffers = row.loops * row.buffers(out_size) * row.rows_per_loop * plan.strip * out_size
+    stored = arguments.out is not None
+    return {
+        # Before the partitions begin, while they wait, and what they then have: see the facts of setmaxnreg in
+        # `test_hopper_compiles`.
+        "registers": [24, 40, 216, 232] if row.loops == 1 else [40, 120, 232, 256],
+        "wgmma": sorted({f"m64n{width}k{depth}.f32.{names[x]}.{names[y]}" for width in arguments.widths}),
+        "loads": halves * copies[0] + sum(copies[1:]),
+        # One instruction does for four copies, each a warp's.
+        "stores": row.loops * strips if arguments.out else 0,
+        "k_loops": row.loops,
+        "gmma": row.rows_per_loop // 64 * plan.block[2] // depth * len(arguments.widths),
+        # Without fast accumulation each product is waited for.
+        "in_flight": 0 if problem.fp8 and not problem.fast_accum else len(arguments.widths),
+        "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),
+    }
+
+
+def k_loops(sass: str) -> list[dict[str, int]]:
+    """The innermost loops that multiply: multiplications, barriers of warps, and how many are left in flight."""
+    code = [
+        (int(at, 16), text)
+        for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
+    ]  # fmt: skip
+    multiplies = [at for at, text in code if re.search(r"\b[HQ]GMMA", text)]
+    loops = [
+        (at - int(to, 16), int(to, 16), at)
+        for at, text in code
+        for to in re.findall(r"\bBRA (?:\S+, )?0x([0-9a-f]+)", text)
+        if int(to, 16) < at
+    ]
+    # A wait that does not pass at once spins at the function's end, and comes back: that is a "loop" around much else.
+    around = {min(loop for loop in loops if loop[1] <= one <= loop[2]) for one in multiplies}
+    inner = [
+        (low, high)
+        for length, low, high in around
+        if not any(other < length and first <= high and low <= last for other, first, last in around)
+    ]
+    found = []
+    for low, high in sorted(inner):
+        body = [text for at, text in code if low <= at <= high]
+        found.append(
+            {
+                "gmma": sum(bool(re.search(r"\b[HQ]GMMA", text)) for text in body),
+                "barriers": sum("BAR.SYNC" in text for text in body),
+                "in_flight": max((int(x, 16) for x in re.findall(r"gsb0, 0x(\w+)", "\n".join(body))), default=-1),
+            }
+        )
+    return found
+
+
+def _sass(cubin: bytes) -> tuple[str, str]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass, usage = (
+            subprocess.run([tool, how, file.name], capture_output=True, text=True, check=True).stdout
+            for how in ("-sass", "-res-usage")
+        )
+    return sass, usage
+
+
+def one(configuration: Configuration) -> dict[str, Any]:
+    """Compiled, and reported on."""
+    try:
+        return report(configuration, *build(*fill(configuration.plan, configuration.layout)))
+    except Exception as error:
+        return {"name": configuration.name, "error": f"{type(error).__name__}: {error}"[-600:]}
+
+
+def main() -> None:
+    what, processes = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for found in pool.imap_unordered(one, configurations(what), 1):
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

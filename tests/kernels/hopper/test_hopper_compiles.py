@@ -1,0 +1,148 @@
+"""The compile gate of the Hopper kernel (`hopper_gate.py`): to sm_90a with no GPU, and what must be true of the code.
+
+The quick tier takes a sample through the Triton that is installed. The slow one takes every tile of the plan, both ways
+round, through Triton 3.6, 3.7 and 3.9, each in a virtual environment of its own under TILESTREAM_TRITONS (default: the
+user's cache).
+
+Of registers a partition has what ``setmaxnreg`` says. With two math loops: 256 before the partitions begin, while they
+wait 120 each; then 232, 232 and 40 for the load warp's group, which together are what an SM has. With one: 232 and 24;
+then 216 and 40.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritons import triton
+
+GATE = Path(__file__).parent / "hopper_gate.py"
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+SHARED = 232448
+#: Bytes of barriers and of the item ring, and what lies between.
+SLACK = 1024
+
+
+def environment(cache: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def compile_all(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
+    run = subprocess.run(
+        [python, str(GATE), what, str(min(os.cpu_count() or 1, 4))], env=environment(cache), capture_output=True,
+        text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def faults(found: dict) -> list[str]:
+    """What is not as it should be."""
+    if "error" in found:
+        return [found["error"]]
+    expected, loops = found["expected"], found["k_loops"]
+    barriers = 1 if found["triton"] >= "3.9" else 2
+    rules = {
+        "spills": not (found["spilled"] or found["stack"] or found["local"]),
+        "the assembler's notes": not found["notes"],
+        "registers": found["registers"] == expected["registers"],
+        "instructions of the tensor cores": found["wgmma"] == expected["wgmma"],
+        "TMA loads": found["loads"] == expected["loads"],
+        "TMA stores": found["stores"] == expected["stores"],
+        "K loops": len(loops) == expected["k_loops"] and all(x["gmma"] == expected["gmma"] for x in loops),
+        "multiplications in flight": all(x["in_flight"] == expected["in_flight"] for x in loops),
+        # Without fast accumulation a step waits for its product anyway.
+        "barriers of a K step": not expected["in_flight"] or all(x["barriers"] <= barriers for x in loops),
+        "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK and found["shared"] <= SHARED,
+    }
+    return [name for name, kept in rules.items() if not kept]
+
+
+def check(found: list[dict], least: int) -> None:
+    assert len(found) >= least
+    broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
+    assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
+
+
+@pytest.mark.timeout(110)
+def test_a_sample_compiles_as_it_should(tmp_path):
+    check(compile_all(sys.executable, "quick", tmp_path, 100), 9)
+
+
+SEEDED = """
+import json, sys, hopper_gate as gate
+from dataclasses import replace
+name = "single 64x64 bfloat16 worst nt" if sys.argv[1] == "spills" else "cooperative 128x256 bfloat16 plain nt"
+made = next(c for c in gate.configurations("quick") if c.name == name)
+options, filled = gate.fill(made.plan, made.layout)
+names = gate.gemm.arg_names
+given = dict(zip(names, filled))
+if sys.argv[1] == "registers":
+    given |= {"MATH_REGISTERS": 120}
+elif sys.argv[1] == "stages":
+    given |= {"STAGES": given["STAGES"] + 1}
+elif sys.argv[1] == "spills":
+    options |= {"maxnreg": 64}
+print(json.dumps(gate.report(made, *gate.build(options, tuple(given[name] for name in names)))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "seen"),
+    [("none", set()), ("registers", {"registers"}), ("stages", {"shared memory"}), ("spills", {"spills"})],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_gate_sees_a_fault(seed, seen, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", SEEDED, seed], env=environment(tmp_path), cwd=GATE.parent, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout)
+    assert seen <= set(faults(found)), (faults(found), found)
+    assert seen or not faults(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"notes": ["C7514"]}, "the assembler's notes"),
+        ({"wgmma": ["m64n64k16.f32.bf16.bf16"]}, "instructions of the tensor cores"),
+        ({"stores": 0}, "TMA stores"),
+        ({"loads": 1}, "TMA loads"),
+        ({"local": 1}, "spills"),
+        ({"k_loops": [{"gmma": 4, "barriers": 3, "in_flight": 1}] * 2}, "barriers of a K step"),
+        ({"k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 0}] * 2}, "multiplications in flight"),
+        ({"k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}]}, "K loops"),
+        ({"triton": "3.9.0"}, "barriers of a K step"),
+        ({"error": "ValueError: out of memory"}, "ValueError: out of memory"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_each_rule_is_kept(change, fault):
+    right = {
+        "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "notes": [], "shared": 1200,
+        "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4,
+        "k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}] * 2,
+        "expected": {
+            "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "k_loops": 2, "gmma": 4,
+            "in_flight": 1, "shared": 1000,
+        },
+    }  # fmt: skip
+    assert not faults(right)
+    assert faults({**right, **change}) == [fault]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", TRITONS)
+def test_everything_compiles_as_it_should(version, tmp_path):
+    found = compile_all(triton(version), "all", tmp_path, 3500)
+    assert {one["triton"].split("+")[0] for one in found} == {version}
+    check(found, 200)
