@@ -12,26 +12,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from gpu_cases import BF16, F16, F32, LAYOUTS, Case
+from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
 
-from error_rule import ACTIVATIONS
+from error_rule import Maths
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.ops import gpu
+from tilestream.plan import hopper
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
-from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.plan import Plan, of_candidate, plan_problem
 from tilestream.plan.problem import Problem, dtype_name
+from tilestream.schedule.schedule import Kind
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS = ("static", "dynamic", "stream_k")
-#: Where an output lies: in rows that TMA can address; without a gap; in columns; in rows of odd strides; every second
-#: column; at an odd address. TMA stores the first and the third, and the second where its rows happen to be aligned.
+#: Where an output lies: in rows that begin at multiples of 16 bytes; without a gap; in columns; in rows of odd strides;
+#: every second column; at an odd address. TMA stores the first three, where rows (columns) are whole multiples of 16
+#: bytes, too.
 OUTS = ("rows", "tight", "columns", "odd", "strided", "offset")
 
 
 @dataclass(frozen=True)
 class HopperCase:
     """``[batch, m, k] @ [batch, k, n]`` with everything of the plan forced that is given.
+
+    ``swapped``: which way round the tile is, where there are two tiles of such rows and columns.
 
     Rows of operands are padded so that TMA can address them, whatever the extents, and all that lies around an operand
     is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0.
@@ -42,13 +45,14 @@ class HopperCase:
     k: int
     variant: str | None = None
     tile: tuple[int, int] | None = None
+    swapped: bool | None = None
     dtype: torch.dtype = BF16
     b_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     layout: str = "nn"
     batch: int = 0
     shared: str = ""
-    schedule: str = "dynamic"
+    schedule: Kind = "dynamic"
     workers: int | None = None
     queues: int | None = None
     shares: int | None = None
@@ -66,7 +70,8 @@ class HopperCase:
     @property
     def name(self) -> str:
         batch = f"{self.batch}x" if self.batch else ""
-        tile = f"{self.tile[0]}x{self.tile[1]}" if self.tile else ""
+        tile = "x".join(map(str, self.tile[::-1] if self.swapped else self.tile)) if self.tile else ""
+        tile += "swapped" if self.swapped else ""
         dtypes = [str(t).removeprefix("torch.") for t in (self.dtype, self.b_dtype, self.out_dtype) if t is not None]
         rest = [
             f"{name}{value}" if value is not True else name
@@ -109,9 +114,6 @@ class HopperCase:
         full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
         a = self._matrix(self.m, self.k, self.layout[0], self.dtype, device, "a" in self.shared)
         b = self._matrix(self.k, self.n, self.layout[1], self.b_dtype or self.dtype, device, "b" in self.shared)
-        if device != "meta" and (a.dtype, b.dtype) == (E5M2, E5M2):
-            # torch does not multiply two of these: B's numbers are those that are e4m3's, too.
-            b.copy_(torch.where(b.float().abs() < 2**-6, 0.0, b.float()).to(E5M2))
         addend = BF16 if self.fp8 else self.dtype
         residual = None
         if self.residual:
@@ -172,50 +174,29 @@ class HopperCase:
             problem, self.workers, self.schedule, self.tile, self.order, self.queues, self.shares, device=device,
             backend="hopper", variant=self.variant, stages=self.stages,
         )  # fmt: skip
+        if self.swapped not in (None, plan.swapped):
+            found = hopper.candidates(
+                problem, device, self.workers or device.workers, kinds=(self.schedule,), tile=self.tile,
+                order=self.order, queues=self.queues, shares=self.shares, variant=self.variant, stages=self.stages,
+            )  # fmt: skip
+            found = [one for one in found if one.swapped == self.swapped]
+            if not found:
+                raise NotImplementedError(f"no such tile for {self.name}")
+            best = min(found, key=lambda one: one.seconds)
+            plan = of_candidate(problem, device, "hopper", best, "a test's")
         return plan, layout
 
-    def references(self, operands: dict[str, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """In float64, and torch's own answer in the operands' dtype."""
-        a, b, bias, residual, scale_a, scale_b = operands.values()
-        assert a is not None
-        assert b is not None
-        wide = [None if t is None else t.double() for t in (bias, residual)]
-        fine = torch.matmul(a.float().double(), b.float().double())
-        for scale in (scale_a, scale_b):
-            fine = fine if scale is None else fine * scale.double()
-        fine = self._epilogue(fine, *wide)
-        if not self.fp8:
-            return fine, self._epilogue(torch.matmul(a, b), bias, residual).to(self.result)
-        coarse = scaled_mm(a, b, self.fast_accum)
-        for scale in (scale_a, scale_b):
-            coarse = coarse if scale is None else coarse * scale
-        return fine, self._epilogue(coarse, bias, residual).to(self.result)
-
-    def _epilogue(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
-        x = x * self.alpha if self.alpha != 1 else x
-        x = x if bias is None else x + bias
-        x = x if residual is None or self.beta == 0 else x + self.beta * residual
-        return ACTIVATIONS[self.activation](x)
+    def maths(self, operands: dict[str, torch.Tensor | None]) -> Maths:
+        """What the answer is an answer to."""
+        return Maths(
+            **operands, alpha=self.alpha, beta=self.beta, activation=self.activation, out_dtype=self.result,
+            fast_accum=self.fast_accum,
+        )  # fmt: skip
 
 
 def poisoned(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """So many NaNs."""
     return torch.full((count,), float("nan"), dtype=F32, device=device).to(dtype)
-
-
-def scaled_mm(a: torch.Tensor, b: torch.Tensor, fast: bool) -> torch.Tensor:
-    """torch's product of operands of 8 bits, in float32: K and N in multiples of 16, batches one by one."""
-    if a.dim() == 3:
-        return torch.stack([scaled_mm(x, y, fast) for x, y in zip(a, b, strict=True)])
-    (m, k), n = a.shape, b.shape[1]
-    one = torch.ones((), device=a.device)
-    if (a.dtype, b.dtype) == (E5M2, E5M2):
-        b = b.float().to(E4M3)  # the same numbers: see `HopperCase.operands`
-    x = torch.zeros(m, -(-k // 16) * 16, device=a.device).to(a.dtype)
-    y = torch.zeros(-(-n // 16) * 16, x.shape[1], device=a.device).to(b.dtype)
-    x[:, :k].copy_(a)
-    y[:n, :k].copy_(b.t())
-    return torch._scaled_mm(x, y.t(), one, one, out_dtype=F32, use_fast_accum=fast)[:, :n]
 
 
 def ways(row: Tile) -> list[tuple[int, int]]:
@@ -232,44 +213,66 @@ def _row(variant: str, rows: int, columns: int) -> Tile:
     return next(row for row in TILES if row[:3] == (variant, rows, columns))
 
 
-#: One tile a variant, and a few more: what most sections are run with.
+#: One tile a variant, and a few more: what most sections are run with. Of the last one the accumulator leaves no
+#: registers for stream_k, nor for an epilogue that is to be fast.
 FEW = tuple(_row(*name) for name in (("cooperative", 128, 128), ("ping_pong", 64, 128), ("single", 64, 64)))
-MANY = (*FEW, *(_row(*name) for name in (("cooperative", 128, 256), ("ping_pong", 128, 128), ("ping_pong", 64, 256))))
+MORE = tuple(
+    _row(*name)
+    for name in (
+        ("cooperative", 128, 256), ("ping_pong", 128, 128), ("ping_pong", 64, 256), ("cooperative", 256, 96),
+        ("cooperative", 256, 192),
+    )
+)  # fmt: skip
+MANY = (*FEW, *MORE)
 FULL = {"bias": True, "residual": "rows", "alpha": 1.5, "beta": -0.5}
+_ANY = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 
 
 def _case(row: Tile, m: int, n: int, k: int, *, swapped: bool = False, **how) -> HopperCase:
-    return HopperCase(m, n, k, row.variant, ways(row)[swapped], **how)
+    return HopperCase(m, n, k, row.variant, ways(row)[swapped], swapped, **how)
+
+
+def _has(row: Tile, **how) -> bool:
+    """Whether the plan has such a tile for this."""
+    try:
+        _case(row, 512, 512, 512, **how).plan(_ANY)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _tiles() -> Iterator[HopperCase]:
     """Every tile, both ways round, every kind; the layouts in turn."""
     layouts = itertools.cycle(LAYOUTS)
-    for row, kind in itertools.product(TILES, KINDS):
-        for tile in ways(row):
-            bm, bn, bk = *tile, _steps(row)
-            how = {"variant": row.variant, "tile": tile, "layout": next(layouts), "schedule": kind}
-            # A few tiles with ragged edges, for several items a worker; less than a tile, and than a stage; one row
-            # or one column and many steps of K, the last of them short.
-            yield HopperCase(3 * bm - 5, 3 * bn + 7, 3 * bk + 9, workers=4, **how)
-            yield HopperCase(max(bm - 3, 1), bn // 2 + 1, bk // 2 - 3, **how)
-            yield HopperCase(*((1, 2 * bn) if kind == "static" else (bm + 1, 1)), 13 * bk + 1, workers=7, **how)
+    for row in TILES:
+        for swapped, tile in enumerate(ways(row)):
+            bm, bn, bk = *tile, row.block_k(2)
+            how = {"swapped": bool(swapped), "layout": next(layouts)}
+            # Several items a worker, the last tiles cut off; less than a tile, and than a stage. Stored by TMA.
+            yield _case(row, 3 * bm - 5, 3 * bn - 8, 3 * bk + 9, workers=4, **how)
+            yield _case(row, max(bm - 3, 1), 8, bk // 2 - 3, **how)
+            # One row and a tile and more; an odd part of a tile. Stored from registers.
+            yield _case(row, 1, 2 * bn + 1, 5 * bk + 1, schedule="static", **how)
+            yield _case(row, bm // 2 + 1, bn // 2 + 1, bk // 2 - 3, schedule="static", **how)
+            if _has(row, schedule="stream_k"):
+                # Many steps of K, the last of them short, for fewer tiles than workers; one tile.
+                yield _case(row, bm + 1, 2 * bn - 8, 13 * bk + 1, workers=7, schedule="stream_k", **how)
+                yield _case(row, bm, 8, 5 * bk, schedule="stream_k", **how)
 
 
 def _layouts() -> Iterator[HopperCase]:
     for row, layout in itertools.product(MANY, LAYOUTS):
-        how = {"layout": layout}
-        yield _case(row, 1000, 520, 264, **how)
-        yield _case(row, 129, 257, 1001, **how)
+        yield _case(row, 1000, 520, 264, layout=layout)
+        yield _case(row, 129, 264, 1001, layout=layout)
         if row in FEW:
-            yield _case(row, 300, 200, 333, swapped=len(ways(row)) > 1, **how)
+            yield _case(row, 300, 208, 333, swapped=len(ways(row)) > 1, layout=layout)
 
 
 def _extents() -> Iterator[HopperCase]:
     """Extents of one, and around a tile's and a stage's."""
     shapes = (
         (1, 1, 1), (1, 1000, 512), (1000, 1, 512), (2, 3, 5000), (16, 16, 16), (17, 15, 33), (127, 129, 63),
-        (128, 128, 64), (129, 257, 65), (255, 63, 129),
+        (128, 128, 64), (129, 257, 65), (255, 63, 129), (129, 264, 65), (1, 8, 1),
     )  # fmt: skip
     for row, (m, n, k) in itertools.product(FEW, shapes):
         yield _case(row, m, n, k)
@@ -279,19 +282,21 @@ def _rings() -> Iterator[HopperCase]:
     """Rings of few stages, with fewer steps than stages, as many, one more, and many."""
     for row, stages in itertools.product(FEW, (2, 3)):
         for steps in (1, stages, stages + 1, 17):
-            yield _case(row, 700, 200, steps * _steps(row), stages=stages, workers=3)
+            yield _case(row, 700, 200, steps * row.block_k(2), stages=stages, workers=3)
 
 
 def _dtypes() -> Iterator[HopperCase]:
     for row in MANY:
-        yield _case(row, 333, 517, 201, dtype=F16)
-        yield _case(row, 520, 264, 640, dtype=F16, layout="nn")
-        yield _case(row, 333, 517, 201, out_dtype=F32)
+        yield _case(row, 520, 264, 640, dtype=F16)
+        yield _case(row, 333, 520, 201, dtype=F16)
         yield _case(row, 520, 264, 640, out_dtype=F32, workers=2)
+        yield _case(row, 333, 516, 201, out_dtype=F32)
     for row in FEW:
         yield _case(row, 333, 264, 201, out_dtype=F16)
         yield _case(row, 333, 264, 201, dtype=F16, out_dtype=BF16, schedule="stream_k")
         yield _case(row, 333, 264, 201, dtype=F16, out_dtype=F32, schedule="stream_k", layout="tt")
+        yield _case(row, 333, 517, 201, dtype=F16)
+        yield _case(row, 333, 517, 201, out_dtype=F32)
 
 
 def _fp8() -> Iterator[HopperCase]:
@@ -299,10 +304,10 @@ def _fp8() -> Iterator[HopperCase]:
     for (a, b), (row, scale), fast in itertools.product(pairs, zip(FEW, scales, strict=True), (True, False)):
         how = {"dtype": a, "b_dtype": None if a == b else b, "scales": scale, "fast_accum": fast, "layout": "nt"}
         yield _case(row, 333, 264, 640, **how)
-        yield _case(row, 130, 70, 1999, schedule="stream_k" if a == b else "dynamic", **how)
+        yield _case(row, 130, 72, 1999, schedule="stream_k" if a == b else "dynamic", **how)
     for row, fast in itertools.product(MANY, (True, False)):
-        if fast or row.rows_per_loop * row.columns <= 64 * 128:
-            how = {"dtype": E4M3, "scales": "row", "fast_accum": fast, "layout": "nt"}
+        how = {"dtype": E4M3, "scales": "row", "fast_accum": fast, "layout": "nt"}
+        if _has(row, **how):
             yield _case(row, 520, 776, 4096, workers=5, **how)
             yield _case(row, 77, 1033, 129, swapped=len(ways(row)) > 1, **how)
             yield _case(row, 200, 300, 1024, out_dtype=F32, **how)
@@ -315,27 +320,34 @@ def _fp8() -> Iterator[HopperCase]:
 def _epilogues() -> Iterator[HopperCase]:
     for row, activation in itertools.product(FEW, ("relu", "gelu", "gelu_tanh", "silu")):
         yield _case(row, 520, 776, 640, layout="nt", activation=activation, **FULL)
-        yield _case(row, 333, 517, 201, layout="nt", activation=activation, **FULL)
+        yield _case(row, 333, 520, 201, layout="nt", activation=activation, **FULL)
     for row in FEW:
         for how in ({"bias": True}, {"residual": "rows", "beta": 2.0}, {"residual": "columns"}, {"alpha": -0.5}):
-            yield _case(row, 333, 517, 201, **how)
+            yield _case(row, 333, 520, 201, **how)
         yield _case(row, 333, 517, 201, residual="rows", beta=0.0)
+        yield _case(row, 333, 517, 201, activation="gelu", **FULL)
         yield _case(row, 520, 776, 640, swapped=len(ways(row)) > 1, schedule="stream_k", activation="gelu", **FULL)
         yield _case(row, 130, 1000, 333, swapped=len(ways(row)) > 1, schedule="stream_k", activation="gelu", **FULL)
-        yield _case(row, 333, 517, 201, dtype=F16, out_dtype=F32, activation="gelu", **FULL)
-    for row in MANY[3:]:
-        yield _case(row, 520, 776, 640, activation="gelu", **FULL)
-        yield _case(row, 333, 517, 201, activation="gelu", schedule="stream_k", **FULL)
+        yield _case(row, 333, 516, 201, dtype=F16, out_dtype=F32, activation="gelu", **FULL)
+        yield _case(row, 520, 776, 640, scales="row", activation="silu", **FULL)
+        yield _case(row, 77, 520, 200, scales="tensor", swapped=len(ways(row)) > 1, schedule="stream_k")
+    for row in MORE:
+        yield _case(row, 520, 776, 640, activation="silu", **FULL)
+        yield _case(row, 333, 517, 201, activation="silu", **FULL)
+        if _has(row, schedule="stream_k"):
+            yield _case(row, 333, 520, 201, activation="silu", schedule="stream_k", **FULL)
 
 
 def _outs() -> Iterator[HopperCase]:
     for row, out in itertools.product(FEW, OUTS[1:]):
         for swapped in (False, True)[: len(ways(row))]:
-            yield _case(row, 300, 264, 200, swapped=swapped, out=out)
-            yield _case(row, 1001, 33, 129, swapped=swapped, out=out, workers=2)
-    for row, out in itertools.product(MANY[3:], ("columns", "odd")):
-        yield _case(row, 300, 265, 200, out=out)
-        yield _case(row, 300, 265, 200, out=out, schedule="stream_k")
+            yield _case(row, 304, 264, 200, swapped=swapped, out=out)
+            yield _case(row, 1000, 40, 129, swapped=swapped, out=out, workers=2)
+            yield _case(row, 301, 33, 129, swapped=swapped, out=out)
+    for row, out in itertools.product(MORE, ("columns", "odd")):
+        yield _case(row, 304, 265, 200, out=out)
+        if _has(row, schedule="stream_k"):
+            yield _case(row, 304, 265, 200, out=out, schedule="stream_k")
     for row in FEW:
         yield _case(row, 300, 265, 200, out="columns", out_dtype=F32, activation="gelu", **FULL)
         yield _case(row, 300, 265, 200, out="odd", activation="gelu", **FULL)
@@ -344,13 +356,14 @@ def _outs() -> Iterator[HopperCase]:
 def _batches() -> Iterator[HopperCase]:
     for row, kind in itertools.product(FEW, KINDS):
         for shared in ("", "a", "b"):
-            yield _case(row, 130, 140, 96, batch=5, shared=shared, schedule=kind, workers=7)
-        yield _case(row, 33, 1, 200, batch=2, schedule=kind)
+            yield _case(row, 130, 144, 96, batch=5, shared=shared, schedule=kind, workers=7)
+        yield _case(row, 33, 8, 200, batch=2, schedule=kind)
     for row in FEW:
+        yield _case(row, 33, 1, 200, batch=2)
         for out in ("columns", "odd"):
-            yield _case(row, 130, 141, 96, batch=3, out=out)
-        yield _case(row, 130, 140, 96, batch=3, layout="tt", activation="relu", schedule="stream_k", **FULL)
-        yield _case(row, 130, 140, 96, batch=1)
+            yield _case(row, 136, 141, 96, batch=3, out=out)
+        yield _case(row, 130, 144, 96, batch=3, layout="tt", activation="relu", schedule="stream_k", **FULL)
+        yield _case(row, 130, 144, 96, batch=1)
 
 
 def _orders() -> Iterator[HopperCase]:
@@ -358,7 +371,7 @@ def _orders() -> Iterator[HopperCase]:
     for row, queues in itertools.product(FEW, (2, 7)):
         yield _case(row, 1000, 520, 200, queues=queues, workers=5)
     for row, shares in itertools.product(FEW, (1, 3, 40)):
-        yield _case(row, 700, 300, 1000, schedule="stream_k", shares=shares, workers=11)
+        yield _case(row, 700, 304, 1000, schedule="stream_k", shares=shares, workers=11)
     for row, kind in itertools.product(FEW, KINDS):
         tiles = -(-500 // ways(row)[0][0]) * -(-704 // ways(row)[0][1])
         order = tuple(random.Random(tiles).sample(range(tiles), tiles))
@@ -371,10 +384,10 @@ CASES = list({case.name: case for section in SECTIONS for case in section()}.val
 # What other tests launch ---------------------------------------------------------------------------------------------
 
 #: Every number of workers: a shape, and a tile of each variant.
-WORKERS_CASES = [_case(row, 700, 900, 256, schedule=kind, layout="nt") for row, kind in itertools.product(FEW, KINDS)]
+WORKERS_CASES = [_case(row, 700, 904, 256, schedule=kind, layout="nt") for row, kind in itertools.product(FEW, KINDS)]
 #: The order of work, written down by a probe.
 PROBE_CASES = [
-    _case(row, 1000, 700, 512, schedule=kind, queues=queues)
+    _case(row, 1000, 704, 512, schedule=kind, queues=queues)
     for row, (kind, queues) in itertools.product(
         FEW, [("static", None), ("dynamic", None), ("dynamic", 3), ("stream_k", None)]
     )
@@ -391,7 +404,7 @@ OWN_RESIDUAL_CASES = [
     for row, kind in itertools.product(FEW, KINDS)
 ]
 #: Launched again and again: three contributors to a tile and more.
-REPEATED = [_case(row, 500, 300, 2000, schedule=kind, bias=True) for row, kind in itertools.product(FEW, KINDS)]
+REPEATED = [_case(row, 500, 304, 2000, schedule=kind, bias=True) for row, kind in itertools.product(FEW, KINDS)]
 #: More than 2**31 elements: of the output, through TMA and from registers, and of an operand.
 LARGE = {
     "output": _case(FEW[0], 66000, 33000, 64),

@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import hopper_gate
 from gate import Pointer, gate_arguments
-from gpu_cases import BOUNDS, BOUNDS_N, CASES, F32, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
+from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
 from gemm_shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from tilestream.arrival.chunks import Chunks
+from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.portable.arguments import Arguments, Layout, is_aligned
 from tilestream.ops import gpu
+from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import Plan, plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
@@ -58,6 +60,7 @@ def job(
     """What `tilestream.ops.gpu` would launch for a case."""
     operands, out = case.operands("meta"), case.output("meta")
     a, b, bias, residual = operands.values()
+    scale_a, scale_b = case.scale("meta").values()
     if not out.numel():
         return None
     address = (a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16)
@@ -65,8 +68,10 @@ def job(
     layout = Layout(
         gpu._strides(a), gpu._strides(b), gpu._strides(out), None if bias is None else 1,
         None if residual is None or case.beta == 0 else gpu._strides(residual), case.alpha != 1,
-        case.activation or "none",
+        case.activation or "none", gpu._scale_strides(scale_a, -2), gpu._scale_strides(scale_b, -1),
     )  # fmt: skip
+    scales = Epilogue(scale_a=scale_a, scale_b=scale_b).scales
+    plain = not (bias is not None or residual is not None or case.activation or case.alpha != 1 or scales != "none")
     (m, k), n = a.shape[-2:], b.shape[-1]
     problem = Problem(
         m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
@@ -76,7 +81,9 @@ def job(
         aligned=is_aligned((m, k), layout.a[1:], layout.a[0], address[0])
         and is_aligned((k, n), layout.b[1:], layout.b[0], address[1]),
         no_tma=gpu._no_tma(a, b, layout),
-        plain=not (case.bias or case.residual or case.activation or case.alpha != 1) and gpu._by_tma(out, layout),
+        plain=plain and gpu._by_tma(out, layout),
+        b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "", scales=scales,
+        fast_accum=case.fast_accum or case.dtype not in FP8_DTYPES,
     )  # fmt: skip
     make = plan_problem.__wrapped__ if order else plan_problem
     plan = make(problem, case.workers, case.schedule, tile, order, queues, device=device, backend=backend)
@@ -88,7 +95,7 @@ def job(
 
 def of_matmul_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_matmul` and `test_gpu_launches`."""
-    for case in (*CASES, *WORKER_CASES):
+    for case in (*CASES, *WORKER_CASES, *FP8_CASES):
         yield job(device, case)
         yield job(device, case, backend="portable")
     for kind, backend in itertools.product((*KINDS, "auto"), (None, "portable")):
@@ -102,6 +109,9 @@ def of_matmul_tests(device: DeviceProperties) -> Iterator[Job | None]:
     for activation, backend in itertools.product((None, "relu", "gelu"), (None, "portable")):
         for case in (Case(300, 200, 104), Case(1000, 1104, 512, residual=True)):
             yield job(device, replace(case, activation=activation, bias=not case.residual), backend=backend)
+    for fast, out_dtype in ((True, None), (False, F32)):
+        how = {"scales": "row", "fast_accum": fast, "out_dtype": out_dtype}
+        yield job(device, Case(2048, 2048, 8192, E4M3, "nt", **how))
     for kind, workers in itertools.product(KINDS, range(1, 133)):
         yield job(device, Case(700, 900, 256, schedule=kind, workers=workers))
     for kind, queues in (*((kind, None) for kind in KINDS), ("dynamic", 2)):
@@ -161,11 +171,7 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
         assert own is not None
         yield from (own._replace(plan=plan) for plan in search_space(own.plan.problem, device))
     for shape, scales, fast in itertools.product(FP8, ("tensor", "row"), (True, False)):
-        m, n, k = shape[:3]
-        problem = Problem(m, n, k, 1, "float8_e4m3fn", "bfloat16", scales=scales, fast_accum=fast)
-        strides = ((0, 1), (0, 1)) if scales == "row" else ((0, 0), (0, 0))
-        layout = Layout((0, k, 1), (0, 1, k), (0, n, 1), scale_a=strides[0], scale_b=strides[1])
-        yield Job(plan_problem(problem, device=device), layout)
+        yield job(device, Case(*shape[:3], E4M3, "nt", scales=scales, fast_accum=fast))
 
 
 SECTIONS = {"tests": (of_matmul_tests, of_arrival_tests, of_hopper_tests), "benchmarks": (of_benchmarks,)}

@@ -1,0 +1,157 @@
+"""One launch of the Hopper kernel under Triton's concurrency sanitizer: what `test_gpu_consan` runs, each in a process.
+
+``python consan_program.py VARIANT [BUG]`` with TRITON_INSTRUMENTATION_MODE=consan and CUDA_LAUNCH_BLOCKING=1. The
+sanitizer's checks are assertions on the device: they print what they found, and the launch fails.
+
+BUG names an entry of `BUGS`: the launch is then of a copy of the kernel in which the lines of that entry are changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+from hopper_cases import HopperCase
+
+KERNELS = Path(__file__).parents[2] / "src" / "tilestream" / "kernels" / "hopper"
+
+#: The smallest tile of each variant, more items than a ring has slots, more K steps than it has stages.
+CASES = {
+    "single": HopperCase(187, 32, 400, "single", (64, 32), schedule="static", stages=2, workers=1, layout="nt"),
+    "cooperative": HopperCase(
+        379, 16, 400, "cooperative", (128, 16), schedule="static", stages=2, workers=1, layout="nt"
+    ),
+    "ping_pong": HopperCase(187, 128, 200, "ping_pong", (64, 128), schedule="static", stages=2, workers=1, layout="nt"),
+}
+
+
+class Bug(NamedTuple):
+    """A protocol broken.
+
+    Attributes
+    ----------
+    module
+        The file that is changed.
+    changes
+        Pieces of its text, and what stands there instead.
+    found
+        What the sanitizer says, one of these.
+    """
+
+    module: str
+    changes: tuple[tuple[str, str], ...]
+    found: tuple[str, ...]
+
+
+_READS, _WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
+_DEADLOCK, _UNDERFLOW = "Deadlock detected", "Barrier arrive underflow"
+_FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)\n"
+_RELEASE = "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n        stage, phase = step("
+_LAST = "    accs = wait_mma(accs, 0)\n    mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
+BUGS = {
+    # The multiplication that has just been started still reads what is given back.
+    "a stage is released too early": Bug(
+        "gemm",
+        (
+            (_FIRST, _FIRST + "    mbarrier.arrive(empty.index(stage))\n"),
+            (_RELEASE, _RELEASE.replace("before(stage, STAGES)", "stage")),
+            (_LAST, "    accs = wait_mma(accs, 0)\n"),
+        ),
+        (_READS,),
+    ),
+    "no wait for an empty stage": Bug(
+        "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES)
+    ),
+    "no wait for a full stage": Bug(
+        "gemm", (("    for _ in range(1, steps):\n        mbarrier.wait(full.index(stage), phase)\n",
+                  "    for _ in range(1, steps):\n"),), (_WRITES,)
+    ),
+    "a barrier counts one arrival too many": Bug(
+        "gemm", (("empty = make_barriers(STAGES, HALVES)", "empty = make_barriers(STAGES, HALVES + 1)"),), (_DEADLOCK,)
+    ),
+    "no wait for an empty slot of the item ring": Bug(
+        "gemm", (("        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)\n", ""),), (_READS, _WRITES)
+    ),
+    "no wait for the store before": Bug(
+        "epilogue", (("        tma.store_wait(PENDING)\n", ""),), ("Accessing buffer with pending access",)
+    ),
+}  # fmt: skip
+
+
+def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
+    """``text`` with each change made, each in one place."""
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{text.count(old)} places, not one, read {old!r}")
+        text = text.replace(old, new)
+    return text
+
+
+def seeded(bug: Bug, folder: Path) -> Any:
+    """The kernel with a bug, from copies of its files."""
+    texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in ("gemm", "epilogue")}
+    texts[bug.module] = changed(texts[bug.module], bug.changes)
+    texts["gemm"] = texts["gemm"].replace("tilestream.kernels.hopper.epilogue", "seeded_epilogue")
+    for name in ("epilogue", "gemm"):
+        path = folder / f"seeded_{name}.py"
+        path.write_text(texts[name], encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module.gemm
+
+
+def run(kernel: Any, case: HopperCase) -> None:
+    """A launch by Triton itself, which gives the sanitizer its memory; the answer is checked."""
+    import torch
+    import triton
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from error_rule import passes
+    from tilestream.kernels.hopper.arguments import Arguments
+    from tilestream.kernels.hopper.launch import described_by
+    from tilestream.runtime.properties import cuda_properties
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    plan, layout = case.plan(cuda_properties())
+    arguments = Arguments(plan, layout)
+    operands, (out, _) = case.operands("cuda"), case.output("cuda")
+    a, b = operands["a"], operands["b"]
+    x, y = (b, a) if plan.swapped else (a, b)
+
+    def descriptor(made: Any, tensor: Any) -> Any:
+        if made is None:
+            return None
+        alike = described_by(made, tensor.dtype)
+        return TensorDescriptor(tensor, list(made.shape), list(made.strides), alike.block_shape, alike.layout)
+
+    maps = (descriptor(arguments.x, x), *(descriptor(part, y) for part in arguments.y), descriptor(arguments.out, out))
+    filled = arguments.fill((*maps, out, *[None] * 9, 0, 0, 1.0, 1.0))
+    kernel[(plan.workers, 1, 1)](*filled, **arguments.options)
+    torch.cuda.synchronize()
+    maths = case.maths(operands)
+    if not passes(out, maths.finer(), maths.by_torch()):
+        raise SystemExit("a wrong answer")
+
+
+def main() -> None:
+    variant, *name = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        if name:
+            kernel = seeded(BUGS[name[0]], Path(folder))
+        else:
+            from tilestream.kernels.hopper.gemm import gemm as kernel
+        run(kernel, CASES[variant])
+    print("clean")
+
+
+if __name__ == "__main__":
+    main()
