@@ -33,8 +33,8 @@ _NARROW = 32
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
-# Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is the
-# order that they put candidates in: single ones are not measurements of what they are named for.
+# Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is
+# the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
 EFFICIENCY = {"cooperative": 0.96, "ping_pong": 1.0, "single": 1.75}
 #: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
