@@ -53,12 +53,13 @@ NOT_HIDDEN = 0.213, 0.026
 L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
 SWAPPED_LOSS = 1.004
+#: Without fast accumulation a consumer adds up what it multiplied; in ping-pong nobody multiplies meanwhile.
+PRECISE_LOSS = 1.7
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
 MEMORY_EFFICIENCY = 0.86
-#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it. (With
-#: ping_pong nobody multiplies meanwhile: 0.6 of what another tile reaches.)
+#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it.
 _MOST_TWICE = 192
 #: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
@@ -201,11 +202,7 @@ def candidates(
     for row in TILES:
         if variant not in (None, row.variant):
             continue
-        if (
-            problem.fp8
-            and not problem.fast_accum
-            and (row.registers + row.rows_per_loop > _MOST_TWICE or row.variant == "ping_pong")
-        ):
+        if problem.fp8 and not problem.fast_accum and row.registers + row.rows_per_loop > _MOST_TWICE:
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
@@ -285,6 +282,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
         busy = cdiv(grid.tiles, workers) * item + tail
     if swapped:
         busy *= SWAPPED_LOSS
+    if tile.variant == "ping_pong" and problem.fp8 and not problem.fast_accum:
+        busy *= PRECISE_LOSS
     memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY)
     return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
 
