@@ -221,7 +221,7 @@ def candidates(
             for kind in kinds:
                 if kind == "stream_k" and row.registers > _LEAST_ROOM:
                     continue
-                if auto and kind == "dynamic" and grid.tiles <= workers:
+                if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
                 several = kind == "dynamic" and queues is not None
                 split: Split = split_of(raster) if several else "items"

@@ -1,0 +1,518 @@
+"""The Hopper kernel's policy on a device made up for the purpose, and what TMA can address: no GPU is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilestream import Arrival, plan
+from tilestream.plan import DeviceProperties, Problem, hopper, plan_problem, search_space, tma
+from tilestream.plan.problem import FP8, ITEMSIZE, Incoming
+from tilestream.schedule import Schedule
+from tilestream.schedule.grid import Grid
+from tilestream.schedule.order import Raster
+
+HZ = 1.8e9
+H100 = DeviceProperties(
+    "an H100", "portable", 132, 256 * HZ, 3.3e12, "made up", "sm_90", 232448,
+    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ), ("fp8", 8192 * HZ)),
+)  # fmt: skip
+A100 = dataclasses.replace(H100, name="an A100", arch="sm_80", shared=166912)
+MI300X = DeviceProperties("an MI300X", "portable", 304, 256 * HZ, 5.3e12, "made up", "gfx942", 65536)
+KINDS = ("static", "dynamic", "stream_k")
+TILES = [pytest.param(row, id="-".join(map(str, row))) for row in hopper.TILES]
+
+
+def candidates(problem=None, workers=132, kinds=KINDS, **how):
+    return list(hopper.candidates(problem or Problem(4096, 4096, 4096, **BF16), H100, workers, kinds=kinds, **how))
+
+
+BF16 = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
+
+
+# Tiles ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_size", [2, 4])
+@pytest.mark.parametrize("row", TILES)
+def test_every_tile_has_a_ring_that_fits(row, out_size):
+    stages = row.stages(out_size, H100.shared)
+    assert 2 <= stages <= 12
+    buffers = row.loops * row.buffers(out_size) * row.rows_per_loop * row.strip(out_size) * out_size
+    used = stages * 128 * row.lines * (row.rows + row.columns) + buffers
+    assert used + 1024 <= H100.shared
+    assert stages == 12 or used + 1024 + 128 * row.lines * (row.rows + row.columns) > H100.shared, "one more would fit"
+
+
+@pytest.mark.parametrize("out_size", [2, 4])
+@pytest.mark.parametrize("row", TILES)
+def test_strips_divide_a_tile_and_fit_a_tensor_map(row, out_size):
+    strip = row.strip(out_size)
+    assert strip & (strip - 1) == 0
+    assert all(width % strip == 0 for width in hopper.widths(row.columns)), "a strip lies in one part"
+    assert row.rows_per_loop * strip * out_size <= 8192
+    assert max(strip, row.rows_per_loop) <= 256, "a box"
+    assert row.buffers(out_size) == (1 if strip == row.columns else 2)
+    assert row.strip(out_size, 16) == min(strip, 16)
+
+
+@pytest.mark.parametrize("row", TILES)
+def test_an_accumulator_fits_the_registers_of_a_math_loop(row):
+    assert row.rows_per_loop % 64 == 0, "the tensor cores take 64 rows"
+    assert row.registers == row.rows_per_loop * row.columns * 4 // (128 * 4)
+    assert row.registers <= 192
+    assert row.loops == (1 if row.variant == "single" else 2)
+    assert row.block_k(2) * 2 == row.block_k(1) == 128 * row.lines
+
+
+@pytest.mark.parametrize("widest", [128, 256])
+@pytest.mark.parametrize("row", TILES)
+def test_a_tile_is_multiplied_in_parts_that_are_powers_of_two(row, widest):
+    parts = hopper.widths(row.columns, widest)
+    assert sum(parts) == row.columns
+    assert list(parts) == sorted(parts, reverse=True)
+    assert len(parts) <= hopper.MOST_PARTS
+    assert all(part & (part - 1) == 0 and 8 <= part <= widest for part in parts)
+
+
+def test_parts_by_hand():
+    assert [hopper.widths(n) for n in (256, 224, 192, 160, 96, 16)] == [
+        (256,), (128, 64, 32), (128, 64), (128, 32), (64, 32), (16,),
+    ]  # fmt: skip
+    assert hopper.widths(256, 128) == (128, 128)
+    assert hopper.widest(Problem(1, 1, 1, **BF16)) == 256
+    assert hopper.widest(Problem(1, 1, 1, 1, "float8_e4m3fn", "bfloat16")) == 256
+    assert hopper.widest(Problem(1, 1, 1, 1, "float8_e4m3fn", "bfloat16", fast_accum=False)) == 128
+
+
+def test_no_tile_is_there_twice():
+    assert len({row[:3] for row in hopper.TILES}) == len(hopper.TILES)
+
+
+# What it refuses -----------------------------------------------------------------------------------------------------
+
+ARRIVING = Incoming(Arrival.uniform(128, 8).chunks(1024))
+LARGE = 2**31 - 512
+REFUSED = [
+    ({}, A100, "it is for sm_90, this is sm_80"),
+    ({}, MI300X, "it is for sm_90, this is gfx942"),
+    ({"rows": ARRIVING}, H100, "an operand arrives, and it has no gate yet"),
+    ({"columns": ARRIVING}, H100, "an operand arrives, and it has no gate yet"),
+    (
+        {"dtype": "float32", "out_dtype": "float32"}, H100,
+        "it multiplies bfloat16, float16, float8_e4m3fn, float8_e5m2, not float32",
+    ),
+    ({"out_dtype": "float64"}, H100, "its outputs are bfloat16, float16, float32, not float64"),
+    ({"m": 0}, H100, "there is nothing to load"),
+    ({"n": 0}, H100, "there is nothing to load"),
+    ({"k": 0}, H100, "there is nothing to load"),
+    ({"batch": 0}, H100, "there is nothing to load"),
+    ({"m": LARGE}, H100, f"m={LARGE}; it counts rows, columns and K in 31 bits"),
+    ({"n": LARGE}, H100, f"n={LARGE}; it counts rows, columns and K in 31 bits"),
+    ({"k": LARGE}, H100, f"k={LARGE}; it counts rows, columns and K in 31 bits"),
+    ({"no_tma": "b has strides"}, H100, "b has strides"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "device", "why"), REFUSED, ids=[why for _, _, why in REFUSED])
+def test_what_it_does_not_do_it_says(change, device, why):
+    problem = Problem(**{"m": 1024, "n": 1024, "k": 1024, **BF16, **change})
+    assert hopper.refusal(problem, device) == why
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(why)}$"):
+        list(hopper.candidates(problem, device, 132, kinds=KINDS))
+
+
+def test_it_does_the_largest_below_that():
+    for name in ("m", "n", "k"):
+        problem = Problem(**{"m": 8, "n": 8, "k": 8, **BF16, name: LARGE - 1})
+        assert not hopper.refusal(problem, H100)
+        assert all(c.schedule.grid.tiles < 2**31 for c in candidates(problem))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "how", "why"),
+    [
+        (64, 100, 64, {}, "b has strides (100, 1) of 2 bytes: TMA wants one of 1, and the others in multiples of 16"),
+        (64, 64, 100, {}, "a has strides (100, 1) of 2 bytes"),
+        (64, 64, 64, {"arrival": Arrival.uniform(32, 2)}, "an operand arrives, and it has no gate yet"),
+        (64, 64, 0, {}, "there is nothing to load"),
+        (64, 64, 64, {"tile": (128, 128), "backend": "portable"}, "backend='portable' given"),
+    ],
+)
+def test_the_portable_kernel_takes_over_and_says_why(m, n, k, how, why):
+    made = plan(m, n, k, dtype="bfloat16", device=H100, **how)
+    assert made.backend == "portable"
+    assert f"refused   hopper: {why}" in made.explain()
+    assert "hopper" not in made.label
+
+
+def test_what_it_does_it_does():
+    made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100)
+    assert (made.backend, made.warps) == ("hopper", 4)
+    assert made.label.startswith(f"hopper {made.variant} {made.schedule.kind}, 132 workers, ")
+    text = made.explain()
+    assert "refused   portable: the Hopper kernel does this" in text
+    assert "refused   static: " in text
+    assert re.search(r"refused   \d+x\d+ tiles: the cost model expects", text)
+
+
+# What is forced ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", hopper.VARIANTS)
+def test_a_variant(variant):
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, variant=variant)
+    assert (made.backend, made.variant) == ("hopper", variant)
+    assert all(c.variant == variant for c in candidates(variant=variant))
+
+
+@pytest.mark.parametrize("row", TILES)
+def test_a_tile_both_ways_round(row):
+    for tile in {(row.rows, row.columns), (row.columns, row.rows)}:
+        made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, variant=row.variant, tile=tile)
+        assert made.tile == tile
+        ways = {(c.block[:2], c.swapped) for c in candidates(variant=row.variant, tile=tile)}
+        assert ((row.rows, row.columns), False) in ways or ((row.columns, row.rows), True) in ways
+
+
+def test_a_square_tile_has_one_way_round():
+    assert not any(c.swapped for c in candidates(variant="ping_pong", tile=(128, 128)))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages(stages):
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, stages=stages)
+    assert (made.backend, made.stages) == ("hopper", stages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_and_workers(kind):
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, schedule=kind, workers=7)
+    assert (made.schedule.kind, made.workers, made.backend) == (kind, 7, "hopper")
+
+
+def test_queues_shares_and_an_order():
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, queues=4)
+    assert (made.backend, made.schedule.kind, made.schedule.queues, made.schedule.split) == (
+        "hopper", "dynamic", 4, "columns",
+    )  # fmt: skip
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, shares=3, workers=5, tile=(128, 128))
+    assert (made.backend, made.schedule.kind, made.schedule.num_shares) == ("hopper", "stream_k", 3)
+    tiles = list(range(64))[::-1]
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, tile=(128, 128), order=tiles)
+    assert (made.backend, made.schedule.raster.order) == ("hopper", "table")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"tile": (48, 48)}, "it has no 48x48 tile here"),
+        ({"tile": (64, 16), "variant": "ping_pong"}, "it has no 64x16 tile here with variant=ping_pong, stages=None"),
+        ({"stages": 13}, "no tile of it fits with variant=None, stages=13"),
+        (
+            {"variant": "cooperative", "tile": (128, 256), "stages": 9},
+            "it has no 128x256 tile here with variant=cooperative, stages=9",
+        ),
+    ],
+)
+def test_what_it_does_not_have(how, why):
+    message = f"backend='hopper': {why}; leave backend=, variant= and stages= away"
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
+        plan(1000, 1000, 1000, dtype="bfloat16", device=H100, backend="hopper", **how)
+
+
+def test_a_tile_that_only_the_portable_kernel_has():
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, tile=(16, 128))
+    assert made.backend == "hopper", "swapped, it has that one"
+    with pytest.raises(ValueError, match=r"tile=\(48, 48\): the portable kernel has "):
+        plan(1000, 1000, 1000, dtype="bfloat16", device=H100, tile=(48, 48))
+    small = dataclasses.replace(H100, shared=49152)
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=small, tile=(128, 128))
+    assert made.backend == "portable"
+    assert "refused   hopper: it has no 128x128 tile here" in made.explain()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"backend": "cuda"}, "backend='cuda'; it is 'hopper', 'portable', or None for the plan's choice"),
+        (
+            {"variant": "pingpong"},
+            "variant='pingpong'; it is one of cooperative, ping_pong, single, or None for the plan's choice",
+        ),
+        ({"stages": 1}, "stages=1; a ring has two stages at least, or None for as many as fit"),
+        ({"stages": 2.5}, "stages=2.5; a ring has two stages at least, or None for as many as fit"),
+        (
+            {"layout": "row"},
+            "layout='row'; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first",
+        ),
+    ],
+)
+def test_what_is_forced_wrongly(how, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        plan(64, 64, 64, dtype="bfloat16", device=H100, **how)
+
+
+@pytest.mark.parametrize(
+    ("layout", "m", "n", "k", "which"),
+    [
+        ("nn", 65, 64, 64, ""), ("nn", 64, 65, 64, "b"), ("nn", 64, 64, 65, "a"), ("nt", 64, 65, 64, ""),
+        ("nt", 64, 64, 65, "a"), ("tn", 65, 64, 64, "a"), ("tn", 64, 64, 65, ""), ("tt", 65, 64, 64, "a"),
+        ("tt", 64, 65, 64, ""), ("tt", 64, 64, 65, "b"),
+    ],
+)  # fmt: skip
+def test_a_layout_is_addressed_where_its_rows_are_aligned(layout, m, n, k, which):
+    made = plan(m, n, k, dtype="float16", device=H100, layout=layout)
+    assert made.backend == ("portable" if which else "hopper")
+    assert not which or f"hopper: {which} has strides" in made.explain()
+
+
+# Candidates ----------------------------------------------------------------------------------------------------------
+
+problems = st.builds(
+    lambda m, n, k, batch, dtype, out, fast, plain: Problem(m, n, k, batch, dtype, out, fast_accum=fast, plain=plain),
+    *[st.integers(1, 20000)] * 3, st.sampled_from([1, 1, 3]), st.sampled_from(hopper.DTYPES),
+    st.sampled_from(hopper.OUT_DTYPES), st.booleans(), st.booleans(),
+)  # fmt: skip
+
+
+@given(problems, st.integers(1, 132))
+def test_candidates_are_ways_that_can_be_run(problem, workers):
+    found = list(hopper.candidates(problem, H100, workers, kinds=KINDS))
+    assert {c.schedule.kind for c in found} == set(KINDS)
+    out_size = ITEMSIZE[problem.out_dtype]
+    for one in found:
+        rows, columns = one.block[1::-1] if one.swapped else one.block[:2]
+        row = next(r for r in hopper.TILES if r[:3] == (one.variant, rows, columns))
+        assert one.block[2] == row.block_k(ITEMSIZE[problem.dtype])
+        assert 2 <= one.stages == row.stages(out_size, H100.shared)
+        assert one.strip <= row.strip(out_size)
+        assert row.columns % one.strip == 0
+        assert one.buffers == row.buffers(out_size)
+        assert one.warps == 4
+        assert math.isfinite(one.seconds)
+        assert one.seconds > 0
+        schedule, grid = one.schedule, one.schedule.grid
+        assert grid.num_m * one.block[0] >= problem.m > (grid.num_m - 1) * one.block[0]
+        assert grid.num_n * one.block[1] >= problem.n > (grid.num_n - 1) * one.block[1]
+        assert grid.k_steps * one.block[2] >= problem.k > (grid.k_steps - 1) * one.block[2]
+        assert schedule.workers == (workers if schedule.kind == "stream_k" else min(workers, grid.tiles))
+        group = schedule.raster.group
+        assert 1 <= group <= max(1, grid.num_m)
+
+
+@given(problems)
+def test_no_accumulator_takes_registers_that_something_else_needs(problem):
+    precise = problem.dtype in FP8 and not problem.fast_accum
+    for one in hopper.candidates(problem, H100, 132, kinds=KINDS):
+        row = next(
+            r for r in hopper.TILES if r[:3] == (one.variant, *(one.block[1::-1] if one.swapped else one.block[:2]))
+        )
+        assert row.registers <= 128 or problem.plain, "an epilogue"
+        assert row.registers <= 160 or one.schedule.kind != "stream_k", "adding up"
+        assert not precise or row.registers + row.rows_per_loop <= 192, "each product beside the accumulator"
+
+
+def test_nothing_to_even_out_needs_no_queue():
+    small = Problem(100, 100, 1000, **BF16)
+    assert {c.schedule.kind for c in candidates(small, kinds=("dynamic", "stream_k"), auto=True)} == {
+        "static", "stream_k",
+    }  # fmt: skip
+    assert {c.schedule.kind for c in candidates(small, kinds=("dynamic",))} == {"dynamic"}, "as it was asked for"
+    assert plan(100, 100, 1000, dtype="bfloat16", device=H100, schedule="dynamic").schedule.kind == "dynamic"
+
+
+def test_shares_of_a_remainder():
+    def shares(tiles, k_steps, workers, forced=None):
+        return hopper._shares(Grid.of(tiles, 1, k_steps, 1, 1, 1), workers, forced)
+
+    assert shares(100, 100, 132, 7) == (7,)
+    assert shares(100, 100, 50) == (0,), "no remainder"
+    assert shares(102, 100, 50) == (0, 2 * 25), "each tile in as many parts as there are workers for it"
+    assert shares(102, 20, 50) == (0, 2 * 5), "of four K steps and more"
+    assert shares(140, 100, 99) == (0, 2 * 41)
+    assert shares(160, 100, 99) == (0,), "fewer workers than two for each"
+    assert shares(102, 7, 50) == (0,)
+
+
+@given(st.integers(1, 400), st.integers(1, 300), st.integers(1, 132))
+def test_shares_cut_each_tile_alike(tiles, k_steps, workers):
+    for shares in hopper._shares(Grid.of(tiles, 1, k_steps, 1, 1, 1), workers, None)[1:]:
+        schedule = Schedule("stream_k", Grid.of(tiles, 1, k_steps, 1, 1, 1), Raster(), workers, shares=shares)
+        assert schedule.remainder
+        assert schedule.num_shares == shares <= workers
+        assert shares % schedule.remainder == 0
+        parts = shares // schedule.remainder
+        several = [len(schedule.contributors(tile)) for tile in range(schedule.remainder)]
+        # Where the steps do not divide, the larger shares come first, and some cross from tile to tile.
+        assert k_steps % parts or several == [parts] * len(several)
+
+
+# The model: what it says about more of the same, not how much ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TILES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_work_takes_longer(row, kind):
+    if kind == "stream_k" and row.registers > 160:
+        pytest.skip("no registers")
+
+    def seconds(m, n, k):
+        how = {"variant": row.variant, "tile": (row.rows, row.columns), "kinds": (kind,)}
+        return min(c.seconds for c in candidates(Problem(m, n, k, **BF16), **how))
+
+    assert seconds(2048, 4096, 4096) < seconds(8192, 4096, 4096) < seconds(8192, 4096, 16384)
+    assert seconds(2048, 4096, 4096) < seconds(2048, 16384, 4096)
+
+
+def test_fewer_workers_take_longer():
+    for kind in KINDS:
+        few, many = (min(c.seconds for c in candidates(workers=w, kinds=(kind,))) for w in (20, 132))
+        assert many < few
+
+
+def test_memory_binds_where_there_is_little_to_compute():
+    few = Problem(1, 8192, 8192, **BF16)
+    least = few.bytes / H100.bandwidth
+    assert all(c.seconds > least for c in candidates(few))
+    slow = dataclasses.replace(H100, bandwidth=H100.bandwidth / 100)
+    found = [min(c.seconds for c in hopper.candidates(few, device, 132, kinds=KINDS)) for device in (H100, slow)]
+    assert found[1] > 10 * found[0]
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_few_rows_get_a_tile_of_few_rows(m):
+    made = plan(m, 8192, 8192, dtype="bfloat16", device=H100, layout="nt")
+    assert made.backend == "hopper"
+    assert made.tile[0] <= 64
+    assert made.swapped == (made.tile[0] < 64)
+
+
+def test_many_rows_get_a_large_tile():
+    made = plan(8192, 8192, 8192, dtype="bfloat16", device=H100, layout="nt")
+    assert made.tile[0] * made.tile[1] >= 128 * 192
+
+
+# The search space ----------------------------------------------------------------------------------------------------
+
+
+@given(problems)
+def test_the_plan_takes_the_fastest_of_its_search_space(problem):
+    space = list(search_space(problem, H100))
+    best = plan_problem(problem, device=H100)
+    assert all(made.backend == "hopper" for made in space)
+    assert {made.why for made in space} == {"one of the search space"}
+    assert best.predicted == min(made.predicted for made in space)
+    assert any((made.variant, made.block, made.schedule) == (best.variant, best.block, best.schedule) for made in space)
+
+
+def test_a_search_space_of_the_portable_kernel_and_of_none():
+    space = list(search_space(Problem(64, 64, 64, dtype="float32"), H100, workers=9))
+    assert {made.backend for made in space} == {"portable"}
+    assert {made.workers for made in space} == {9}
+    with pytest.raises(NotImplementedError, match="float64 on a GPU"):
+        list(search_space(Problem(64, 64, 64, 1, "float64", "float64"), H100))
+
+
+# What TMA can address ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extents", "strides", "batch", "size", "major"),
+    [
+        ((64, 64), (64, 1), 0, 2, 1),
+        ((64, 64), (1, 64), 0, 2, 0),
+        ((64, 60), (64, 1), 0, 2, 1),  # an extent may be anything, a stride may not
+        ((64, 60), (60, 1), 0, 2, None),
+        ((64, 60), (60, 1), 0, 4, 1),
+        ((64, 64), (64, 2), 0, 2, None),
+        ((64, 64), (0, 1), 0, 2, None),  # rows that are all one and the same
+        ((64, 64), (-64, 1), 0, 2, None),
+        ((1, 64), (7, 1), 0, 2, 1),  # the stride of a single row does not count
+        ((64, 1), (64, 7), 0, 2, 1),
+        ((64, 1), (1, 7), 0, 2, 0),
+        ((1, 1), (3, 5), 0, 2, 1),
+        ((64, 64), (64, 1), 64, 2, 1),
+        ((64, 64), (64, 1), 4, 2, None),
+        ((64, 64), (64, 1), 2**39, 2, None),
+        ((64, 64), (2**39, 1), 0, 2, None),
+        ((64, 64), (2**39 - 8, 1), 0, 2, 1),
+        ((64, 64), (16, 1), 0, 1, 1),
+        ((64, 64), (8, 1), 0, 1, None),
+    ],
+)
+def test_which_dimension_is_contiguous(extents, strides, batch, size, major):
+    assert tma.major_of(extents, strides, batch, size) == major
+
+
+@given(
+    st.tuples(st.integers(1, 70), st.integers(1, 70)), st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    st.sampled_from([0, 8, 64, 3]), st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_a_transposed_matrix_is_addressed_the_other_way(extents, strides, batch, size):
+    major = tma.major_of(extents, strides, batch, size)
+    other = tma.major_of(extents[::-1], strides[::-1], batch, size)
+    assert (major is None) == (other is None)
+    if major is not None and min(extents) > 1:
+        assert other == 1 - major
+        assert strides[major] == 1
+        assert strides[1 - major] * size % 16 == 0
+        assert batch * size % 16 == 0
+
+
+@given(
+    st.tuples(st.integers(1, 70), st.integers(1, 70)), st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_a_store_ends_at_whole_16_bytes(extents, strides, size):
+    major, stored = (f(extents, strides, 0, size) for f in (tma.major_of, tma.store_major_of))
+    assert stored in (None, major)
+    assert (stored is not None) == (major is not None and extents[major] * size % 16 == 0)
+
+
+@pytest.mark.parametrize(
+    ("strides", "address", "major", "why"),
+    [
+        ((64, 1), 0, None, ""),
+        ((64, 1), 0, 1, ""),
+        ((1, 64), 0, None, ""),
+        ((64, 1), 8, None, "a lies at an address that is no multiple of 16, TMA's rule"),
+        (
+            (63, 1), 0, None,
+            "a has strides (63, 1) of 1 bytes: TMA wants one of 1, and the others in multiples of 16 bytes",
+        ),
+        ((1, 64), 0, 1, "a is not contiguous along K, and the tensor cores take 8-bit operands only so"),
+    ],
+)  # fmt: skip
+def test_why_an_operand_is_not_addressed(strides, address, major, why):
+    assert tma.refuse("a", (64, 64), strides, 0, 1, address, major) == why
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(FP8, repeat=2)))
+def test_8_bit_operands_lie_along_k(dtypes):
+    assert not tma.refuse_contiguous(64, 64, 64, "nt", dtypes)
+    assert tma.refuse_contiguous(64, 64, 64, "nn", dtypes).startswith("b is not contiguous along K")
+    assert tma.refuse_contiguous(64, 64, 64, "tt", dtypes).startswith("a is not contiguous along K")
+    assert tma.refuse_contiguous(64, 64, 72, "nt", dtypes).startswith("a has strides (72, 1) of 1 bytes")
+    made = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100)
+    assert made.backend == "hopper"
+    assert plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn").backend == "portable"
+
+
+def test_8_bits_without_fast_accumulation():
+    made = plan(4096, 4096, 4096, dtype="float8_e4m3fn", device=H100, use_fast_accum=False)
+    assert made.backend == "hopper"
+    assert not made.problem.fast_accum
+    assert "added up in float32 every 128 of K" in made.explain()
+
+
+def test_a_batch_that_shares_an_operand():
+    problem = Problem(512, 512, 512, 4, **BF16, shared_rows=True)
+    made = plan_problem(problem, device=H100)
+    assert (made.backend, made.schedule.grid.batch) == ("hopper", 4)
