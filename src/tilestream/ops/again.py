@@ -92,11 +92,15 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         options.op, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, b.device,
         a.data_ptr() % 16, b.data_ptr() % 16,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() % 16 == 0),
-        None if scale_a is None else (scale_a.shape, scale_a.stride(), scale_a.dtype, scale_a.device),
-        None if scale_b is None else (scale_b.shape, scale_b.stride(), scale_b.dtype, scale_b.device),
+        None if scale_a is None else _scale_key(scale_a),
+        None if scale_b is None else _scale_key(scale_b),
         options.fast_accum,
         options.alpha, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
     )  # fmt: skip
+
+
+def _scale_key(scale: torch.Tensor) -> object:
+    return scale.shape, scale.stride(), scale.dtype, scale.device, scale.data_ptr() % 16 == 0
 
 
 def _is_odd(tensor: torch.Tensor | None) -> bool:

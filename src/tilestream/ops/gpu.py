@@ -96,8 +96,8 @@ def find(
         a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
         None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
         None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
-        None if scale_a is None else (scale_a.shape, scale_a.stride()),
-        None if scale_b is None else (scale_b.shape, scale_b.stride()),
+        None if scale_a is None else (scale_a.shape, scale_a.stride(), scale_a.data_ptr() % 16 == 0),
+        None if scale_b is None else (scale_b.shape, scale_b.stride(), scale_b.data_ptr() % 16 == 0),
         fast_accum, epilogue.alpha != 1.0, epilogue.activation, *chunking,
     )  # fmt: skip
     launch = _launches.get(key)

@@ -1,0 +1,450 @@
+"""What the Hopper kernel is launched with: maps, majors, which way round, strides; and the launch's own bookkeeping.
+
+No GPU: the maps are data, and launches are written down instead of issued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.hopper import launch as launching
+from tilestream.kernels.hopper.arguments import Arguments, Map
+from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
+from tilestream.kernels.hopper.launch import GemmLaunch, described_by
+from tilestream.kernels.launch import Probe
+from tilestream.kernels.portable.arguments import Layout
+from tilestream.ops import gpu
+from tilestream.plan import DeviceProperties, Problem
+from tilestream.plan import hopper as policy
+from tilestream.plan.plan import Plan, of_candidate
+from tilestream.runtime.launcher import VARIES, Descriptor
+
+H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
+M, N, K = 1000, 520, 264
+BF16 = ("bfloat16", "bfloat16")
+ROWS = (0, N, 1)
+NAMES = gemm.arg_names
+
+
+def make(
+    variant="cooperative", tile=(128, 64), swapped=False, kind="dynamic", m=M, n=N, k=K, batch=1, dtypes=BF16,
+    queues=None, order=None, workers=7, **problem,
+) -> Plan:  # fmt: skip
+    made = Problem(m, n, k, batch, *dtypes, **problem)
+    found = policy.candidates(
+        made, H100, workers, kinds=(kind,), variant=variant, tile=tile, queues=queues, order=order
+    )  # fmt: skip
+    return of_candidate(made, H100, "hopper", next(one for one in found if one.swapped == swapped), "a test's")
+
+
+def strides(rows: int, columns: int, how: str, batch: int = 0) -> tuple[int, int, int]:
+    return (batch * rows * columns, *((columns, 1) if how == "n" else (1, rows)))
+
+
+def layout(how="nn", out=ROWS, m=M, n=N, k=K, **rest) -> Layout:
+    return Layout(strides(m, k, how[0]), strides(k, n, how[1]), out, **rest)
+
+
+def named(arguments: Arguments) -> dict[str, Any]:
+    """Every argument of the kernel by its name; what stands in for operands is their name."""
+    operands = NAMES[: NAMES.index("base")]
+    filled = arguments.fill((*operands, "base", "reset", "alpha", "beta"), 99)
+    assert len(filled) == len(NAMES)
+    return dict(zip(NAMES, filled, strict=True))
+
+
+# Maps ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["nn", "nt", "tn", "tt"])
+def test_maps_of_each_layout(how):
+    a = Map((M, K), (K, 1), (64, 128)) if how[0] == "n" else Map((K, M), (M, 1), (128, 64))
+    b = Map((K, N), (N, 1), (128, 64)) if how[1] == "n" else Map((N, K), (K, 1), (64, 128))
+    made = Arguments(make(), layout(how))
+    assert (made.x, made.y) == (a, (b, None, None)), "a loop has half of a tile's rows, and a copy of its own"
+    assert made.out == Map((M, N), (N, 1), (64, make().strip))
+    given = named(made)
+    assert (given["X_K_MAJOR"], given["Y_K_MAJOR"], given["FLIPPED"]) == (how[0] == "n", how[1] == "t", False)
+    assert (given["STORE"], given["SWAPPED"], given["BATCHED"]) == ("tma", False, False)
+
+
+@pytest.mark.parametrize("how", ["nn", "nt", "tn", "tt"])
+def test_swapped_the_rows_are_bs(how):
+    plan = make(tile=(64, 128), swapped=True)
+    assert plan.swapped
+    made = Arguments(plan, layout(how))
+    assert made.x.shape == ((N, K) if how[1] == "t" else (K, N))
+    assert made.y[0].shape == ((M, K) if how[0] == "n" else (K, M))
+    assert made.out == Map((M, N), (N, 1), (plan.strip, 64)), "an output in rows is written across"
+    given = named(made)
+    assert (given["FLIPPED"], given["SWAPPED"]) == (True, True)
+    assert (given["rows"], given["columns"], given["ROWS"], given["WIDTHS"]) == (N, M, 128, (64,))
+    assert (given["stride_or"], given["stride_oc"]) == (1, N)
+    across = Arguments(plan, layout(how, out=(0, 1, M)))
+    assert across.out == Map((N, M), (M, 1), (64, plan.strip))
+    assert not named(across)["FLIPPED"]
+
+
+@pytest.mark.parametrize(("variant", "halves"), [("cooperative", 2), ("ping_pong", 1), ("single", 1)])
+def test_a_box_is_what_one_loop_multiplies(variant, halves):
+    plan = make(variant, (128, 128) if variant != "single" else (64, 64))
+    made = Arguments(plan, layout())
+    assert made.x.box == (plan.block[0] // halves, plan.block[2])
+    assert made.out.box == (plan.block[0] // halves, plan.strip)
+
+
+def test_parts_of_a_tile_have_a_map_each():
+    made = Arguments(make(tile=(128, 224)), layout("nt"))
+    assert [part.box for part in made.y] == [(width, 64) for width in (128, 64, 32)]
+    assert {part.shape for part in made.y} == {(N, K)}
+    assert named(made)["WIDTHS"] == (128, 64, 32)
+    fp8 = {"dtypes": ("float8_e4m3fn", "bfloat16"), "k": 256}
+    for fast, widths in ((True, (256,)), (False, (128, 128))):
+        made = Arguments(make(tile=(128, 256), fast_accum=fast, **fp8), layout("nt", k=256))
+        assert made.widths == widths
+        assert named(made)["PROMOTE"] == (not fast)
+
+
+@pytest.mark.parametrize("row", policy.TILES, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_box_is_one_that_tensor_maps_have(row, size):
+    dtype = "bfloat16" if size == 2 else "float8_e4m3fn"
+    for swapped in (False, True)[: 1 if row.rows == row.columns else 2]:
+        tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
+        plan = make(row.variant, tile, swapped, dtypes=(dtype, "bfloat16"), m=1024, n=1024, k=1024)
+        made = Arguments(plan, layout("nt", m=1024, n=1024, k=1024, out=(0, 1024, 1)))
+        for one in (made.x, *made.y, made.out):
+            if one is not None:
+                assert one.box[0] <= 256, one
+                # Triton cuts rows of more than 128 bytes into several copies.
+                row_bytes = one.box[1] * (2 if one is made.out else size)
+                assert row_bytes in (32, 64) or row_bytes % 128 == 0, one
+
+
+def test_what_tma_cannot_address_is_refused():
+    plan = make()
+    with pytest.raises(ValueError, match=r"an operand of extents \(1000, 264\) and strides \(265, 1\): TMA cannot"):
+        Arguments(plan, Layout((0, 265, 1), (0, N, 1), ROWS))
+
+
+# Outputs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "m", "n", "stored", "flipped"),
+    [
+        ((0, N, 1), M, N, "tma", False),
+        ((0, N + 8, 1), M, N, "tma", False),  # rows with a gap
+        ((0, 1, M), M, N, "tma", True),  # columns
+        ((0, N + 1, 1), M, N, "direct", False),
+        ((0, 2 * N, 2), M, N, "direct", False),
+        ((0, 528, 1), M, 524, "direct", False),  # TMA stores clip at whole 16 bytes
+        ((0, 1, 1000), 996, N, "direct", False),
+        ((0, 8, 1), 1, 8, "tma", False),
+        ((0, 1, 8), 8, 1, "tma", True),
+        ((0, 1, 1), 8, 1, "tma", True),
+        ((0, 1, 1), 1, 1, "direct", False),
+    ],
+)
+def test_how_an_output_is_stored(out, m, n, stored, flipped):
+    plan = make(m=m, n=n)
+    made = Arguments(plan, layout("nt", out=out, m=m, n=n))
+    given = named(made)
+    assert (given["STORE"], given["FLIPPED"], made.out is None) == (stored, flipped, stored == "direct")
+    assert (given["stride_ob"], given["stride_or"], given["stride_oc"]) == out
+
+
+def test_an_output_at_an_odd_address_is_stored_from_registers():
+    assert named(Arguments(make(), layout(), out_aligned=False))["STORE"] == "direct"
+
+
+def test_float32_outputs():
+    plan = make(dtypes=("bfloat16", "float32"))
+    made = Arguments(plan, layout(out=(0, 524, 1), n=N))
+    assert made.out is not None, "524 * 4 bytes are a multiple of 16"
+    assert Arguments(plan, layout(out=(0, 522, 1))).out is None
+
+
+@pytest.mark.parametrize(
+    ("out", "residual", "wide"),
+    [
+        ((0, N, 1), None, False),
+        ((0, 2**21, 1), None, False),
+        ((0, 2**22, 1), None, True),  # 999 rows of so many
+        ((0, 1, 2**23), None, True),
+        ((2**40, N, 1), None, False),  # a batch's offset is 64 bits wide anyway
+        ((0, N, 1), (0, 2**22, 1), True),
+        ((0, N, 1), (2**40, N, 1), False),
+    ],
+)
+def test_offsets_that_leave_31_bits(out, residual, wide):
+    assert named(Arguments(make(), layout(out=out, residual=residual)))["WIDE"] == wide
+
+
+@pytest.mark.parametrize(("n", "eights"), [(520, True), (516, False), (8, True), (1, False)])
+def test_vectors_that_do_not_straddle_the_end(n, eights):
+    assert named(Arguments(make(n=n), layout("nt", n=n, out=(0, 528, 1))))["EIGHTS"] == eights
+    swapped = make(tile=(64, 128), swapped=True, m=n, n=M)
+    assert named(Arguments(swapped, layout("nt", m=n, n=M, out=(0, M, 1))))["EIGHTS"] == eights, "columns are A's rows"
+
+
+# Batches, extents of one ----------------------------------------------------------------------------------------------
+
+
+def test_batches_have_a_dimension_more():
+    plan = make(batch=5)
+    lay = Layout((M * K, K, 1), (K * N, N, 1), (M * N, N, 1))
+    made = Arguments(plan, lay)
+    assert made.x == Map((5, M, K), (M * K, K, 1), (1, 64, 128))
+    assert made.y[0] == Map((5, K, N), (K * N, N, 1), (1, 128, 64))
+    assert made.out == Map((5, M, N), (M * N, N, 1), (1, 64, plan.strip))
+    given = named(made)
+    assert (given["BATCHED"], given["x_batched"], given["y_batched"], given["batches"]) == (True, 1, 1, 5)
+    assert given["stride_ob"] == M * N
+
+
+@pytest.mark.parametrize("shared", ["a", "b"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_all_batches_share_is_a_batch_of_one(shared, swapped):
+    plan = make(batch=5, tile=(64, 128) if swapped else (128, 64), swapped=swapped)
+    lay = Layout((0 if shared == "a" else M * K, K, 1), (0 if shared == "b" else K * N, N, 1), (M * N, N, 1))
+    made = Arguments(plan, lay)
+    given = named(made)
+    of_a, of_b = ("y", "x") if swapped else ("x", "y")
+    maps = {"x": made.x, "y": made.y[0]}
+    for name, of in (("a", of_a), ("b", of_b)):
+        assert maps[of].shape[0] == (1 if shared == name else 5)
+        assert given[f"{of}_batched"] == (shared != name)
+
+
+def test_a_single_batch_has_no_such_dimension():
+    made = Arguments(make(batch=1), Layout((77, K, 1), (78, N, 1), (79, N, 1)))
+    assert [len(one.shape) for one in (made.x, made.y[0], made.out)] == [2, 2, 2]
+    given = named(made)
+    assert (given["x_batched"], given["y_batched"]) == (0, 0)
+
+
+@pytest.mark.parametrize("extent", ["m", "n", "k"])
+def test_the_stride_of_an_extent_of_one_does_not_count(extent):
+    extents = {"m": M, "n": N, "k": K, extent: 1}
+    m, n, k = extents.values()
+    a, b = (0, 7, 1) if m == 1 else (0, K, 1), (0, 1, 7) if n == 1 else (0, 1, K)
+    if k == 1:
+        a, b = (0, 8, 3), (0, 5, 8)
+    made = Arguments(make(**extents), Layout(a, b, (0, n, 1)))
+    assert made.x.shape == (m, k)
+    assert made.y[0].shape == (n, k)
+
+
+# The schedule, the epilogue, what is compiled in ----------------------------------------------------------------------
+
+
+def test_every_argument_lands_under_its_name():
+    plan = make(kind="stream_k", workers=11)
+    lay = layout(
+        bias=3, residual=(0, 2 * N, 2), scaled=True, activation="silu", scale_a=(5, 6), scale_b=(7, 8)
+    )  # fmt: skip
+    given = named(Arguments(plan, lay, probe=True))
+    schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
+    expected = {
+        "x_map": "x_map", "out_map": "out_map", "probe": "probe", "base": "base", "reset": "reset", "alpha": "alpha",
+        "beta": "beta", "capacity": 99, "rows": M, "columns": N, "stride_bias": 3, "stride_rb": 0, "stride_rr": 2 * N,
+        "stride_rc": 2, "stride_sb": 5, "stride_sr": 6, "stride_tb": 7, "stride_tc": 8, "batches": 1,
+        "num_m": grid.num_m, "num_n": grid.num_n, "k_steps": grid.k_steps, "full_tiles": schedule.full_tiles,
+        "shares": schedule.num_shares, "units": schedule.units, "queues": 1, "group": raster.group,
+        "first": raster.first, "band": raster.band, "first_batch": 0, "ROWS": 128, "BLOCK_K": 128,
+        "STAGES": plan.stages, "STRIP": plan.strip, "BUFFERS": plan.buffers, "KIND": "stream_k", "SPLIT": "items",
+        "STEAL": False, "ORDER": "grouped", "TRANSPOSED": False, "CONSUMERS": "cooperative", "PROMOTE": False,
+        "LOAD_REGISTERS": 40, "MATH_REGISTERS": 232, "SCALED": True, "SCALES": False, "BIAS": "columns",
+        "RESIDUAL": True, "ACTIVATION": "silu", "PROBE": True, "CHAINED": True,
+    }  # fmt: skip
+    assert {name: given[name] for name in expected} == expected
+    assert set(UNSPECIALISED) <= set(NAMES)
+
+
+def test_swapped_the_epilogue_is_too():
+    plan = make(tile=(64, 128), swapped=True, scales="row")
+    lay = layout(bias=3, residual=(0, 2 * N, 2), scale_a=(5, 6), scale_b=(7, 8))
+    given = named(Arguments(plan, lay))
+    assert (given["BIAS"], given["SCALES"]) == ("rows", True)
+    assert (given["stride_rr"], given["stride_rc"]) == (2, 2 * N)
+    assert [given[f"stride_{x}"] for x in ("sb", "sr", "tb", "tc")] == [7, 8, 5, 6]
+
+
+def test_kinds():
+    assert named(Arguments(make(kind="static"), layout()))["KIND"] == "static"
+    given = named(Arguments(make(queues=3), layout()))
+    assert (given["KIND"], given["STEAL"], given["SPLIT"], given["queues"]) == ("dynamic", True, "columns", 3)
+    even = make(kind="stream_k", m=1024, n=512, workers=8)
+    assert not even.schedule.slots
+    assert named(Arguments(even, layout(m=1024, n=512, out=(0, 512, 1))))["KIND"] == "dynamic", "nothing is split"
+    table = make(order=tuple(range(72))[::-1])
+    assert named(Arguments(table, layout()))["ORDER"] == "table"
+
+
+def test_how_it_is_compiled():
+    assert Arguments(make(), layout()).options == {"num_warps": 4, "launch_pdl": True}
+    single = make("single", (64, 64))
+    assert Arguments(single, layout()).options == {"num_warps": 4, "launch_pdl": True, "maxnreg": 128}
+
+
+# Launches ------------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """Stands in for `Launcher`: what it was made from, and with what it was called."""
+
+    made: list[Written] = []  # noqa: RUF012
+
+    def __init__(self, kernel, grid, arguments) -> None:
+        self.kernel, self.grid, self.arguments = kernel, grid, dict(zip(NAMES, arguments, strict=True))
+        self.calls: list[tuple] = []
+        Written.made.append(self)
+
+    def __call__(self, stream, *varying) -> None:
+        varies = [name for name, x in self.arguments.items() if x is VARIES or isinstance(x, Descriptor)]
+        self.calls.append(dict(zip(varies, varying, strict=True)))
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Launches are written down; the kernel is not compiled."""
+    monkeypatch.setattr(launching, "Launcher", Written)
+    monkeypatch.setattr(gemm, "warmup", lambda *filled, grid, **options: (filled, grid, options))
+    Written.made = []
+    return Written.made
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_a_launch_gives_each_argument_its_address(written, kind, swapped):
+    plan = make(kind=kind, tile=(64, 128) if swapped else (128, 64), swapped=swapped, workers=11, scales="row")
+    a, b, out, residual = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N), (1, M, N)))
+    bias, scale_a, scale_b = torch.zeros(N, dtype=torch.bfloat16), torch.ones(M, 1), torch.ones(1, N)
+    epilogue = Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b)
+    lay = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
+    launch = GemmLaunch(plan, lay)
+    launch(a, b, out, epilogue)
+    launch(a, b, out, epilogue)
+    (launcher,) = written
+    assert launcher.grid == (plan.workers, 1, 1)
+    first, second = launcher.calls
+    x, y = (b, a) if swapped else (a, b)
+    row, column = (scale_b, scale_a) if swapped else (scale_a, scale_b)
+    expected = {
+        "x_map": x, "y_map": y, "out_map": out, "out": out, "bias": bias, "residual": residual, "row_scale": row,
+        "column_scale": column,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == {name: t.data_ptr() for name, t in expected.items()}
+    assert (first["alpha"], first["beta"], first["reset"]) == (1.5, 0.5, 0)
+    assert ("counters" in first, "partials" in first, "counts" in first) == (
+        kind != "static", kind == "stream_k", kind == "stream_k",
+    )  # fmt: skip
+    if kind != "static":
+        assert second["base"] - first["base"] == plan.schedule.full_tiles + plan.schedule.num_shares + plan.workers
+    given = launcher.arguments
+    assert given["x_map"] == Descriptor(*Arguments(plan, lay).x[:2])
+    assert given["y_map_1"] is given["y_map_2"] is None
+
+
+def test_a_launch_of_parts_and_from_registers(written):
+    plan = make(tile=(128, 224))
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N + 1)))
+    GemmLaunch(plan, layout(out=(0, N + 1, 1)))(a, b, out[:, :N], Epilogue())
+    (launcher,) = written
+    (call,) = launcher.calls
+    assert call["y_map"] == call["y_map_1"] == call["y_map_2"] == b.data_ptr()
+    assert "out_map" not in call
+    assert call["out"] == out.data_ptr()
+
+
+def test_a_launch_with_a_probe_is_compiled_apart(written):
+    plan = make()
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    launch, probe = GemmLaunch(plan, layout()), Probe(plan.workers, 50, a.device)
+    launch(a, b, out, Epilogue())
+    launch(a, b, out, Epilogue(), probe=probe)
+    plain, probed = written
+    assert (plain.arguments["PROBE"], probed.arguments["PROBE"]) == (False, True)
+    assert probed.arguments["capacity"] == 50
+    assert probed.calls[0]["probe"] == probe.words.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_few_rows_read_the_other_operand_in_larger_pieces(written, rows):
+    plan = make(m=rows)
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((rows, K), (K, N), (rows, N)))
+    GemmLaunch(plan, layout(m=rows))(a, b, out, Epilogue())
+    assert written[0].arguments["y_map"].promotion == (256 if rows <= 64 else 128)
+
+
+def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
+    plan = dataclasses.replace(make(scales="row"))
+    monkeypatch.setattr(gpu, "_launches", {})
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    columns, rows, bias = torch.ones(4 * N), torch.ones(4 * M), torch.zeros(4 * N, dtype=torch.bfloat16)
+
+    def find(out=out, at=0, scale_at=0, **how):
+        epilogue = Epilogue(
+            bias=bias[at : at + N], scale_a=rows[:M, None], scale_b=columns[scale_at : scale_at + N][None], **how
+        )
+        return gpu.find(a, b, out, epilogue, "auto", 0, plan)
+
+    first = find()
+    assert find() is first
+    assert find(at=8) is first, "another address that is a multiple of 16"
+    assert find(scale_at=4) is first
+    assert find(alpha=1.0, activation="none") is first
+    others = [find(at=1), find(scale_at=1), find(alpha=2.0), find(activation="gelu")]
+    shifted = torch.zeros(M * N + 1, dtype=torch.bfloat16)[1:].view(M, N)
+    others.append(find(out=shifted))
+    assert len({id(one) for one in (first, *others)}) == 6
+    assert find(scale_at=2) is others[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    list(itertools.product([(64, 64), (1, 64, 64), (128, 32), (64, 128)], ["bfloat16", "float16", "float32"])),
+)
+def test_a_descriptor_says_how_a_box_lies_in_shared_memory(shape, dtype):
+    made = described_by(Map((8, *shape[1:]), (0,) * len(shape), shape), getattr(torch, dtype))
+    assert made.block_shape == list(shape)
+    assert made.layout.rank == len(shape)
+    assert made.layout.element_bitwidth == getattr(torch, dtype).itemsize * 8
+    assert made.layout.swizzle_byte_width == min(128, shape[-1] * getattr(torch, dtype).itemsize)
+
+
+def test_the_gate_compiles_what_is_launched(written, monkeypatch):
+    """`hopper_gate.fill` does without torch what a launch does with it: Triton sees no difference."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")  # the gate sets it
+    import hopper_gate
+
+    plan = make(kind="stream_k", tile=(128, 224), workers=11, scales="row")
+    a, b, out, residual = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N), (1, M, N)))
+    bias, scale_a, scale_b = torch.zeros(N, dtype=torch.bfloat16), torch.ones(M, 1), torch.ones(1, N)
+    lay = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
+    GemmLaunch(plan, lay)(a, b, out, Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b))
+    theirs, _, options = written[0].kernel
+    import triton
+
+    before = triton.runtime.driver._active if hasattr(triton.runtime.driver, "_active") else None
+    try:
+        hopper_gate.no_gpu()
+        mine_options, mine = hopper_gate.fill(plan, lay)
+        *_, bind = gemm.device_caches[0]
+        seen = [bind(*filled, **options, debug=False, instrumentation_mode="")[1] for filled in (theirs, mine)]
+    finally:
+        gemm.device_caches.clear()
+        triton.runtime.driver._active = before
+    assert mine_options == options
+    assert seen[0] == seen[1]
