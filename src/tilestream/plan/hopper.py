@@ -199,10 +199,13 @@ def candidates(
     if why:
         raise NotImplementedError(why)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    precise = problem.fp8 and not problem.fast_accum
     for row in TILES:
         if variant not in (None, row.variant):
             continue
-        if problem.fp8 and not problem.fast_accum and row.registers + row.rows_per_loop > _MOST_TWICE:
+        if precise:  # a stage is as much of K as the tensor cores may add up
+            row = row._replace(lines=1)
+        if precise and row.registers + row.rows_per_loop > _MOST_TWICE:
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
