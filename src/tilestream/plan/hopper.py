@@ -59,8 +59,9 @@ PRECISE_LOSS = 1.7
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
 MEMORY_EFFICIENCY = 0.86
-#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it.
-_MOST_TWICE = 192
+#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it: what
+#: ptxas does without spilling, of no more than two parts.
+_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
 #: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
 #: Parts that a tile's columns are multiplied in, at most.
@@ -205,7 +206,8 @@ def candidates(
             continue
         if precise:  # a stage is as much of K as the tensor cores may add up
             row = row._replace(lines=1)
-        if precise and row.registers + row.rows_per_loop > _MOST_TWICE:
+        held = row.registers + (row.rows_per_loop if precise else 0)
+        if precise and (held > _MOST_TWICE[row.variant] or len(widths(row.columns, widest(problem))) > 2):
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
@@ -222,7 +224,7 @@ def candidates(
             group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
-                if kind == "stream_k" and row.registers > _LEAST_ROOM:
+                if kind == "stream_k" and held > _LEAST_ROOM:
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out

@@ -7,7 +7,7 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 
 * ``plain``: a queue, no epilogue: what runs most; in the four layouts of the operands;
 * ``worst``: stream_k, a batch, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu;
-* ``direct``: all of that, but stored from registers with 64-bit offsets;
+* ``direct``, ``wide``: all of that, but stored from registers; and with 64-bit offsets;
 * ``across``: stream_k, no epilogue, into an output that lies in columns;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
 
@@ -111,7 +111,7 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 # What is compiled ----------------------------------------------------------------------------------------------------
 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
-HOWS = ("plain", "across", "worst", "direct", "static", "stealing", "table")
+HOWS = ("plain", "across", "worst", "direct", "wide", "static", "stealing", "table")
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
 INPUTS = {
@@ -122,6 +122,7 @@ INPUTS = {
     "fp8 mixed": ("float8_e5m2", "float8_e4m3fn", True),
 }
 _SIZE = 4096
+#: Of a residual that is a view of something wider.
 _WIDE = (0, 2**20, 1)
 
 
@@ -167,20 +168,20 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
-    for how in HOWS[1:] if few else HOWS[1:4]:
+    for how in HOWS[1:] if few else HOWS[1:5]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
         if few or not swapped:
             yield inputs, "worst", "nt"
     if few:
-        yield "float16", "direct", "nt"
+        yield "float16", "wide", "nt"
         yield "fp8 mixed", "plain", "nt"
 
 
 def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
     dtype, other, fast = INPUTS[inputs]
-    full = how in ("worst", "direct")
+    full = how in ("worst", "direct", "wide")
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
     problem = Problem(
         _SIZE, _SIZE, _SIZE, 2 if how == "worst" else 1, dtype, "float32" if how == "worst" else "bfloat16",
@@ -197,19 +198,20 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     plan = of_candidate(problem, DEVICE, "hopper", found[0], "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
     a, b, out = strides[layout[0]], strides[layout[1]], strides["t" if how == "across" else "n"]
-    if how == "direct":
+    if how in ("direct", "wide"):
         out = (0, _SIZE + 1, 1)
     made = Layout(a, b, out)
     if full:
         made = made._replace(
-            bias=1, residual=_WIDE if how == "direct" else out, scaled=True, activation="gelu", scale_a=(0, 1),
+            bias=1, residual=_WIDE if how == "wide" else out, scaled=True, activation="gelu", scale_a=(0, 1),
             scale_b=(0, 1),
         )  # fmt: skip
     if how == "worst":
         step = _SIZE * _SIZE
         made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *out[1:]), residual=(step, *out[1:]))
     name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
-    return Configuration(name, plan, made, row)
+    # Without fast accumulation a stage is 128 of K, whatever the tile.
+    return Configuration(name, plan, made, row if fast else row._replace(lines=1))
 
 
 def _candidates(

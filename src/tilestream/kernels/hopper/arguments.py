@@ -16,6 +16,8 @@ from tilestream.plan.tma import major_of, store_major_of
 _INT31 = 2**31
 #: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
 _SINGLE_REGISTERS = 128
+#: Columns of a strip that is stored from registers by 64-bit offsets: they take two registers an element.
+_WIDE_STRIP = 16
 #: Whether launches may begin before the kernel ahead has ended.
 _CHAINED = True
 
@@ -122,7 +124,7 @@ class Arguments:
             "WIDTHS": self.widths,
             "BLOCK_K": plan.block[2],
             "STAGES": plan.stages,
-            "STRIP": plan.strip,
+            "STRIP": self._strip(),
             "BUFFERS": plan.buffers,
             "X_K_MAJOR": self._x_major,
             "Y_K_MAJOR": self._y_major,
@@ -150,6 +152,10 @@ class Arguments:
             "CHAINED": _CHAINED,
             "PROBE": probe,
         }
+
+    def _strip(self) -> int:
+        """Columns that are finished at a time: fewer where there is no C buffer, and an offset has 64 bits."""
+        return min(self.plan.strip, _WIDE_STRIP) if self.out is None and self._wide() else self.plan.strip
 
     def _wide(self) -> bool:
         """Whether an offset inside one batch of what is addressed without TMA leaves 31 bits."""
