@@ -62,17 +62,17 @@ MODELS = {"Llama-3 8B": Model(4096, 14336, 32, 8), "Llama-3 70B": Model(8192, 28
 GROUPS = {
     "square": "M = N = K",
     "decode": "a layer's projections at M = 1, 16, 64",
-    "medium": "a layer's projections at M = 256, 1024",
-    "prefill": "a layer's projections at M = 4096, 16384",
+    "middle": "a layer's projections at M = 256",
+    "prefill": "a layer's projections at M = 1024, 4096, 16384",
     "short K": "8192 x 8192 with K of 512, 1024, 2048",
     "odd": "odd extents, so that the output's rows are not aligned",
 }
-TOKENS = {"decode": (1, 16, 64), "medium": (256, 1024), "prefill": (4096, 16384)}
+TOKENS = {"decode": (1, 16, 64), "middle": (256,), "prefill": (1024, 4096, 16384)}
 
 
 def group_of(tokens: int) -> str:
     """The class of a projection at this many rows."""
-    return "decode" if tokens <= 64 else "medium" if tokens <= 1024 else "prefill"
+    return "decode" if tokens <= 64 else "middle" if tokens < 1024 else "prefill"
 
 
 def suite() -> list[Shape]:

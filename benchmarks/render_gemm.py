@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemm_shapes import GROUPS, geomean, verdict
+from gemm_shapes import GROUPS, geomean, group_of, verdict
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -43,6 +43,10 @@ def outcome(row: Row) -> str:
     return verdict(row["ratio"], row["band"])
 
 
+#: Where the plot ends: what is beyond stands at its edge, with its ratio.
+HIGHEST = 1.3
+
+
 def counts(rows: Sequence[Row]) -> str:
     """``won / even / lost``."""
     found = [outcome(row) for row in rows]
@@ -51,8 +55,11 @@ def counts(rows: Sequence[Row]) -> str:
 
 def by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by class, in the classes' order, those of a weight together; without the classes that have none."""
-    names = [*GROUPS, *dict.fromkeys(row["group"] for row in rows if row["group"] not in GROUPS)]
-    found = {name: sorted((row for row in rows if row["group"] == name), key=_place) for name in names}
+    group = [group_of(_extents(row)[0]) if row["name"] else row["group"] for row in rows]
+    names = [*GROUPS, *dict.fromkeys(name for name in group if name not in GROUPS)]
+    found = {
+        name: sorted((row for row, its in zip(rows, group, strict=True) if its == name), key=_place) for name in names
+    }
     return {name: found[name] for name in names if found[name]}
 
 
@@ -329,19 +336,25 @@ def plot(data: Record, path: Path) -> None:
         for row in rows:
             kind, (low, high) = outcome(row), row["band"]
             axes.vlines(x, low, high, color=colours[kind], linewidth=1.5, alpha=0.6)
-            axes.plot(x, row["ratio"], "o", color=colours[kind], markersize=4.5, label=None if kind in shown else kind)
+            beyond = row["ratio"] > HIGHEST
+            axes.plot(x, min(row["ratio"], HIGHEST), "^" if beyond else "o", color=colours[kind], markersize=4.5,
+                      label=None if kind in shown else kind, clip_on=False)  # fmt: skip
+            if beyond:
+                axes.annotate(f"{row['ratio']:.1f}", (x, HIGHEST), xytext=(0, -12), textcoords="offset points",
+                              ha="center", fontsize=7)  # fmt: skip
             shown.add(kind)
             places.append(x)
             labels.append(f"{_extents(row)[0]} {row['name']}" if row["name"] else row["shape"])
             x += 1
         mean = geomean(row["ratio"] for row in rows)
         label = "geometric mean" if begin == 0 else None
-        axes.hlines(mean, begin - 0.4, x - 0.6, color="#c0392b", linewidth=1.5, label=label)
+        axes.hlines(min(mean, HIGHEST), begin - 0.4, x - 0.6, color="#c0392b", linewidth=1.5, label=label)
         axes.annotate(f"{name}\n{mean:.3f}", ((begin + x - 1) / 2, 1), xycoords=("data", "axes fraction"),
                       ha="center", va="bottom", fontsize=8)  # fmt: skip
         x += 1
     axes.set_xticks(places, labels, rotation=90, fontsize=6.5)
     axes.set_xlim(-1, x - 1)
+    axes.set_ylim(min(0.8, *(row["ratio"] - 0.02 for row in data["rows"])), HIGHEST)
     axes.set_ylabel("cuBLAS's time / ours")
     axes.set_title(f"ts.mm beside torch.mm, {data['dtype']}, {data['device']}: M and weight, or M x N x K", fontsize=10,
                    pad=30)  # fmt: skip

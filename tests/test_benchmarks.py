@@ -56,7 +56,7 @@ def test_projections_are_those_of_the_models(shapes: ModuleType) -> None:
 def test_the_suite_has_every_class_and_shape_once(shapes: ModuleType) -> None:
     suite = shapes.suite()
     assert {group: sum(s.group == group for s in suite) for group in shapes.GROUPS} == {
-        "square": 5, "decode": 24, "medium": 16, "prefill": 16, "short K": 3, "odd": 2,
+        "square": 5, "decode": 24, "middle": 8, "prefill": 24, "short K": 3, "odd": 2,
     }  # fmt: skip
     assert len(set(suite)) == len(suite) == 66
     assert shapes.Shape(64, 8192, 28672, "decode", "70B down") in suite
@@ -77,7 +77,7 @@ def test_a_suite_cut_short_has_some_of_each_class(shapes: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "group"), [(1, "decode"), (64, "decode"), (65, "medium"), (1024, "medium"), (4096, "prefill")]
+    ("m", "group"), [(1, "decode"), (64, "decode"), (65, "middle"), (1024, "prefill"), (4096, "prefill")]
 )
 def test_classes_by_rows(shapes: ModuleType, m: int, group: str) -> None:
     assert shapes.group_of(m) == group

@@ -134,7 +134,8 @@ def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, 
         for row, how in itertools.product(tiles(problem, device), HOWS):
             block = (row.block_m, row.block_n)
             kind = {"worst": "stream_k", "arriving": "stream_k", "static": "static"}.get(how, "dynamic")
-            plan = plan_problem(problem, None, kind, block, queues=2 if how == "stealing" else None, device=device)
+            queues = 2 if how == "stealing" else None
+            plan = plan_problem(problem, None, kind, block, queues=queues, device=device, backend="portable")
             layouts = LAYOUTS if how in ("worst", "plain") else ("nt",)
             for layout in layouts:
                 name = f"{inputs}{'' if aligned else ' unaligned'} {block[0]}x{block[1]} {how} {layout}"

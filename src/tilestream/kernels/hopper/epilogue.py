@@ -171,14 +171,11 @@ def finish_strip(
     if SCALED:
         x = x * alpha
     if BIAS == "columns":
-        x = (
-            x
-            + gl.load(bias + column.to(gl.int64) * stride_bias, mask=column < columns, other=0.0).to(gl.float32)[
-                None, :
-            ]
-        )
+        at = bias + column.to(gl.int64) * stride_bias
+        x = x + gl.load(at, mask=left, other=0.0).to(gl.float32)[None, :]
     if BIAS == "rows":
-        x = x + gl.load(bias + row.to(gl.int64) * stride_bias, mask=row < rows, other=0.0).to(gl.float32)[:, None]
+        at = bias + row.to(gl.int64) * stride_bias
+        x = x + gl.load(at, mask=below, other=0.0).to(gl.float32)[:, None]
     if RESIDUAL or STORE == "direct":
         inside = below[:, None] & left[None, :]
         if WIDE:
