@@ -289,7 +289,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
         busy *= SWAPPED_LOSS
     if tile.variant == "ping_pong" and problem.fp8 and not problem.fast_accum:
         busy *= PRECISE_LOSS
-    memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY)
+    partials_bytes = 2 * 4 * schedule.slots * tile.rows * tile.columns  # written, and read again
+    memory = (problem.bytes + partials_bytes) / (device.bandwidth * MEMORY_EFFICIENCY)
     return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
 
 
