@@ -53,7 +53,7 @@ class Bug(NamedTuple):
 
 
 _READS, _WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
-_DEADLOCK, _UNDERFLOW = "Deadlock detected", "Barrier arrive underflow"
+_PENDING, _DEADLOCK = "Accessing buffer with pending access", "Deadlock detected"
 _FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)\n"
 _RELEASE = "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n        stage, phase = step("
 _LAST = "    accs = wait_mma(accs, 0)\n    mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
@@ -66,10 +66,10 @@ BUGS = {
             (_RELEASE, _RELEASE.replace("before(stage, STAGES)", "stage")),
             (_LAST, "    accs = wait_mma(accs, 0)\n"),
         ),
-        (_READS,),
+        (_READS, _PENDING),
     ),
     "no wait for an empty stage": Bug(
-        "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES)
+        "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
     ),
     "no wait for a full stage": Bug(
         "gemm", (("    for _ in range(1, steps):\n        mbarrier.wait(full.index(stage), phase)\n",
@@ -82,7 +82,7 @@ BUGS = {
         "gemm", (("        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)\n", ""),), (_READS, _WRITES)
     ),
     "no wait for the store before": Bug(
-        "epilogue", (("        tma.store_wait(PENDING)\n", ""),), ("Accessing buffer with pending access",)
+        "epilogue", (("        tma.store_wait(PENDING)\n", ""),), (_PENDING,)
     ),
 }  # fmt: skip
 
