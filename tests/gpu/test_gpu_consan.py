@@ -1,7 +1,7 @@
 """The Hopper kernel's use of shared memory and barriers under ConSan, Triton's concurrency sanitizer; and bugs seeded.
 
-A sanitized kernel takes a minute to compile and a launch that fails takes its process with it: so each is a process of
-its own, and all that are asked for run at once.
+A sanitized kernel takes a minute or two to compile, and a launch that fails takes its process with it: so each is a
+process of its own, and all that are asked for compile at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.g
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from consan_program import BUGS, CASES
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "consan_program.py"
 LIMIT = 420

@@ -17,6 +17,8 @@ import torch
 if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parent / "sanitize.py"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LIMIT = 480

@@ -1,0 +1,81 @@
+"""What the GPU tests of the Hopper kernel are made of, as far as it can be seen without a GPU: the data they run on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+GPU = Path(__file__).parents[2] / "gpu"
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(GPU))
+    import hopper_cases
+
+    return hopper_cases
+
+
+def test_every_case_has_a_plan_of_its_own(cases):
+    assert len(cases.CASES) >= 400
+    names = Counter(case.name for case in cases.CASES)
+    assert names.most_common(1)[0][1] == 1
+    for case in (*cases.launched(), *cases.PROBE_CASES):
+        plan, layout = case.plan(cases._ANY)
+        assert plan.backend == "hopper"
+        assert (plan.variant, plan.tile) == (case.variant, case.tile)
+        assert case.swapped in (None, plan.swapped)
+        assert layout.scaled == (case.alpha != 1)
+
+
+def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
+    from tilestream.kernels.hopper.arguments import Arguments
+
+    seen = Counter()
+    for case in cases.CASES:
+        plan, layout = case.plan(cases._ANY)
+        made = Arguments(plan, layout, case.output("meta")[0].data_ptr() % 16 == 0)
+        rows = plan.tile[::-1] if plan.swapped else plan.tile
+        seen[(plan.variant, *rows, plan.swapped, made.out is None)] += 1
+    for row in cases.TILES:
+        for swapped in (False, True)[: len(cases.ways(row))]:
+            assert seen[row.variant, row.rows, row.columns, swapped, False] >= 2
+            assert seen[row.variant, row.rows, row.columns, swapped, True] >= 2
+
+
+def test_operands_and_outputs_lie_in_nan(cases):
+    import torch
+
+    for case in cases.CASES[::29]:
+        if case.m * case.n * max(case.batch, 1) > 1e6:
+            continue
+        operands, (out, around) = case.operands("cpu"), case.output("cpu")
+        given = [x for x in operands.values() if x is not None]
+        assert not any(x.float().isnan().any() for x in given)
+        assert around.isnan().all()
+        for x in (operands["a"], operands["b"]):
+            whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+            shared = 0 in x.stride()
+            assert int(whole.float().isnan().sum()) == whole.numel() - x.numel() // (x.shape[0] if shared else 1)
+        out.zero_()
+        assert int(around.isnan().sum()) == around.numel() - out.numel()
+
+
+def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
+    import consan_program as program
+
+    for name, bug in program.BUGS.items():
+        text = (program.KERNELS / f"{bug.module}.py").read_text(encoding="utf-8")
+        assert program.changed(text, bug.changes) != text, name
+    with pytest.raises(ValueError, match="0 places, not one, read 'no such line'"):
+        program.changed("a text", (("no such line", ""),))
+    for case in program.CASES.values():
+        plan, _ = case.plan(cases._ANY)
+        assert plan.stages == 2
+        assert plan.schedule.grid.tiles > 2, "more than the item ring has slots"
+        assert plan.schedule.grid.k_steps > 3
+        assert plan.workers == 1
