@@ -7,9 +7,11 @@ same items. So whatever is changed in one of the texts, and not in the other, fa
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 from collections.abc import Iterator
-from types import FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +21,7 @@ pytest.importorskip("triton")
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gemm as gemm_text
 from tilestream.kernels.loop import Add, AddUp, Compute, Look, Restore, Write, settle
-from tilestream.plan.hopper import TILES
+from tilestream.plan.hopper import TILES, widths
 from tilestream.schedule import WorkItem, ring
 from tilestream.verify.protocol import (
     Arrive,
@@ -33,7 +35,6 @@ from tilestream.verify.protocol import (
     Load,
     LoadState,
     MathState,
-    Mma,
     Put,
     Retire,
     Ring,
@@ -44,7 +45,7 @@ from tilestream.verify.protocol import (
     store,
 )  # fmt: skip
 
-COLUMNS, ROWS, BLOCK_K = 64, 128, 32
+ROWS, BLOCK_K = 128, 32
 NAMES = ("full", "empty", "item_full", "item_empty", "order")
 
 
@@ -87,29 +88,96 @@ class Barriers(NamedTuple):
         return Barrier(self.name, at)
 
 
-class Part(NamedTuple):
+class Multiply(NamedTuple):
+    """Start the multiplication of one part of a stage."""
+
+    stage: int
+    part: int
+
+
+class Shape(NamedTuple):
+    """A ring, and the parts that a tile's columns are multiplied in."""
+
+    ring: Ring
+    widths: tuple[int, ...] = (64,)
+
+    @property
+    def columns(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def strip(self) -> int:
+        return self.columns // self.ring.strips if self.ring.strips else self.widths[-1]
+
+    def __str__(self) -> str:
+        ring = self.ring
+        how = "precise" if ring.precise else "fast"
+        return f"{ring.consumers}-{ring.depth}-{how}-{ring.strips}:{ring.buffers}-{'+'.join(map(str, self.widths))}"
+
+
+class Dtype(NamedTuple):
+    """The type of what a tensor map is of. It says which map that is."""
+
+    name: str
+    primitive_bitwidth: int
+
+
+class TensorMap(NamedTuple):
+    dtype: Dtype
+    shape: list[int]
+
+    @property
+    def block_type(self) -> TensorMap:
+        return self
+
+
+class Accumulator(NamedTuple):
+    """An accumulator, or a product to be added to one: of how many K steps, of which part, being written or not."""
+
+    width: int
+    steps: int = 0
+    part: int | None = None
+    under_way: bool = False
+
+    def __add__(self, product: Accumulator) -> Accumulator:  # type: ignore[override]
+        assert not self.under_way
+        assert not product.under_way
+        assert self.part in (None, product.part)
+        return product._replace(steps=self.steps + product.steps)
+
+
+class Strip(NamedTuple):
     """A strip of an accumulator."""
 
     strip: int
 
-    def to(self, _: object) -> Part:
+    def to(self, _: object) -> Strip:
         return self
 
 
 class Kernel:
-    """The kernel for a ring and a script of items, run loop by loop; ``last``: the answers to looks and counts."""
+    """The kernel for a shape and a script of items, run loop by loop.
 
-    def __init__(self, shape: Ring, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False) -> None:
-        self.ring, self.items, self.counted = shape, items, counted
+    ``counted``: the answers to looks and counts. ``change``: a piece of the text, and what stands there instead.
+    """
+
+    def __init__(
+        self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
+        change: tuple[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.ring, self.items, self.counted, self.change = shape, shape.ring, items, counted, change
         self.log: list[Any] = []
+        self.copies: list[tuple[Any, ...]] = []
+        self.nbytes = 0
         self.made: dict[Barrier, int] = {}
         self.handed_on: list[dict[int, int]] = []
-        self.halves = 2 if shape.consumers == "cooperative" else 1
-        strip = COLUMNS // max(1, shape.strips)
+        ring_ = self.ring
+        self.halves = 2 if ring_.consumers == "cooperative" else 1
+        self.half_rows = ROWS // self.halves
         gl = SimpleNamespace(
-            program_id=lambda _: 0, num_programs=lambda _: 1, static_range=range, zeros=lambda *_: 0.0,
+            program_id=lambda _: 0, num_programs=lambda _: 1, static_range=range, zeros=self.zeros,
             atomic_add=self.atomic_add, store=self.store, warp_specialize=self.warp_specialize,
-            allocate_shared_memory=lambda dtype, shape, _: Stages(dtype, shape, self),
+            allocate_shared_memory=lambda dtype, shape, _: Stages(dtype, shape[0], self),
             NVMMASharedLayout=Anything(), SliceLayout=Anything(), arange=Anything(), int64=None, int32=None,
             float32=None,
         )  # fmt: skip
@@ -124,30 +192,29 @@ class Kernel:
             "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
             "take": self.take, "put": self.put, "get": self.get, "step": ring.step, "skip": ring.skip,
             "before": ring.before, "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers,
-            "make_slots": Anything(), "load_operand": self.load_operand, "mma_layout": Anything(),
-            "operand": lambda stages, at, *_: at, "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.retire,
-            "strip_of": lambda acc, start, *_: Part(start // strip), "add_up": self.add_up, "barrier": self.meet,
-            "hand_in": self.hand_in, "activate": lambda x, _: x,
-            "fence_async_shared": lambda: self.log.append(Fence()),
-            "tma_store": lambda _, at, buffer: self.log.append(Store(buffer.own, self.item, at[1] % COLUMNS // strip)),
+            "make_slots": Anything(), "tma_load": self.tma_load, "mma_layout": Anything(),
+            "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.retire, "columns_of": self.columns_of,
+            "add_up": self.add_up, "barrier": self.meet, "hand_in": self.hand_in, "activate": lambda x, _: x,
+            "fence_async_shared": lambda: self.log.append(Fence()), "tma_store": self.tma_store,
         }  # fmt: skip
-        for name in ("load_loop", "math_loop", "multiply", "multiply_precisely", "finish_strip", "settle"):
-            self.names[name] = self.text(getattr(gemm_text, name))
-        if not shape.strips:
+        for text in TEXTS:
+            self.names[text.__name__] = self.text(text)
+        if not ring_.strips:
             self.names["finish_strip"] = Anything()
-        self.strip = strip
         gemm = self.text(gemm_text.gemm)
         code = gemm.__code__
         given = dict.fromkeys(code.co_varnames[: code.co_argcount], 0)
-        block = SimpleNamespace(shape=[16, 16])
+        self.parts = [f"y{i}" for i in range(len(shape.widths))]
+        y_maps = [TensorMap(Dtype(f"y{i}", 8), [width, BLOCK_K]) for i, width in enumerate(shape.widths)]
+        given |= dict(zip(("y_map", "y_map_1", "y_map_2"), [*y_maps, None, None], strict=False))
         given |= {
-            "x_map": SimpleNamespace(dtype=SimpleNamespace(primitive_bitwidth=16), block_type=Box(3, block.shape)),
-            "y_map": SimpleNamespace(dtype=SimpleNamespace(primitive_bitwidth=16), block_type=Box(100, block.shape)),
-            "out_map": SimpleNamespace(dtype="out", block_type=block), "STAGES": shape.depth, "ROWS": ROWS,
-            "COLUMNS": COLUMNS, "STRIP": strip, "BLOCK_K": BLOCK_K, "STORE": "tma" if shape.strips else "direct",
-            "KIND": "stream_k" if split else "dynamic", "CONSUMERS": shape.consumers, "PROMOTE": shape.precise,
+            "x_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K]),
+            "out_map": TensorMap(Dtype("out", 16), [self.half_rows, shape.strip]), "STAGES": ring_.depth,
+            "ROWS": ROWS, "WIDTHS": shape.widths, "STRIP": shape.strip, "BUFFERS": ring_.buffers, "BLOCK_K": BLOCK_K,
+            "X_K_MAJOR": True, "Y_K_MAJOR": True, "STORE": "tma" if ring_.strips else "direct",
+            "KIND": "stream_k" if split else "dynamic", "CONSUMERS": ring_.consumers, "PROMOTE": ring_.precise,
             "CHAINED": True, "BIAS": "none", "SCALES": False, "RESIDUAL": False, "SCALED": False, "FLIPPED": False,
-            "BATCHED": False, "SWAPPED": False,
+            "BATCHED": False, "SWAPPED": False, "EIGHTS": False,
         }  # fmt: skip
         self.left = iter(items)
         self.item: WorkItem | None = None
@@ -156,14 +223,19 @@ class Kernel:
 
     def text(self, jitted: Any) -> FunctionType:
         """A function of the kernel, with the stand-ins for all that it calls."""
-        return FunctionType(jitted.fn.__code__, self.names, jitted.fn.__name__, jitted.fn.__defaults__)
+        code = jitted.fn.__code__
+        if self.change is not None and self.change[0] in (text := inspect.getsource(jitted.fn)):
+            changed = compile("def" + text.split("def", 1)[1].replace(*self.change), "changed", "exec")
+            code = next(found for found in changed.co_consts if isinstance(found, CodeType))
+        return FunctionType(code, self.names, jitted.fn.__name__, jitted.fn.__defaults__)
 
     def operations(self, who: int | None) -> list[Any]:
         """What a loop does: ``who`` of the math loops, or the load loop."""
         self.log, self.who, self.at, self.answers = [], who, -1, itertools.cycle(self.counted)
         function, arguments = self.loops[-1 if who is None else who]
         function(*arguments)
-        return told(self.log)
+        self.loaded()
+        return of_stages(told(self.log), len(self.shape.widths), self.ring.precise)
 
     # What the kernel asks for ---------------------------------------------------------------------------------------
 
@@ -199,29 +271,72 @@ class Kernel:
         return Integer(self.handed_on[self.at][field])
 
     def expect(self, bar: Barrier, nbytes: int) -> None:
+        self.loaded()
         self.log.append(Expect(bar))
         self.nbytes = nbytes
 
-    def load_operand(self, tensor_map, bar, stages, at, batch, row, k, halves, rows, *_: object) -> None:
-        first = tensor_map.block_type.nbytes == 3
-        self.nbytes -= halves * tensor_map.block_type.nbytes
-        assert (halves, row) == ((self.halves, self.item.pm * ROWS) if first else (1, self.item.pn * COLUMNS))
-        load = Load(at, self.item, k // BLOCK_K, bar)
-        if first:
-            self.log.append(load)
+    def tma_load(self, tensor_map: TensorMap, at: list[int], bar: Barrier, buffer: Buffer) -> None:
+        name, k = tensor_map.dtype.name, at[1] // BLOCK_K
+        assert buffer.stages.dtype == tensor_map.dtype
+        stage, half = divmod(buffer.at, self.halves if name == "x" else 1)
+        self.nbytes -= math.prod(tensor_map.shape) * tensor_map.dtype.primitive_bitwidth // 8
+        load = Load(stage, self.item, k, bar)
+        if self.copies:
+            assert told(self.log[-1:]) == told([load]), "copies of one load, with nothing between them"
         else:
-            assert told(self.log[-1:]) == told([load])
-            assert self.nbytes == 0, "what is expected is what is loaded"
+            self.log.append(load)
+        row = self.item.pm * ROWS + half * self.half_rows
+        if name != "x":
+            row = self.item.pn * self.shape.columns + sum(self.shape.widths[: self.parts.index(name)])
+        assert at == [row, k * BLOCK_K]
+        self.copies.append((name, half))
 
-    def mma(self, x: int, y: int, acc, is_async: bool, use_acc: bool = True) -> float:
+    def loaded(self) -> None:
+        """A load brings all that there is of a stage, once, and that is what was expected."""
+        assert self.nbytes == 0, "what is expected is what is loaded"
+        if self.copies:
+            assert sorted(self.copies) == [("x", h) for h in range(self.halves)] + [(part, 0) for part in self.parts]
+        self.copies = []
+
+    def zeros(self, shape: tuple[int, int], *_: object) -> Accumulator:
+        assert shape[0] == self.half_rows
+        return Accumulator(shape[1])
+
+    def mma(self, x: Buffer, y: Buffer, acc: Accumulator, is_async: bool, use_acc: bool = True) -> Accumulator:
+        part = self.parts.index(y.stages.dtype.name)
         assert is_async
-        assert (x // self.halves, x % self.halves) == (y, self.half)
-        self.log.append(Mma(y))
-        return acc
+        assert x.stages.dtype.name == "x"
+        assert divmod(x.at, self.halves) == (y.at, self.half)
+        assert acc.width == self.shape.widths[part]
+        assert acc.part in (None, part)
+        self.log.append(Multiply(y.at, part))
+        return Accumulator(acc.width, (acc.steps if use_acc else 0) + 1, part, under_way=True)
 
-    def retire(self, left: int, values: tuple[float]) -> float:
+    def retire(self, left: int, accs: tuple[Accumulator, ...]) -> Any:
         self.log.append(Retire(left))
-        return values[0]
+        if left == 0:
+            accs = tuple(acc._replace(under_way=False) for acc in accs)
+        return accs[0] if len(accs) == 1 else accs
+
+    def finished(self, acc: Accumulator, part: int) -> None:
+        """An accumulator has all K steps of its part."""
+        item = self.item
+        assert acc == Accumulator(self.shape.widths[part], item.k_end - item.k_begin, part)
+
+    def columns_of(self, acc: Accumulator, start: int, width: int, strip: int, rows: int) -> Strip:
+        assert (width, strip, rows) == (acc.width, self.shape.strip, self.half_rows)
+        assert 0 <= start <= width - strip
+        self.finished(acc, acc.part)
+        at, beside = divmod(sum(self.shape.widths[: acc.part]) + start, strip)
+        assert not beside
+        return Strip(at)
+
+    def tma_store(self, out_map: TensorMap, at: list[int], buffer: Buffer) -> None:
+        assert buffer.stages.dtype == out_map.dtype
+        assert at[0] == self.item.pm * ROWS + self.half * self.half_rows
+        strip, beside = divmod(at[1] - self.item.pn * self.shape.columns, self.shape.strip)
+        assert not beside
+        self.log.append(Store(buffer.own, self.item, strip))
 
     def meet(self) -> None:
         self.log.append(Meet())
@@ -245,43 +360,61 @@ class Kernel:
 
     def place(self, slot: int, strip: int = 0) -> int:
         """Where a strip of a partial result lies: slots of whole tiles, halves of rows, strips."""
-        half_rows = ROWS // self.halves
-        return slot * ROWS * COLUMNS + half_rows * (self.half * COLUMNS + strip * self.strip)
+        columns = self.shape.columns
+        return slot * ROWS * columns + self.half_rows * (self.half * columns + strip * self.shape.strip)
 
-    def hand_in(self, acc, at: int, *_: object) -> None:
+    def hand_in(self, accs: tuple[Accumulator, ...], at: int, *_: object) -> None:
         assert at == self.place(self.item.slot)
+        assert len(accs) == len(self.shape.widths)
+        for part, acc in enumerate(accs):
+            self.finished(acc, part)
         self.log.append(Write(self.item))
 
-    def add_up(self, mine: Part, at: int, part: int, parts: int, size: int, *_: object) -> Part:
-        assert (part, parts, size) == (self.item.part, self.item.parts, ROWS * COLUMNS)
+    def add_up(self, mine: Strip, at: int, part: int, parts: int, size: int, *_: object) -> Strip:
+        assert (part, parts, size) == (self.item.part, self.item.parts, ROWS * self.shape.columns)
         assert at == self.place(self.item.slot - part, mine.strip)
         if mine.strip == 0:
             self.log.append(AddUp(self.item))
         return mine
 
 
-class Box(NamedTuple):
-    nbytes: int
-    shape: list[int]
-
-
 class Stages(NamedTuple):
-    """Shared memory: of stages, or of C buffers."""
+    """Shared memory: of an operand's stages, or of C buffers."""
 
-    dtype: Any
-    shape: list[int]
+    dtype: Dtype
+    count: int
     kernel: Kernel
 
     def index(self, at: int) -> Buffer:
-        return Buffer(at - (self.kernel.who or 0) * self.kernel.ring.buffers, self.kernel)
+        assert 0 <= at < self.count
+        return Buffer(self, at)
 
 
 class Buffer(NamedTuple):
-    own: int
-    kernel: Kernel
+    stages: Stages
+    at: int
 
-    def store(self, part: Part) -> None:
-        self.kernel.log.append(Fill(self.own, self.kernel.item, part.strip))
+    @property
+    def own(self) -> int:
+        """Which of the C buffers of the running loop it is."""
+        kernel = self.stages.kernel
+        return self.at - (kernel.who or 0) * kernel.ring.buffers
+
+    def permute(self, _: object) -> Buffer:
+        return self
+
+    def store(self, part: Strip) -> None:
+        kernel = self.stages.kernel
+        kernel.log.append(Fill(self.own, kernel.item, part.strip))
+
+
+#: What of the kernel is run as it stands, beside `gemm`.
+TEXTS = (
+    gemm_text.load_loop, gemm_text.math_loop, gemm_text.multiply, gemm_text.multiply_precisely, gemm_text.load_operand,
+    gemm_text.make_stages, gemm_text.operand, gemm_text.zero, gemm_text.zeros, gemm_text.start_mma, gemm_text.wait_mma,
+    epilogue_text.start_of, epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
+    epilogue_text.hold, epilogue_text.finish_strip, epilogue_text.settle,
+)  # fmt: skip
 
 
 # What the checker explores --------------------------------------------------------------------------------------------
@@ -341,13 +474,43 @@ def told(log: list[Any]) -> list[tuple[Any, ...]]:
     return [op for op, last in zip(named, [None, *named], strict=False) if op != last or op[0] not in ("Put", "Get")]
 
 
+def of_stages(log: list[tuple[Any, ...]], parts: int, precise: bool) -> list[tuple[Any, ...]]:
+    """Operations with those of a stage's parts as one: all of them, in order, with nothing between.
+
+    In the precise form each of them is waited for before the next is started. Where it is otherwise they stay what they
+    are, which is nothing that the checker knows.
+    """
+    out, at = [], 0
+    while at < len(log):
+        op = log[at]
+        if op[0] == "Multiply":
+            whole = [("Multiply", op[1], 0)]
+            for part in range(1, parts):
+                whole += [*([("Retire", 0)] if precise else []), ("Multiply", op[1], part)]
+            if log[at : at + len(whole)] == whole:
+                at += len(whole)
+                out.append(("Mma", op[1]))
+                continue
+        if op[0] == "Retire":
+            op = ("Retire", op[1] / parts)
+        out.append(op)
+        at += 1
+    return out
+
+
+#: Strips, C buffers at most, and the parts of a tile's columns.
+LAYOUTS = (
+    (0, 2, (64,)), (0, 2, (64, 32)), (1, 2, (64,)), (2, 2, (64,)), (2, 1, (64,)), (2, 2, (64, 64)), (3, 2, (64, 32)),
+    (4, 2, (64,)), (5, 2, (64, 16)), (7, 2, (64, 32, 16)),
+)  # fmt: skip
 SHAPES = [
-    Ring(depth, 2, who, precise, strips)
+    Shape(Ring(depth, 2, who, precise, strips, most), parts)
     for who in ("single", "cooperative", "ping_pong")
     for depth, precise in ((2, False), (3, False), (4, False), (1, True), (2, True), (3, True))
-    for strips in (0, 1, 2, 4)
+    for strips, most, parts in LAYOUTS
 ]
 SCRIPTS = [(), (1,), (2, 1), (1, 1, 1, 1, 1), (3, 1, 4, 1, 5, 2)]
+COUNTED = [(0, 0), (1,), (2,), (0, 1), (0, 2), (1, 1, 2), (0, 2, 2, 1, 1)]
 
 
 def items_of(script: tuple[int, ...], parts: tuple[int, ...] = ()) -> list[WorkItem]:
@@ -358,55 +521,141 @@ def items_of(script: tuple[int, ...], parts: tuple[int, ...] = ()) -> list[WorkI
     return items
 
 
+def in_parts() -> list[WorkItem]:
+    return items_of((1, 2, 1, 3, 1), (2, 1, 3))
+
+
+def unmet(done: list[Any]) -> list[Any]:
+    """What consumers do, less where their threads meet: at the right places."""
+    names = [op[0] for op in done]
+    for at, name in enumerate(names):
+        if name == "Write":
+            assert names[at + 1 : at + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
+        if name == "Restore":
+            assert names[at - 1] == "Meet", "and what it was told goes for all"
+    return [op for op in done if op[0] != "Meet"]
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loops_do_what_is_explored(shape):
     for script in SCRIPTS:
         items = items_of(script)
         kernel = Kernel(shape, items)
-        assert kernel.operations(None) == of_load(shape, items)
+        assert kernel.operations(None) == of_load(shape.ring, items)
         assert kernel.handed_on[-1][0] == 0, "STOP is an item of no K steps"
-        for who in range(shape.num_consumers):
-            assert kernel.operations(who) == of_math(shape, items, who)
+        for who in range(shape.ring.num_consumers):
+            assert kernel.operations(who) == of_math(shape.ring, items, who)
 
 
 @pytest.mark.parametrize("consumers", ["single", "cooperative", "ping_pong"])
-@pytest.mark.parametrize("strips", [1, 2])
-@pytest.mark.parametrize("counted", [(0, 0), (1,), (2,), (0, 1), (0, 2), (1, 1, 2), (0, 2, 2, 1, 1)])
-def test_parts_are_settled_as_is_explored(consumers, strips, counted):
-    shape = Ring(2, 2, consumers, strips=strips)
-    items = items_of((1, 2, 1, 3, 1), (2, 1, 3))
+@pytest.mark.parametrize(("strips", "parts"), [(1, (64,)), (2, (64,)), (3, (64, 32)), (7, (64, 32, 16))])
+@pytest.mark.parametrize("counted", COUNTED)
+def test_parts_are_settled_as_is_explored(consumers, strips, parts, counted):
+    shape, items = Shape(Ring(2, 2, consumers, strips=strips), parts), in_parts()
     kernel = Kernel(shape, items, counted, split=True)
     kernel.operations(None)
-    for who in range(shape.num_consumers):
-        done = kernel.operations(who)
-        assert [op for op in done if op[0] != "Meet"] == of_math(shape, items, who, counted)
-        names = [op[0] for op in done]
-        for at, name in enumerate(names):
-            if name == "Write":
-                assert names[at + 1 : at + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
-            if name == "Restore":
-                assert names[at - 1] == "Meet", "and what it was told goes for all"
+    for who in range(shape.ring.num_consumers):
+        assert unmet(kernel.operations(who)) == of_math(shape.ring, items, who, counted)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_barriers_count_the_same_arrivals(shape):
-    made = Kernel(shape, []).made
-    used = {barrier: count for barrier, count in made.items() if barrier in shape.barriers()}
-    assert used == shape.barriers()
+    made, barriers = Kernel(shape, []).made, shape.ring.barriers()
+    used = {barrier: count for barrier, count in made.items() if barrier in barriers}
+    assert used == barriers
     assert {barrier.name for barrier in made.keys() - used.keys()} <= {"order"}
 
 
 @pytest.mark.parametrize("out_size", [2, 4])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_c_buffers_are_those_of_the_plan(tile, out_size):
-    assert Ring(2, strips=tile.columns // tile.strip(out_size)).buffers == tile.buffers(out_size)
+    buffers = tile.buffers(out_size)
+    assert Ring(2, strips=tile.columns // tile.strip(out_size)).buffers == buffers
+    for strip in (tile.strip(out_size), tile.strip(out_size, 32)):  # narrow ones go through as many buffers
+        assert Ring(2, strips=tile.columns // strip, most_buffers=buffers).buffers == buffers
+        assert all(width % strip == 0 for widest in (128, 256) for width in widths(tile.columns, widest))
 
 
-def test_a_text_that_differs_is_seen(monkeypatch):
+#: Texts that are wrong in one place.
+CHANGES = {
+    "the stage at hand is given back": ("empty.index(before(stage, STAGES))", "empty.index(stage)"),
+    "empty is not awaited": ("mbarrier.wait(empty.index(stage), phase ^ 1)", "pass"),
+    "empty is awaited in the wrong phase": ("empty.index(stage), phase ^ 1", "empty.index(stage), phase"),
+    "bytes of one part are expected": ("start_of(WIDTHS, len(WIDTHS)) * BLOCK_K", "WIDTHS[0] * BLOCK_K"),
+    "one part is loaded": (
+        "for i in gl.static_range(len(WIDTHS)):\n                    load",
+        "for i in (0,):\n                    load",
+    ),
+    "a part is loaded from the map of another": ("y_maps[i], bar", "y_maps[0], bar"),
+    "a part is loaded to the stages of another": ("bar, y_stages[i]", "bar, y_stages[0]"),
+    "all parts are loaded from the first column": ("pc * COLUMNS + start_of(WIDTHS, i)", "pc * COLUMNS"),
+    "a half is loaded twice": ("first = row + half * HALF_ROWS", "first = row"),
+    "the item is not given back": ("mbarrier.arrive(item_empty.index(slot))", "pass"),
+    "order is awaited in the other phase": ("(number // 2) ^ (1 - WHO)", "(number // 2) ^ WHO"),
+    "order is handed on with the first part": ("i == len(WIDTHS) - 1", "i == 0"),
+    "order is handed on with every part": (" and i == len(WIDTHS) - 1", ""),
+    "order is handed on at every step": ("if k == steps - 1:", "if True:"),
+    "the other's stages are not stepped over": ("skip(stage, phase, steps, STAGES)", "stage, phase"),
+    "a stage is given back with every part": (
+        "        mbarrier.arrive(empty.index(stage))\n        accs = sums",
+        "            mbarrier.arrive(empty.index(stage))\n        accs = sums",
+    ),
+    "parts in flight, not stages": ("STAGES * len(accs)", "STAGES"),
+    "one stage is left in flight": ("wait_mma(accs, 0)", "wait_mma(accs, 1)"),
+    "a product is not waited for": ("warpgroup_mma_wait(0, (part,))", "warpgroup_mma_wait(1, (part,))"),
+    "each step begins anew": ("accs, True, Y_K_MAJOR", "accs, False, Y_K_MAJOR"),
+    "the first part is multiplied again": ("operand(y_stages[i], stage", "operand(y_stages[0], stage"),
+    "the other half is multiplied": ("stage * HALVES + HALF", "stage * HALVES + 1 - HALF"),
+    "a store too many is left": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers"),
+    "odd strips are not waited for": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers - 1"),
+    "every tile begins with no store": ("return 0 if i == 0 and strips % buffers", "return 0 if i == 0"),
+    "both consumers have the same buffers": ("WHO * BUFFERS + i % BUFFERS", "i % BUFFERS"),
+    "one buffer for all strips": ("WHO * BUFFERS + i % BUFFERS", "WHO * BUFFERS"),
+    "a strip too few": ("gl.static_range(COLUMNS // STRIP)", "gl.static_range(COLUMNS // STRIP - 1)"),
+    "strips of the first part": ("accs[PART]", "accs[0]"),
+    "a buffer is filled and not fenced": ("fence_async_shared()", "pass"),
+    "stores read on at the end": ("tma.store_wait(0)", "pass"),
+    "parts are counted before all have written": ("        barrier()\n        last", "        last"),
+    "the count is not restored": ("gl.store(count, 0)", "pass"),
+    "nobody looks first": ("atomic_add(count, 0, sem", "atomic_add(count, 1, sem"),
+}
+CHANGED_SHAPES = [shape for shape in SHAPES if shape.ring.depth == 3 and shape.ring.strips]
+
+
+def differs(change: tuple[str, str] | None) -> bool:
+    """Whether a changed text is seen to be one: by a stand-in that is asked for nonsense, or in what is done."""
+    try:
+        for shape, split in itertools.product(CHANGED_SHAPES, (False, True)):
+            items, counted = (in_parts(), (0, 1)) if split else (items_of(SCRIPTS[-1]), ())
+            kernel = Kernel(shape, items, counted, split, change)
+            if kernel.operations(None) != of_load(shape.ring, items):
+                return True
+            for who in range(shape.ring.num_consumers):
+                if unmet(kernel.operations(who)) != of_math(shape.ring, items, who, counted):
+                    return True
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_text_that_says_the_same_is_not_seen():
+    assert not differs(None)
+    for name in ("empty", "full", "order", "item_empty"):
+        assert not differs((f"{name}.index(", f"{name} .index("))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_text_that_is_changed_is_seen(change):
+    text = "".join(inspect.getsource(module) for module in (gemm_text, epilogue_text))
+    assert change[0] in text
+    assert differs(change)
+
+
+def test_a_protocol_that_differs_is_seen(monkeypatch):
     # The comparison is one: with another phase in the protocol nothing of the above would hold.
     shape, items = SHAPES[0], items_of((2, 1))
     monkeypatch.setattr("tilestream.verify.protocol.before", lambda stage, depth: stage)
     kernel = Kernel(shape, items)
     kernel.operations(None)
-    assert kernel.operations(0) != of_math(shape, items, 0)
+    assert kernel.operations(0) != of_math(shape.ring, items, 0)
     assert epilogue_text.settle is gemm_text.settle

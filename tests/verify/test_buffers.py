@@ -61,6 +61,18 @@ class TestStores:
         assert bench.fault(Fill(1, NEXT, 0)) == "overwritten while read"
         bench.do(Fill(0, NEXT, 0))
 
+    def test_a_tile_of_odd_strips_begins_with_the_buffer_that_the_one_before_ended_with(self):
+        bench = Bench(Ring(2, strips=3))
+        for tile in (ITEM, NEXT):
+            bench.begin(tile)
+            bench.do(*store(bench.rings.ring, tile))
+        bench.begin(ITEM)
+        bench.do(Drain(1))
+        assert bench.fault(Fill(0, ITEM, 0)) == "overwritten while read"
+        assert [Ring(2, strips=n).pending(0) for n in (1, 2, 3, 4)] == [0, 1, 0, 1]
+        assert [Ring(2, strips=3).pending(strip) for strip in range(3)] == [0, 1, 1]
+        assert Ring(2, strips=2, most_buffers=1).pending(1) == 0
+
     def test_the_other_consumer_cannot_drain_it(self):
         bench = Bench(Ring(2, 2, "ping_pong", strips=1))
         bench.begin(ITEM)
@@ -117,8 +129,8 @@ class TestEnds:
 
     def test_a_ring_without_strips_has_no_buffers(self):
         assert Buffers.memory(Ring(2)) == []
-        assert Ring(2, strips=1).buffers == Ring(2, strips=3).buffers == 1
-        assert Ring(2, strips=2).buffers == Ring(2, strips=4).buffers == 2
+        assert Ring(2, strips=1).buffers == Ring(2, strips=2, most_buffers=1).buffers == 1
+        assert Ring(2, strips=2).buffers == Ring(2, strips=3).buffers == Ring(2, strips=4).buffers == 2
 
 
 class TestChecksAreChecks:

@@ -57,6 +57,7 @@ SOUND = [
     RingCase(Ring(1, 1, "cooperative", precise=True), (1, 2)),
     RingCase(Ring(2, 1), (1, 2)),
     *(RingCase(Ring(2, 1, who, strips=n), (1,), split=True) for who in ("single", "ping_pong") for n in (1, 2)),
+    RingCase(Ring(2, 1, strips=3), (1,)),
     RingCase(Ring(1, 1, "cooperative", precise=True, strips=2), (1,)),
     ProductCase(matmul("dynamic", 2, 1, bounds=(0, 1, 2)), Ring(2, 1)),
     ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2), Ring(2, 1)),

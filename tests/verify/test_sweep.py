@@ -84,6 +84,7 @@ def test_rings_store_every_way_that_kernels_do(level):
     for who in ("single", "cooperative", "ping_pong"):
         own = [c for c in cases if c.ring.consumers == who]
         assert {c.ring.buffers for c in own if c.ring.strips and c.split} == {1, 2}
+        assert any(c.ring.strips % 2 and c.ring.buffers == 2 for c in own if c.split)
         assert {c.ring.precise for c in own if c.ring.strips} == {False, True}
         assert any(c.ring.precise and c.ring.depth > 1 for c in own)
 

@@ -14,7 +14,8 @@
         load into the stage -> full[stage]          arrive empty[the stage before]
                                                   wait until 0 are in flight; arrive empty[the last stage]
                                                   for strip in the tile's strips:
-                                                    wait until 1 store reads (0, with one C buffer)
+                                                    wait until 1 store reads (0, with one C buffer; and
+                                                      0 where the store before took the same of two)
                                                     fill the strip's C buffer; fence; store it
 
 That is `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation: a test runs the text of
@@ -175,6 +176,8 @@ class Ring:
         fp8 without fast accumulation: a K step's product is waited for, and its stage given back, before the next.
     strips
         Strips in which a tile goes through C buffers; 0 where it is stored from registers.
+    most_buffers
+        C buffers of a math loop, if there are as many strips.
     """
 
     depth: int
@@ -182,6 +185,7 @@ class Ring:
     consumers: Consumers = "single"
     precise: bool = False
     strips: int = 0
+    most_buffers: int = 2
 
     @property
     def num_consumers(self) -> int:
@@ -190,8 +194,15 @@ class Ring:
 
     @property
     def buffers(self) -> int:
-        """C buffers of a math loop: two, if its strips can take turns through all of its tiles."""
-        return 2 if self.strips % 2 == 0 else 1
+        """C buffers of a math loop: two, if there are strips to take turns."""
+        return max(1, min(self.most_buffers, self.strips))
+
+    def pending(self, strip: int) -> int:
+        """Stores that may still read when a strip's buffer is filled: all but those that read this one.
+
+        With two buffers and an odd number of strips a tile begins with the buffer that the one before ended with.
+        """
+        return 0 if strip == 0 and self.strips % self.buffers else self.buffers - 1
 
     def owner(self, consumer: int) -> int:
         """Whose C buffers a consumer writes to: its own."""
@@ -349,7 +360,7 @@ def epilogue(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
 def store(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
     """A tile on its way out, drained under what comes after it."""
     for strip in range(ring.strips):
-        yield Drain(ring.buffers - 1)
+        yield Drain(ring.pending(strip))
         yield Fill(strip % ring.buffers, item, strip)
         yield Fence()
         yield Store(strip % ring.buffers, item, strip)

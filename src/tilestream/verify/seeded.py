@@ -293,7 +293,7 @@ def _buffers() -> tuple[SeededBug, ...]:
     overwritten = "overwritten while read"
     return (
         finish("one store too many left", overwritten, c.one_store_too_many),
-        ring("two buffers for odd strips", overwritten, c.AlwaysTwoBuffers, (2, 1, 3), c.AlwaysTwoBuffers),
+        finish("odd strips not waited for", overwritten, c.odd_strips_not_waited_for, (2, 1, 3)),
         ring("C buffers shared", overwritten, c.SharedBuffers, (1, 2), c.SharedBuffers, ("ping_pong",)),
         finish("stored before it is filled", "wrong data", c.stored_before_filled),
         finish("fence forgotten", "read before arrival", c.fence_forgotten),

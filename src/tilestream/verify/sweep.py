@@ -258,10 +258,9 @@ def rings(level: Level) -> Iterator[RingCase]:
     # One K step at a time; C buffers.
     for depth, consumers in product((2, 3) if full else (2,), every):
         yield RingCase(Ring(depth, 2, consumers, precise=True), (1, 2))
-        for strips in (1, 2, 3, 4) if full else (1, 2):
-            yield RingCase(
-                Ring(depth, 2, consumers, strips=strips), (1, 2) if full and depth == 2 else (1,), split=True
-            )
+        for strips, most in ((1, 2), (2, 1), (2, 2), (3, 2), (4, 2)) if full else ((1, 2), (2, 2), (3, 2)):
+            ring = Ring(depth, 2, consumers, strips=strips, most_buffers=most)
+            yield RingCase(ring, (1, 2) if full and depth == 2 else (1,), split=True)
         yield RingCase(Ring(depth, 2, consumers, precise=True, strips=3), (1,), split=full)
     for consumers in every:
         yield RingCase(Ring(1, 2, consumers, precise=True), (1, 2, 3, 4, 5))
