@@ -31,10 +31,14 @@ def _reciprocal_on_host(x):
     return 1.0 / x
 
 
+def _power_of_2_on_host(x):
+    return tl.exp2(x)
+
+
 #: To the last bit or the one before, of numbers that are neither tiny nor huge: without the steps that the compiler
 #: takes around the instruction for those that are.
 reciprocal = _reciprocal_on_host if INTERPRETED else _reciprocal_on_device
-power_of_2 = tl.exp2 if INTERPRETED else _power_of_2_on_device
+power_of_2 = _power_of_2_on_host if INTERPRETED else _power_of_2_on_device
 
 
 @triton.jit
