@@ -254,7 +254,7 @@ def test_a_captured_launch_restores_its_words_and_quarantines_its_signals(kind, 
     own = captured_words(CPU, plan.schedule, plan.block)
     space = DeviceWorkspace(CPU)
     monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.kernels.portable.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
     words, out = Words(3, 0), nan_like(a, b)
     for _ in range(3):
         out.fill_(float("nan"))

@@ -122,7 +122,7 @@ def test_the_last_worker_out_restores_a_captured_launchs_words(kind, monkeypatch
     words = captured_words(torch.device("cpu"), plan.schedule, plan.block)
     space = DeviceWorkspace(torch.device("cpu"))
     monkeypatch.setattr(space, "open", lambda *_: words)
-    monkeypatch.setattr("tilestream.kernels.portable.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
     assert GemmLaunch is not None
     for _ in range(3):
         check_order(plan.schedule, probed(plan))
