@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tilestream.plan import cpu
-from tilestream.plan.plan import plan_problem
+from tilestream.plan.choose import plan_problem
 
 #: Rows and columns of a tile.
 TILE = 16

@@ -29,7 +29,7 @@ def portable(monkeypatch):
     """Every plan is the portable kernel's, as where there is no other; what was decided before is forgotten."""
     from tilestream.ops import again, gpu
     from tilestream.plan import hopper
-    from tilestream.plan.plan import plan_problem
+    from tilestream.plan.choose import plan_problem
 
     def forget():
         for known in (again._known, gpu._launches):

@@ -18,9 +18,10 @@ from error_rule import Maths
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.ops import gpu
 from tilestream.plan import hopper
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
-from tilestream.plan.plan import Plan, of_candidate, plan_problem
+from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.schedule.schedule import Kind
 

@@ -32,8 +32,9 @@ from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.portable.arguments import Arguments, Layout, is_aligned
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.plan import Plan
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.search import search_space
 

@@ -8,7 +8,7 @@ import pytest
 
 from tilestream.plan import DeviceProperties
 
-plans = importlib.import_module("tilestream.plan.plan")
+ask, choose = (importlib.import_module(f"tilestream.plan.{name}") for name in ("ask", "choose"))
 
 #: 100 GFLOP/s a worker, 10 GB/s in all, four workers.
 DEVICE = DeviceProperties("a test's CPU", "cpu", 4, 100e9, 10e9, "nominal: made up")
@@ -16,8 +16,9 @@ DEVICE = DeviceProperties("a test's CPU", "cpu", 4, 100e9, 10e9, "nominal: made 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    monkeypatch.setattr(plans, "cpu_properties", lambda: DEVICE)
-    monkeypatch.setattr(plans, "_default_workers", lambda device: None)
-    plans.plan_problem.cache_clear()
+    for module in (ask, choose):
+        monkeypatch.setattr(module, "cpu_properties", lambda: DEVICE)
+    monkeypatch.setattr(ask, "_default_workers", lambda device: None)
+    choose.plan_problem.cache_clear()
     yield DEVICE
-    plans.plan_problem.cache_clear()
+    choose.plan_problem.cache_clear()

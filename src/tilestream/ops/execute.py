@@ -18,7 +18,7 @@ from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtype
-from tilestream.plan.plan import SCALES
+from tilestream.plan.ask import SCALES
 from tilestream.plan.problem import Problem, Scales, dtype_name
 from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
 from tilestream.runtime.workspace import workspace

@@ -11,7 +11,7 @@ from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
-from tilestream.plan.plan import plan_problem
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties

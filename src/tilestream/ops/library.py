@@ -21,7 +21,8 @@ from tilestream.ops.execute import execute, make_epilogue, problem_of
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, check_pair, refuse_gradients
-from tilestream.plan.plan import SCHEDULES, plan_problem
+from tilestream.plan.ask import SCHEDULES
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.problem import dtype_name, result_name
 
 _OPERANDS = (

@@ -22,7 +22,7 @@ from tilestream.ops.library import (
     result_dtype,
 )
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_pair, check_scale_dtype, refuse_gradients
-from tilestream.plan.plan import SCHEDULES
+from tilestream.plan.ask import SCHEDULES
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import exit
 

@@ -1,8 +1,10 @@
 """Problem + device -> Plan. Pure Python, no GPU needed, explains itself."""
 
+from tilestream.plan.ask import SCHEDULES, plan
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.floor import Floor
-from tilestream.plan.plan import SCHEDULES, Plan, Refusal, plan, plan_problem
+from tilestream.plan.plan import Plan, Refusal
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.search import search_space
 

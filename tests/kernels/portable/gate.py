@@ -45,8 +45,9 @@ from triton.backends.compiler import GPUTarget
 from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.portable.arguments import Arguments, GateArguments, Layout
 from tilestream.kernels.portable.gemm import gemm
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.plan import Plan
 from tilestream.plan.portable import tiles
 from tilestream.plan.problem import FP8, Incoming, Problem, result_name
 from tilestream.schedule.schedule import Schedule

@@ -8,8 +8,9 @@ import torch
 from error_rule import Maths, check
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.plan import portable
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.plan import Plan
 from tilestream.plan.problem import Problem, dtype_name
 
 DEVICE = DeviceProperties("an interpreter", "portable", 5, 1e12, 1e12, "a stub", "sm_90", 232448)

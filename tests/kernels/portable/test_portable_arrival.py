@@ -16,7 +16,8 @@ from error_rule import Maths, check, rand
 from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
-from tilestream.plan.plan import Plan, plan_problem
+from tilestream.plan.choose import plan_problem
+from tilestream.plan.plan import Plan
 from tilestream.plan.problem import Incoming as Chunked
 from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import channel

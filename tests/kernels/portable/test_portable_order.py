@@ -8,7 +8,7 @@ from interpreted import DEVICE, nan_like, plan_for, run, small_tiles
 
 from device_order import check_order, follow
 from error_rule import Maths, check, rand
-from tilestream.plan.plan import plan_problem
+from tilestream.plan.choose import plan_problem
 from tilestream.plan.problem import Problem
 from tilestream.runtime import device_workspace as workspaces
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words

@@ -1,0 +1,195 @@
+"""`plan`: what people ask, checked, as a problem to plan."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import get_args
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.plan import hopper, tma
+from tilestream.plan.choose import plan_problem
+from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.plan import Plan
+from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind
+
+#: What a caller may ask for as ``schedule=``.
+SCHEDULES = ("auto", *get_args(Kind))
+#: What a caller may ask for as ``scales=``.
+SCALES: tuple[Scales, ...] = get_args(Scales)
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    batch: int = 1,
+    dtype: object = "float32",
+    b_dtype: object | None = None,
+    out_dtype: object | None = None,
+    scales: Scales = "none",
+    use_fast_accum: bool = True,
+    device: object = "cpu",
+    workers: int | None = None,
+    schedule: str = "auto",
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    arrival: Arrival | None = None,
+    weight_arrival: Arrival | None = None,
+    layout: str | None = None,
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
+) -> Plan:
+    """How ``[batch, m, k] @ [batch, k, n]`` would be run.
+
+    Parameters
+    ----------
+    m, n, k, batch
+        Extents, at least 0.
+    dtype, b_dtype, out_dtype
+        Of the operands, of B where it is another (both of 8 bits), and of the output (default: the operands', bfloat16
+        where those are of 8 bits), as torch dtypes or their names.
+    scales
+        ``"tensor"`` where ``scale_a`` and ``scale_b`` of `tilestream.matmul` have one element each, ``"row"`` where
+        they have one a row and one a column, else ``"none"``.
+    use_fast_accum
+        As for `tilestream.matmul`.
+    device
+        ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``), or `DeviceProperties`, for a plan without the
+        device.
+    workers
+        Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
+        torch has not been imported.
+    schedule
+        ``"static"``, ``"dynamic"``, ``"stream_k"``, or ``"auto"`` for the one the cost model favours.
+    tile
+        ``(rows, columns)`` of a tile; None: the cost model's choice.
+    order
+        Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
+        or pairs, in order (give ``tile`` too, so that you know how many there are). Each batch is done in this order.
+    queues, shares
+        Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
+    arrival, weight_arrival
+        How A's rows, and B's columns (a weight's rows), come in.
+    layout
+        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
+        matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
+        alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
+    backend
+        GPUs: force ``"hopper"`` or ``"portable"``; None: the fast one if it can.
+    variant, stages
+        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is out of range, or two exclude each other.
+    NotImplementedError
+        If there is no backend for the device, or the one that is forced does not do this problem.
+
+    Examples
+    --------
+    >>> plan(2048, 2048, 2048, workers=2, schedule="dynamic", tile=(512, 512)).schedule.grid.tiles
+    16
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+    properties = device_properties(device)
+    for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
+        if not _whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
+        if value is not None and (not _whole(value) or value < 1):
+            raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
+    if tile is not None:
+        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
+            raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
+        tile = (operator.index(tile[0]), operator.index(tile[1]))
+    m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
+    name = dtype_name(dtype)
+    layout = layout or ("nt" if name in FP8 else "nn")
+    if layout not in ("nn", "nt", "tn", "tt"):
+        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+    if backend not in (None, "hopper", "portable"):
+        raise ValueError(f"backend={backend!r}; it is 'hopper', 'portable', or None for the plan's choice")
+    if variant is not None and variant not in hopper.VARIANTS:
+        raise ValueError(
+            f"variant={variant!r}; it is one of {', '.join(hopper.VARIANTS)}, or None for the plan's choice"
+        )
+    if stages is not None and (not _whole(stages) or stages < 2):
+        raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
+    if backend is None and (variant is not None or stages is not None):
+        backend = "hopper"
+    other = name if b_dtype is None else dtype_name(b_dtype)
+    if scales not in SCALES:
+        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
+    problem = Problem(
+        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
+        None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
+        None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
+        tf32=name == "float32" and _uses_tf32(device, properties),
+        aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
+        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
+    )  # fmt: skip
+    default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
+    if order is not None:
+        # Not from the cache: it would keep alive what the function closes over, and call it pure.
+        return plan_problem.__wrapped__(
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
+        )
+    return plan_problem(
+        problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
+    )
+
+
+def _default_workers(device: DeviceProperties) -> int | None:
+    torch = sys.modules.get("torch")  # not imported for this question's sake
+    return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
+
+
+def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
+    if isinstance(device, DeviceProperties) or not properties.arch.startswith("sm_"):
+        return False
+    from tilestream.runtime.properties import allows_tf32
+
+    return allows_tf32()
+
+
+def device_properties(device: object) -> DeviceProperties:
+    """What `plan` takes for a device, as its properties.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is no backend for it.
+    """
+    if isinstance(device, DeviceProperties):
+        return device
+    kind, _, index = str(device).partition(":")
+    if kind == "cpu":
+        return cpu_properties()
+    if kind == "cuda":
+        from tilestream.runtime.properties import cuda_properties  # imports torch, and asks the driver
+
+        return cuda_properties(int(index) if index else None)
+    raise NotImplementedError(
+        f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
+        "torch.matmul there"
+    )
+
+
+def _whole(x: object) -> bool:
+    return hasattr(x, "__index__") and not isinstance(x, bool)

@@ -1,0 +1,165 @@
+"""`plan_problem`: asks the backends for candidates, and makes the best one a plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import get_args
+
+from tilestream.plan import cpu, hopper, portable
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.plan import Plan, Refusal, of_candidate
+from tilestream.plan.problem import Problem
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind
+
+logger = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_problem(
+    problem: Problem,
+    workers: int | None = None,
+    schedule: str = "auto",
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    default_workers: int | None = None,
+    device: DeviceProperties | None = None,
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
+) -> Plan:
+    """`plan` for a `Problem`; the same object for the same question."""
+    device = device or cpu_properties()
+    kinds, refused = _kinds(schedule, queues, shares)
+    count = workers or default_workers or device.workers
+    forced = [
+        name
+        for name, given in (
+            ("workers", workers), ("schedule", schedule != "auto"), ("tile", tile), ("order", order is not None),
+            ("queues", queues), ("shares", shares),
+        )
+        if given
+    ]  # fmt: skip
+    name = device.backend
+    if device.backend == "cpu":
+        arriving = problem.rows is not None or problem.columns is not None
+        inline = not arriving and not forced
+        found = list(
+            cpu.candidates(
+                problem, device, count, kinds=kinds, inline=inline, tile=tile, order=order, queues=queues, shares=shares
+            )
+        )
+        best = _best(found)
+        refused += (_other_variant(best, found, arriving, forced),)
+        elsewhere = Refusal("GPU backends", "the operands are on the CPU")
+    else:
+        refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
+        name, found, why_not = _on_gpu(
+            problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
+            queues=queues, shares=shares, variant=variant, stages=stages,
+        )  # fmt: skip
+        best = _best(found)
+        refused += _other_tiles(best, found)
+        if name == "portable" and not problem.aligned:
+            refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+        elsewhere = why_not
+    if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
+        refused += (_no_stream_k(best, found),)
+    refused += (elsewhere,)
+    made = of_candidate(problem, device, name, best, f"least of {len(found)} candidates in the cost model", refused)
+    # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
+    logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
+    return made
+
+
+def _on_gpu(
+    problem: Problem, device: DeviceProperties, workers: int, backend: str | None, *, kinds: tuple[Kind, ...],
+    auto: bool, tile: tuple[int, int] | None, order: TileOrder | None, queues: int | None, shares: int | None,
+    variant: str | None, stages: int | None,
+) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
+    """Which backend, its candidates, and why not the other one."""
+    why = hopper.refusal(problem, device)
+    if backend != "portable" and not why:
+        found = list(
+            hopper.candidates(
+                problem, device, workers, kinds=kinds, auto=auto, tile=tile, order=order, queues=queues, shares=shares,
+                variant=variant, stages=stages,
+            )
+        )  # fmt: skip
+        if found:
+            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+        why = f"it has no {'x'.join(map(str, tile))} tile here" if tile else "no tile of it fits"
+        if variant or stages:
+            why += f" with variant={variant}, stages={stages}"
+    if backend == "hopper":
+        raise NotImplementedError(f"backend='hopper': {why}; leave backend=, variant= and stages= away")
+    found = list(
+        portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
+    )
+    return "portable", found, Refusal("hopper", why or "backend='portable' given")
+
+
+def _best(found: list[Candidate]) -> Candidate:
+    return min(found, key=lambda candidate: candidate.seconds)
+
+
+def _other_variant(best: Candidate, found: list[Candidate], arriving: bool, forced: list[str]) -> Refusal:
+    if arriving:
+        return Refusal("inline", "chunks are waited for by workers, not by the calling thread")
+    if forced:
+        return Refusal("inline", f"{', '.join(forced)} given")
+    other = _best([c for c in found if c.variant != best.variant])
+    return Refusal(other.variant, _costs(other, best))
+
+
+def _other_tiles(best: Candidate, found: list[Candidate]) -> tuple[Refusal, ...]:
+    """The next best tile, if there was a choice."""
+    others = [c for c in found if c.block != best.block]
+    if not others:
+        return ()
+    other = _best(others)
+    return (Refusal(f"{other.block[0]}x{other.block[1]} tiles", _costs(other, best)),)
+
+
+def _costs(other: Candidate, best: Candidate) -> str:
+    name = best.variant if best.variant != other.variant else f"{best.block[0]}x{best.block[1]}"
+    return f"the cost model expects {other.seconds * 1e3:.3g} ms, {name} {best.seconds * 1e3:.3g} ms"
+
+
+def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
+    if queues is not None and shares is not None:
+        raise ValueError(
+            f"queues={queues}, shares={shares}; queues are dynamic's, shares are stream_k's: force one of them"
+        )
+    for name, value, kind in (("queues", queues, "dynamic"), ("shares", shares, "stream_k")):
+        if value is not None and schedule not in ("auto", kind):
+            raise ValueError(f"{name}={value} with schedule={schedule!r}; it belongs to schedule={kind!r}")
+    for kind in get_args(Kind):
+        if (
+            schedule == kind
+            or (kind == "dynamic" and queues is not None)
+            or (kind == "stream_k" and shares is not None)
+        ):
+            return (kind,), ()
+    return ("dynamic", "stream_k"), (
+        Refusal("static", "no faster than a queue here, and a late worker would hold up its tiles"),
+    )
+
+
+def _no_stream_k(best: Candidate, found: list[Candidate]) -> Refusal:
+    same = next((c for c in found if c.schedule.kind == "stream_k" and c.block == best.block), None)
+    if same is not None and not same.schedule.remainder:
+        return Refusal(
+            "stream_k", f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
+        )
+    others = [c for c in found if c.schedule.kind == "stream_k"]
+    if not others:
+        return Refusal("stream_k", f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}")
+    other = _best(others)
+    return Refusal(
+        "stream_k", f"the cost model expects {other.seconds * 1e3:.3g} ms, dynamic {best.seconds * 1e3:.3g} ms"
+    )
