@@ -185,22 +185,25 @@ def zeros(ROWS: gl.constexpr, WIDTHS: gl.constexpr, BITS: gl.constexpr):
 
 
 @gluon.jit
-def start_mma(x, y_stages, stage, accs, MORE: gl.constexpr, Y_K_MAJOR: gl.constexpr):
-    """Start the multiplications of a stage: into the accumulators, or with ``MORE`` on top of what is there."""
+def start_mma(x, y_stages, stage, accs, MORE: gl.constexpr, Y_K_MAJOR: gl.constexpr, FIRST: gl.constexpr):
+    """Start the multiplications of a stage's parts of columns, from ``FIRST`` on as many as there are accumulators.
+
+    Into the accumulators, or with ``MORE`` on top of what is there.
+    """
     out = ()
     for i in gl.static_range(len(accs)):
-        y = operand(y_stages[i], stage, Y_K_MAJOR, True)
+        y = operand(y_stages[FIRST + i], stage, Y_K_MAJOR, True)
         out = out + (warpgroup_mma(x, y, accs[i], is_async=True, use_acc=MORE),)
     return out
 
 
 @gluon.jit
-def wait_mma(accs, STAGES: gl.constexpr):
-    """Wait until the multiplications of no more than ``STAGES`` stages have not finished."""
+def wait_mma(accs, GROUPS: gl.constexpr):
+    """Wait until no more than ``GROUPS`` multiplications have not finished."""
     if len(accs) == 1:
-        return (warpgroup_mma_wait(STAGES, accs),)
+        return (warpgroup_mma_wait(GROUPS, accs),)
     else:
-        return warpgroup_mma_wait(STAGES * len(accs), accs)
+        return warpgroup_mma_wait(GROUPS, accs)
 
 
 @gluon.jit
@@ -215,20 +218,43 @@ def multiply(
     stages at least.
     """
     HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
+    BITS: gl.constexpr = x_stages.dtype.primitive_bitwidth
+    PARTS: gl.constexpr = len(WIDTHS)
+    HELD: gl.constexpr = PARTS > 1 and WIDTHS[PARTS - 1] < 64
+    WIDE: gl.constexpr = PARTS - 1 if HELD else PARTS
+    accs = zeros(HALF_ROWS, WIDTHS, BITS)
     mbarrier.wait(full.index(stage), phase)
     x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)
-    stage, phase = step(stage, phase, STAGES)
-    for _ in range(1, steps):
-        mbarrier.wait(full.index(stage), phase)
-        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        accs = wait_mma(start_mma(x, y_stages, stage, accs, True, Y_K_MAJOR), 1)
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
+    if HELD:
+        wide = start_mma(x, y_stages, stage, accs[:WIDE], False, Y_K_MAJOR, 0)
+        h = x.load(gl.DotOperandLayout(0, mma_layout(WIDTHS[WIDE], 256 // BITS), 32 // BITS))
+        narrow = start_mma(h, y_stages, stage, accs[WIDE:], False, Y_K_MAJOR, WIDE)
         stage, phase = step(stage, phase, STAGES)
-    if CONSUMERS == "ping_pong":
-        mbarrier.arrive(order.index(1 - WHO))
-    accs = wait_mma(accs, 0)
+        for _ in range(1, steps):
+            mbarrier.wait(full.index(stage), phase)
+            x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
+            wide = start_mma(x, y_stages, stage, wide, True, Y_K_MAJOR, 0)
+            done = wait_mma(wide + narrow + (h,), WIDE)
+            mbarrier.arrive(empty.index(before(stage, STAGES)))
+            wide = done[:WIDE]
+            h = x.load(gl.DotOperandLayout(0, mma_layout(WIDTHS[WIDE], 256 // BITS), 32 // BITS))
+            narrow = start_mma(h, y_stages, stage, done[WIDE:-1], True, Y_K_MAJOR, WIDE)
+            stage, phase = step(stage, phase, STAGES)
+        if CONSUMERS == "ping_pong":
+            mbarrier.arrive(order.index(1 - WHO))
+        accs = wait_mma(wide + narrow + (h,), 0)[:-1]
+    else:
+        accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR, 0), PARTS)
+        stage, phase = step(stage, phase, STAGES)
+        for _ in range(1, steps):
+            mbarrier.wait(full.index(stage), phase)
+            x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
+            accs = wait_mma(start_mma(x, y_stages, stage, accs, True, Y_K_MAJOR, 0), PARTS)
+            mbarrier.arrive(empty.index(before(stage, STAGES)))
+            stage, phase = step(stage, phase, STAGES)
+        if CONSUMERS == "ping_pong":
+            mbarrier.arrive(order.index(1 - WHO))
+        accs = wait_mma(accs, 0)
     mbarrier.arrive(empty.index(before(stage, STAGES)))
     return accs, stage, phase
 
