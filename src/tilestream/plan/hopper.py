@@ -44,9 +44,15 @@ LINES, SHALLOW_LOSS = 4, 0.034
 ROWS_CYCLES = 17.2
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
 FEED, FEED_OF_ONE, PARTIALS = 13.1e12, 117.6e9, 19e9
+#: Seconds of an epilogue more for each register of a thread, where rows of the output are not aligned for TMA: stored from
+#: registers, by rows of the accumulator; and by columns, which lie side by side in the output.
+DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
 #: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
 #: partial results; of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 16.4e-9, 0.17e-6, 7e-9, 4.5e-6, 4.6e-6
+#: What L2's way to the SMs takes more where a queue deals out the tiles: neighbours of a texture processing cluster no
+#: longer share operands.
+SCATTERED = 1.1
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.213, 0.026
 #: Bytes of an operand that L2 keeps beside the other's.
@@ -152,6 +158,11 @@ def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
     return (widest,) * (columns // widest) + powers
 
 
+def held(parts: tuple[int, ...]) -> bool:
+    """Whether a tile's narrowest part is multiplied with x in registers: shared memory could not feed it twice."""
+    return len(parts) > 1 and parts[-1] < 64
+
+
 def widest(problem: Problem) -> int:
     """Columns that a math loop multiplies at a time, at most: without fast accumulation it holds them twice."""
     return 128 if problem.fp8 and not problem.fast_accum else 256
@@ -255,15 +266,19 @@ def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
 
 def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
     """A K step: the slower of its multiplications and of its bytes' way from L2."""
-    size = ITEMSIZE[problem.dtype]
+    size, parts = ITEMSIZE[problem.dtype], widths(tile.columns)
     # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
-    cycles = sum(max(width / 2, ROWS_CYCLES + width / 4) for width in widths(tile.columns))
+    cycles = sum(
+        max(width / 2, width / 4 + (0 if held(parts) and width == parts[-1] else ROWS_CYCLES)) for width in parts
+    )
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
     multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
+    if schedule.kind != "static":
+        feed *= SCATTERED
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
 
@@ -272,6 +287,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     grid, workers = schedule.grid, schedule.workers
     step = _step_seconds(problem, device, schedule, tile)
     epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
+    if problem.n * ITEMSIZE[problem.out_dtype] % 16:
+        epilogue += (DIRECT_SWAPPED_SECONDS if swapped else DIRECT_SECONDS) * tile.registers
     item, tail = grid.k_steps * step + epilogue, 0.0
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
         item, tail = max(grid.k_steps * step, item / 2), epilogue
