@@ -549,7 +549,7 @@ def of_stages(log: list[tuple[Any, ...]], parts: int, precise: bool) -> list[tup
 #: Strips, C buffers at most, and the parts of a tile's columns.
 LAYOUTS = (
     (0, 2, (64,)), (0, 2, (64, 32)), (1, 2, (64,)), (2, 2, (64,)), (2, 1, (64,)), (2, 2, (64, 64)), (3, 2, (64, 32)),
-    (4, 2, (64,)), (5, 2, (64, 16)), (7, 2, (64, 32, 16)),
+    (4, 2, (64,)), (5, 2, (128, 32)), (5, 2, (64, 16)), (7, 2, (64, 32, 16)),
 )  # fmt: skip
 SHAPES = [
     Shape(Ring(depth, 2, who, precise, strips, most), parts)

@@ -42,6 +42,8 @@ LINES, SHALLOW_LOSS = 4, 0.0169
 #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
 #: column come to that, and with fewer than 64 columns it is this that binds.
 ROWS_CYCLES = 22.0
+#: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
+NARROW_LOSS = 1.02
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
 FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
 #: Seconds of an epilogue more for each register of a thread, where TMA does not store: as rows of the accumulator lie
@@ -161,9 +163,10 @@ def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
 def narrow(parts: tuple[int, ...], bits: int) -> bool:
     """Whether the last of a tile's parts is multiplied with x in registers: shared memory does not feed x that often.
 
-    Operands of 8 bits are not: Triton cannot wait for a multiplication that has them in registers.
+    There must be a wide part to read it under. Operands of 8 bits are not: Triton cannot wait for a multiplication that
+    has them in registers.
     """
-    return len(parts) > 1 and parts[-1] < 64 and bits == 16
+    return parts[0] >= 128 and parts[-1] < 64 and bits == 16
 
 
 def widest(problem: Problem) -> int:
@@ -276,6 +279,8 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
     multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
+    if narrow(parts, 8 * size):
+        multiply *= NARROW_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
