@@ -37,12 +37,13 @@ def plan(
     elif pivot:
         raise ValueError(f"--pivot {pivot}: give --chunks or --rows-per-chunk too")
     found = ts.plan(
-        m, n, k, batch=batch, dtype=dtype, workers=workers, schedule=schedule, tile=_tile(tile), arrival=arrival
+        m, n, k, batch=batch, dtype=dtype, workers=workers, schedule=schedule, tile=parsed_tile(tile), arrival=arrival
     )
     typer.echo(found.explain())
 
 
-def _tile(text: str | None) -> tuple[int, int] | None:
+def parsed_tile(text: str | None) -> tuple[int, int] | None:
+    """``"256x512"`` -> ``(256, 512)``."""
     if text is None:
         return None
     rows, by, columns = text.lower().partition("x")
