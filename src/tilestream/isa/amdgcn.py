@@ -297,6 +297,8 @@ def _blocks(code: Iterator[tuple[str, Instruction | None]]) -> Iterator[Block]:
             cut[-1][1].append(instruction)
             if instruction.kind == "branch" or instruction.mnemonic == "s_endpgm":
                 cut.append(([], []))
+    if len(cut) > 1 and not any(cut[-1]):  # behind the last instruction
+        cut.pop()
     where = {label: i for i, (labels, _) in enumerate(cut) for label in labels}
     for i, (labels, instructions) in enumerate(cut):
         successors = []
