@@ -213,6 +213,7 @@ def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source) -> 
     loops = sass.loop_texts(text)
     products = [found for body in loops for one in body if (found := _PRODUCT.search(one))]
     operations = [2 * int(m) * int(n) * int(k) for _, m, n, k in (found.groups() for found in products)]
+    shapes = Counter(f"m{m}n{n}k{k}" for _, m, n, k in (found.groups() for found in products))
     floor = sum(done / _GMMA[found[1]] for done, found in zip(operations, products, strict=True))
     plan = asked.plan
     return Report(
@@ -221,7 +222,7 @@ def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source) -> 
         spilled={"bytes": sass.spilled_bytes(said), "stack": sass.stack_bytes(usage)},
         shared=kernel.metadata.shared, stages=plan.stages if plan else 0, tile=plan.block if plan else (),
         loop={
-            "instructions": sum(map(len, loops)), "mfma": dict(Counter(f"m{found[2]}n{found[3]}k{found[4]}" for found in products)),
+            "instructions": sum(map(len, loops)), "mfma": dict(shapes),
             "counts": [sass.loop_counts(body) for body in loops],
         },
         cycles={"floor": {"wgmma": floor}, "operations": sum(operations)} if floor else {},
