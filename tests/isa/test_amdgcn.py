@@ -110,6 +110,16 @@ def test_a_kernel_is_read():
     assert loop.instructions[0].line == 9
 
 
+def test_of_several_kernels_the_first_is_read_with_its_own_metadata():
+    first, second = text(products := ["v_mov_b32 v1, v2"], vgprs=10), text(products, vgprs=99).replace("gemm", "other")
+    head, _, entry = first.partition("amdhsa.kernels:\n")
+    _, _, other = second.partition("amdhsa.kernels:\n")
+    code = second.partition("\t.amdgpu_metadata")[0]
+    kernel = parse(head.replace("\t.amdgpu_metadata\n---\n", code + "\t.amdgpu_metadata\n---\n") + "amdhsa.kernels:\n"
+                   + entry.replace("...\n\t.end_amdgpu_metadata\n", "") + other)  # fmt: skip
+    assert (kernel.name, kernel.vgprs, kernel.fields["next_free_vgpr"]) == ("gemm", 10, 10)
+
+
 def test_spills_are_seen():
     made = text(["v_mov_b32 v1, v2"])
     made = made.replace(".vgpr_spill_count: 0", ".vgpr_spill_count: 7").replace(

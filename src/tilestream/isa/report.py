@@ -112,11 +112,11 @@ def of(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES, time
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TilestreamError(f"{name} for {question.arch} did not compile within {timeout:g} s") from None
-    answer = run.stdout.rpartition("\n{")[2] if "\n{" in run.stdout else run.stdout.removeprefix("{")
-    if run.returncode or not answer:
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode or not lines:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise TilestreamError(f"{name} for {question.arch} did not compile (status {run.returncode}): {last}")
-    said = json.loads("{" + answer)
+    said = json.loads(lines[-1])
     if "error" in said:
         raise _ERRORS.get(said["error"], TilestreamError)(said["message"])
     return Report(**{**said, "tile": tuple(said["tile"])})
