@@ -183,9 +183,13 @@ def why_not(tile: Tile, arch: str, shared: int) -> str:
     return ""
 
 
-def tiles(arch: str, shared: int) -> tuple[Tile, ...]:
-    """The rows of `TILES` that a device holds."""
-    return tuple(tile for tile in TILES[arch] if not why_not(tile, arch, shared))
+def tiles(arch: str, shared: int, size: int = 2) -> tuple[Tile, ...]:
+    """The rows of `TILES` that a device holds, and whose K step is a whole number of instructions."""
+    return tuple(
+        tile
+        for tile in TILES[arch]
+        if not why_not(tile, arch, shared) and tile.block_k(size) % instruction(arch, size)[2] == 0
+    )
 
 
 def stage_swizzle(tile_rows: int, block_k: int, size: int, arch: str, k_major: bool) -> Swizzle:

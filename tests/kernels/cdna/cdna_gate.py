@@ -63,6 +63,8 @@ def configurations(what: str) -> Iterator[Configuration]:
     for arch, device in DEVICES.items():
         for tile in tiles(arch, device.shared):
             for dtype, how, layout in _of_a_tile(tile, arch):
+                if tile not in tiles(arch, device.shared, ITEMSIZE[dtype]):
+                    continue
                 if what == "all" or (arch, tile[:2], tile.copies, dtype, how, layout) in QUICK:
                     yield make(arch, tile, dtype, how, layout)
 

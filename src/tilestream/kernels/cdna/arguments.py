@@ -75,6 +75,14 @@ def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, 
     return Operand(stride, k_major, turned, far, (swizzle.vector, swizzle.every, swizzle.period))
 
 
+def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
+    """What gfx950's instruction of 128 of K calls operands of 8 bits."""
+    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    if arch != "gfx950" or dtypes[0] not in names:
+        return None
+    return names[dtypes[0]], names[dtypes[1]]
+
+
 def grain(strides: tuple[int, ...] | None, columns: int, size: int, aligned: bool) -> int:
     """Neighbouring columns of a row that can be stored, or loaded, as one vector: as many as a lane has, or 1."""
     if strides is None or strides[-1] != 1 or not aligned:
@@ -169,6 +177,7 @@ class Arguments:
             "SHAPE": instruction(self.arch, self.size),
             "ACROSS": spread(block_m, block_n, plan.warps),
             "WIDTH": CELL_BYTES // self.size,
+            "FORMATS": formats(problem.dtypes, self.arch),
             "GROUPS": XCDS,
             # With nothing to split, stream_k is a queue, and there are no slots.
             "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,

@@ -7,7 +7,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.amd import cdna3
+from triton.experimental.gluon.language.amd import cdna3, cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 # gfx942 has no module of its own for these; they lower there, too, at 32 bits a lane.
@@ -17,7 +17,6 @@ wait_for_groups = async_copy.wait_group
 load_landed = async_copy.load_shared_relaxed
 buffer_load = cdna3.buffer_load
 buffer_store = cdna3.buffer_store
-mfma = cdna3.mfma
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -34,6 +33,17 @@ else:
     def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
         """The same bytes of shared memory, seen through another layout."""
         return buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def multiply_add(a, b, acc, FORMATS: gl.constexpr):
+    """``acc + a @ b``. ``FORMATS``: of 8-bit operands of gfx950, whose fast instruction is the one with scales, of 1."""
+    if FORMATS is None:
+        return cdna3.mfma(a, b, acc)
+    else:
+        A_FORMAT: gl.constexpr = FORMATS[0]
+        B_FORMAT: gl.constexpr = FORMATS[1]
+        return cdna4.mfma_scaled(a, None, A_FORMAT, b, None, B_FORMAT, acc)
 
 
 @gluon.jit

@@ -47,6 +47,13 @@ def within(stride_row, stride_column, i, j, GRAIN: gl.constexpr, FAR: gl.constex
 
 
 @gluon.jit
+def corner(at, batch, batch_stride, row, stride_row, column, stride_column):
+    """Where a strip begins in something that has its rows, its columns or both."""
+    at = at + batch.to(gl.int64) * batch_stride
+    return at + gl.cast(row, gl.int64) * stride_row + gl.cast(column, gl.int64) * stride_column
+
+
+@gluon.jit
 def load_from(at, offsets, inside, FAR: gl.constexpr):
     """Elements at offsets from a corner, zeros where there are none."""
     if FAR:
@@ -57,9 +64,10 @@ def load_from(at, offsets, inside, FAR: gl.constexpr):
 
 @gluon.jit
 def scaled(
-    x, i, j, rows_left, columns_left, row_scale, stride_sr, column_scale, stride_tc, SCALES: gl.constexpr
+    x, i, j, batch, row, column, rows_left, columns_left, row_scale, stride_sb, stride_sr, column_scale, stride_tb,
+    stride_tc, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """``row_scale * column_scale * x``; a scale that is None is 1. Scales are at the strip's corner."""
+    """``row_scale * column_scale * x``; a scale that is None is 1."""
     if SCALES == "tensor":
         factor = 1.0
         if row_scale is not None:
@@ -71,9 +79,11 @@ def scaled(
         # (x * a) * b could overflow where x * (a * b) does not, and costs as many multiplications.
         factor = gl.full(x.shape, 1.0, gl.float32, x.type.layout)
         if row_scale is not None:
-            factor = factor * gl.load(row_scale + i * stride_sr, mask=i < rows_left, other=0.0)[:, None]
+            at = corner(row_scale, batch, stride_sb, row, stride_sr, 0, 0) + i * stride_sr
+            factor = factor * gl.load(at, mask=i < rows_left, other=0.0)[:, None]
         if column_scale is not None:
-            factor = factor * gl.load(column_scale + j * stride_tc, mask=j < columns_left, other=0.0)[None, :]
+            at = corner(column_scale, batch, stride_tb, 0, 0, column, stride_tc) + j * stride_tc
+            factor = factor * gl.load(at, mask=j < columns_left, other=0.0)[None, :]
         x = x * factor
     return x
 
@@ -132,38 +142,27 @@ def finish(
         rows_left = rows - row
         columns_left = columns - column
         x = scaled(
-            acc, i, j, rows_left, columns_left,
-            at_corner(row_scale, batch, stride_sb, row, stride_sr, 0, 0), stride_sr,
-            at_corner(column_scale, batch, stride_tb, 0, 0, column, stride_tc), stride_tc, SCALES,
+            acc, i, j, batch, row, column, rows_left, columns_left, row_scale, stride_sb, stride_sr, column_scale,
+            stride_tb, stride_tc, SCALES,
         )  # fmt: skip
         if SCALED:
             x = x * alpha
         if BIAS:
-            at = at_corner(bias, batch, 0, 0, 0, column, stride_bias) + j * stride_bias
+            at = corner(bias, batch, 0, 0, 0, column, stride_bias) + j * stride_bias
             x = x + gl.load(at, mask=j < columns_left, other=0.0).to(gl.float32)[None, :]
         if RESIDUAL:
             at = within(stride_rr, stride_rc, i, j, RESIDUAL_GRAIN, FAR)
             inside = (i < rows_left)[:, None] & (j // RESIDUAL_GRAIN * RESIDUAL_GRAIN < columns_left)[None, :]
-            place = at_corner(residual, batch, stride_rb, row, stride_rr, column, stride_rc)
+            place = corner(residual, batch, stride_rb, row, stride_rr, column, stride_rc)
             x = x + beta * load_from(vector_at(place, RESIDUAL_GRAIN), at, inside, FAR).to(gl.float32)
         x = activate(x, ACTIVATION).to(out.dtype.element_ty)
         at = within(stride_or, stride_oc, i, j, GRAIN, FAR)
         inside = (i < rows_left)[:, None] & (j // GRAIN * GRAIN < columns_left)[None, :]
-        place = vector_at(at_corner(out, batch, stride_ob, row, stride_or, column, stride_oc), GRAIN)
+        place = vector_at(corner(out, batch, stride_ob, row, stride_or, column, stride_oc), GRAIN)
         if FAR:
             gl.store(place + at, x, mask=inside)
         else:
             buffer_store(x, place, at, mask=inside)
-
-
-@gluon.jit
-def at_corner(at, batch, batch_stride, row, stride_row, column, stride_column):
-    """Where a strip begins in something that has its rows, its columns or both; None where there is none."""
-    if at is not None:
-        at = at + batch.to(gl.int64) * batch_stride
-        at = at + gl.cast(row, gl.int64) * stride_row
-        at = at + gl.cast(column, gl.int64) * stride_column
-    return at
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.cdna.compat import device, mfma, uniform
+from tilestream.kernels.cdna.compat import device, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import add_up, count_in, finish, hand_in, math_layout
 from tilestream.kernels.cdna.ring import (
     CELL,
@@ -74,7 +74,7 @@ def multiply_direct(
     acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, k_end, most, x_stages, y_stages,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LANE: gl.constexpr,
     X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr, WIDTH: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, FORMATS: gl.constexpr,
 ):  # fmt: skip
     """Whole K steps [k_begin, k_end), of which ``most`` is the last that there is, by copies past the registers."""
     MATH: gl.constexpr = acc.type.layout
@@ -94,7 +94,7 @@ def multiply_direct(
         )  # fmt: skip
         ahead = step + AHEAD
         copy(x + ahead * x_step, x_offsets, x_stages, y + ahead * y_step, y_offsets, y_stages, before(stage, STAGES))
-        acc = mfma(a, b, acc)
+        acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, STAGES)
     # The last ones: nothing is left to copy.
     for i in gl.static_range(AHEAD):
@@ -104,7 +104,7 @@ def multiply_direct(
                 x_stages.index(stage), y_stages.index(stage), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_HOW,
                 Y_HOW, MATH, WIDTH, True,
             )  # fmt: skip
-            acc = mfma(a, b, acc)
+            acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, STAGES)
     return acc
 
@@ -115,7 +115,7 @@ def multiply_staged(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
     X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
     X_HOW: gl.constexpr, Y_HOW: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, FAR_X: gl.constexpr,
-    FAR_Y: gl.constexpr,
+    FAR_Y: gl.constexpr, FORMATS: gl.constexpr,
 ):  # fmt: skip
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
     MATH: gl.constexpr = acc.type.layout
@@ -139,7 +139,7 @@ def multiply_staged(
             x_stages.index(0), y_stages.index(0), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR or X_TURNED, Y_K_MAJOR or Y_TURNED,
             X_HOW, Y_HOW, MATH, WIDTH, False,
         )  # fmt: skip
-        acc = mfma(a, b, acc)
+        acc = multiply_add(a, b, acc, FORMATS)
     return acc
 
 
@@ -149,7 +149,7 @@ def multiply_rest(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
     X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
     X_HOW: gl.constexpr, Y_HOW: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, FAR_X: gl.constexpr,
-    FAR_Y: gl.constexpr,
+    FAR_Y: gl.constexpr, FORMATS: gl.constexpr,
 ):  # fmt: skip
     """The ``rest`` of K that is less than a step: fetched, cut off, and multiplied as a whole one."""
     MATH: gl.constexpr = acc.type.layout
@@ -164,7 +164,7 @@ def multiply_rest(
         x_stages.index(0), y_stages.index(0), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR or X_TURNED, Y_K_MAJOR or Y_TURNED,
         X_HOW, Y_HOW, MATH, WIDTH, False,
     )  # fmt: skip
-    return mfma(a, b, acc)
+    return multiply_add(a, b, acc, FORMATS)
 
 
 @gluon.jit
@@ -174,6 +174,7 @@ def multiply(
     LANE: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_TURNED: gl.constexpr,
     Y_TURNED: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr, MATH: gl.constexpr, WIDTH: gl.constexpr,
     WARPS: gl.constexpr, EVEN_K: gl.constexpr, FAR_X: gl.constexpr, FAR_Y: gl.constexpr,
+    FORMATS: gl.constexpr,
 ):  # fmt: skip
     """K steps [k_begin, k_end) of a tile, in fp32.
 
@@ -195,25 +196,26 @@ def multiply(
     if DIRECT:
         acc = multiply_direct(
             acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, whole, most, x_stages, y_stages,
-            ROWS, COLUMNS, BLOCK_K, STAGES, LANE, X_K_MAJOR, Y_K_MAJOR, X_HOW, Y_HOW, WIDTH, WARPS,
+            ROWS, COLUMNS, BLOCK_K, STAGES, LANE, X_K_MAJOR, Y_K_MAJOR, X_HOW, Y_HOW, WIDTH, WARPS, FORMATS,
         )  # fmt: skip
     else:
         acc = multiply_staged(
             acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, whole, most, x_stages, y_stages,
             ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED, X_HOW, Y_HOW, WIDTH, WARPS, FAR_X, FAR_Y,
+            FORMATS,
         )  # fmt: skip
     if not EVEN_K:
         if whole < k_end:
             acc = multiply_rest(
                 acc, x + whole * x_step, y + whole * y_step, last_x, last_y, x_stride, y_stride, k - whole * BLOCK_K,
                 x_stages, y_stages, ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED, X_HOW, Y_HOW,
-                WIDTH, WARPS, FAR_X, FAR_Y,
+                WIDTH, WARPS, FAR_X, FAR_Y, FORMATS,
             )  # fmt: skip
     return acc
 
 
 @gluon.jit
-def corner(at, batch, batch_stride, row, stride, K_MAJOR: gl.constexpr):
+def first_row(at, batch, batch_stride, row, stride, K_MAJOR: gl.constexpr):
     """Where a tile's rows of an operand begin."""
     at = at + batch.to(gl.int64) * batch_stride
     if K_MAJOR:
@@ -237,7 +239,8 @@ def gemm(
     TALL: gl.constexpr,
     DIRECT: gl.constexpr, LANE: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr,
     X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr,
-    VERSION: gl.constexpr, SHAPE: gl.constexpr, ACROSS: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
+    VERSION: gl.constexpr, SHAPE: gl.constexpr, ACROSS: gl.constexpr, WIDTH: gl.constexpr, FORMATS: gl.constexpr,
+    GROUPS: gl.constexpr,
     KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
     EVEN_K: gl.constexpr, FAR_X: gl.constexpr, FAR_Y: gl.constexpr, FAR_OUT: gl.constexpr, GRAIN: gl.constexpr,
     RESIDUAL_GRAIN: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
@@ -250,6 +253,8 @@ def gemm(
     x, y, out, residual
         ``[batches, rows, K]``, ``[batches, columns, K]``, ``[batches, rows, columns]``. ``stride_x`` and ``stride_y``
         are the strides that are not 1.
+    FORMATS
+        A's and B's, of 8 bits on gfx950; else None.
     GROUPS
         XCDs: neighbouring program ids are on different ones.
     ACROSS
@@ -316,11 +321,11 @@ def gemm(
             acc = gl.full([BLOCK_M, BLOCK_N], float("nan"), gl.float32, MATH)
             if over == 0:
                 acc = multiply(
-                    corner(x, batch, stride_xb, row, stride_x, X_K_MAJOR),
-                    corner(y, batch, stride_yb, column, stride_y, Y_K_MAJOR),
+                    first_row(x, batch, stride_xb, row, stride_x, X_K_MAJOR),
+                    first_row(y, batch, stride_yb, column, stride_y, Y_K_MAJOR),
                     rows - 1 - row, columns - 1 - column, stride_x, stride_y, uniform(k_begin), uniform(k_end), k,
                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DIRECT, LANE, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED,
-                    X_HOW, Y_HOW, MATH, WIDTH, WARPS, EVEN_K, FAR_X, FAR_Y,
+                    X_HOW, Y_HOW, MATH, WIDTH, WARPS, EVEN_K, FAR_X, FAR_Y, FORMATS,
                 )  # fmt: skip
             if parts == 1:
                 finish(
