@@ -61,8 +61,8 @@ class TestRefused:
         ("arguments", "error", "message"),
         [
             ({"schedule": "greedy"}, ValueError, "schedule='greedy'; it is one of auto, static, dynamic, stream_k"),
-            ({"device": "xpu"}, NotImplementedError, "device='xpu': this version has backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there"),
-            ({"device": torch.device("mps", 1)}, NotImplementedError, "device='mps:1': this version has backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there"),
+            ({"device": "xpu"}, NotImplementedError, "device='xpu': this version has backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there. Without the device there are plans for h100, h200, mi300x, mi325x, mi350x, mi355x"),
+            ({"device": torch.device("mps", 1)}, NotImplementedError, "device='mps:1': this version has backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there. Without the device there are plans for h100, h200, mi300x, mi325x, mi350x, mi355x"),
             ({"workers": 0}, ValueError, "workers=0; it is a positive whole number, or None for the plan's choice"),
             ({"workers": -2}, ValueError, "workers=-2; it is a positive whole number, or None for the plan's choice"),
             ({"workers": 2.0}, ValueError, "workers=2.0; it is a positive whole number, or None for the plan's choice"),

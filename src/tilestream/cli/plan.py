@@ -1,4 +1,4 @@
-"""``tilestream plan``: how a matmul would be run here, and why."""
+"""``tilestream plan``: how a matmul would be run here, or on a GPU that is not here, and why."""
 
 from typing import Annotated
 
@@ -13,6 +13,10 @@ def plan(
     dtype: Annotated[
         str, typer.Option(help="float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2.")
     ] = "float32",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or a GPU that need not be here: h100, h200, mi300x, mi325x, mi350x, mi355x.")
+    ] = "cpu",
+    layout: Annotated[str | None, typer.Option(help="How A and B lie: nn, nt, tn or tt.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; default: as many as the device holds.")] = None,
     schedule: Annotated[str, typer.Option(help="auto, static, dynamic or stream_k.")] = "auto",
     tile: Annotated[str | None, typer.Option(help="Rows and columns of a tile, as 256x512.")] = None,
@@ -20,7 +24,7 @@ def plan(
     rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of so many.")] = None,
     pivot: Annotated[int, typer.Option(min=0, help="The chunk that arrives first.")] = 0,
 ) -> None:
-    """Print how a matmul would be run here, and why.
+    """Print how a matmul would be run, and why.
 
     A [M, K] @ B [K, N]: what was chosen, what was refused, and the floor: what no plan can go below.
     """
@@ -37,12 +41,14 @@ def plan(
     elif pivot:
         raise ValueError(f"--pivot {pivot}: give --chunks or --rows-per-chunk too")
     found = ts.plan(
-        m, n, k, batch=batch, dtype=dtype, workers=workers, schedule=schedule, tile=_tile(tile), arrival=arrival
-    )
+        m, n, k, batch=batch, dtype=dtype, device=device, layout=layout, workers=workers, schedule=schedule,
+        tile=parsed_tile(tile), arrival=arrival,
+    )  # fmt: skip
     typer.echo(found.explain())
 
 
-def _tile(text: str | None) -> tuple[int, int] | None:
+def parsed_tile(text: str | None) -> tuple[int, int] | None:
+    """``"256x512"`` -> ``(256, 512)``."""
     if text is None:
         return None
     rows, by, columns = text.lower().partition("x")

@@ -10,6 +10,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.plan import hopper, tma
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.known import KNOWN, named
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
 from tilestream.schedule.order import TileOrder
@@ -61,8 +62,8 @@ def plan(
     use_fast_accum
         As for `tilestream.matmul`.
     device
-        ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``), or `DeviceProperties`, for a plan without the
-        device.
+        ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``); or, for a plan without the device, its name
+        (``"h100"``, ``"h200"``, ``"mi300x"``, ``"mi325x"``, ``"mi350x"``, ``"mi355x"``) or its `DeviceProperties`.
     workers
         Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
         torch has not been imported.
@@ -105,6 +106,8 @@ def plan(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     properties = device_properties(device)
+    if named(str(device)) is not None:
+        device = properties
     for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
         if not _whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
@@ -185,9 +188,12 @@ def device_properties(device: object) -> DeviceProperties:
         from tilestream.runtime.properties import cuda_properties  # imports torch, and asks the driver
 
         return cuda_properties(int(index) if index else None)
+    found = named(str(device))
+    if found is not None:
+        return found
     raise NotImplementedError(
         f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
-        "torch.matmul there"
+        f"torch.matmul there. Without the device there are plans for {', '.join(KNOWN)}"
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import get_args
 
-from tilestream.plan import cpu, hopper, portable
+from tilestream.plan import cdna, cpu, hopper, portable
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.plan import Plan, Refusal, of_candidate
@@ -36,6 +36,10 @@ def plan_problem(
     device = device or cpu_properties()
     kinds, refused = _kinds(schedule, queues, shares)
     count = workers or default_workers or device.workers
+    beside = cdna.workers_beside_producers(problem, device, count)
+    if beside < count:
+        refused += (Refusal(f"{count} workers", "an operand arrives: a CU of each shader engine is its producers'"),)
+        count = beside
     forced = [
         name
         for name, given in (

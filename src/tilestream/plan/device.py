@@ -41,6 +41,18 @@ class DeviceProperties:
         Bytes of shared memory that one worker can have.
     tensor
         Peak operations a second of one worker's matrix units, by kind of input; where a kind is not named, ``flops``.
+    clock
+        Cycles a second that the peaks are counted at; 0 where it is not known.
+    sustained
+        Cycles a second that are left of it while the matrix units are busy, by kind of input, where that is published.
+    xcds
+        Dies with an L2 each, to which the hardware deals out programs in turn.
+    shader_engines
+        Parts of the device to which it deals out work groups, where one that waits for a place is not dealt again.
+    l2, l2_bandwidth
+        Bytes of one L2, and bytes a second that one gives to its workers; 0 where it is not known.
+    cache_bandwidth
+        Bytes a second from the cache that all L2 share, where there is one.
     """
 
     name: str
@@ -52,6 +64,13 @@ class DeviceProperties:
     arch: str = ""
     shared: int = 0
     tensor: tuple[tuple[str, float], ...] = ()
+    clock: float = 0.0
+    sustained: tuple[tuple[str, float], ...] = ()
+    xcds: int = 1
+    shader_engines: int = 0
+    l2: int = 0
+    l2_bandwidth: float = 0.0
+    cache_bandwidth: float = 0.0
 
     def peak(self, dtype: str, workers: int) -> float:
         """Peak operations a second of ``workers`` workers.

@@ -25,6 +25,8 @@ def explain(plan: Plan) -> str:
         ("floor", f"{work}: {floor.seconds * 1e3:.3g} ms, bound by {floor.binds}"),
         ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
     ]
+    if device.arch.startswith("gfx"):
+        lines.append(("checked", "compiled and checked, not run: nobody has run this on an AMD GPU yet"))
     lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused]
     head = f"matmul {shape}, {_dtypes(plan)} -> {problem.out_dtype}"
     return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])

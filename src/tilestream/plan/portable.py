@@ -2,7 +2,8 @@
 
 What bounds a row of `TILES` stands beside it. The model has three terms, in seconds: a tile's multiply-adds at the rate
 its size reaches, a constant a tile (taking it, filling and emptying the ring, the epilogue), and the launch; the whole
-is never below the memory's floor. Rates were read off an H100; what matters is the order they put candidates in.
+is never below the memory's floor. Rates were read off an H100; what matters is the order they put candidates in. CDNA 3
+and 4 have tiles (`CDNA`) and a model (`tilestream.plan.cdna`) of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tilestream.plan import cdna
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import FP8, ITEMSIZE, Problem
@@ -41,7 +43,13 @@ _FP8_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
 
 
 class Tile(NamedTuple):
-    """A tile, the warps and stages that go with it, and the share of the matrix units' peak it reaches."""
+    """A tile, the warps and stages that go with it, and the share of the matrix units' peak it reaches.
+
+    Attributes
+    ----------
+    buffers
+        Stages that are in shared memory, where the others are in registers; 0: all of them.
+    """
 
     block_m: int
     block_n: int
@@ -49,10 +57,11 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     efficiency: float
+    buffers: int = 0
 
     def ring_bytes(self, itemsize: int) -> int:
         """Shared memory of the stages."""
-        return (self.block_m + self.block_n) * self.block_k * itemsize * self.stages
+        return (self.block_m + self.block_n) * self.block_k * itemsize * (self.buffers or self.stages)
 
 
 #: By what the inputs allow. Compiled with everything the epilogue has, and with a gate, none spills: see the compile
@@ -91,6 +100,43 @@ TILES: dict[str, tuple[Tile, ...]] = {
 
 #: Stages where copies go through registers: one tile in shared memory, the next on its way.
 _HIP_STAGES = 2
+#: The same for gfx942, whose copies go through registers, and gfx950, where Triton 3.9 copies straight to LDS.
+#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd_isa.json), not measured. With everything in
+#: the epilogue, and a gate, none spills: the compile gate's.
+CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "gfx942": {
+        "16-bit": (
+            Tile(128, 256, 64, 8, 2, 0.56, 1),  # a second buffer, of 48 KiB, does not fit 64 KiB
+            Tile(128, 128, 64, 8, 3, 0.60, 2),
+            Tile(64, 128, 64, 4, 2, 0.31, 1),
+            Tile(64, 64, 64, 4, 2, 0.18, 1),
+            Tile(16, 128, 64, 4, 2, 0.085, 1),
+        ),
+        "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.21, 1), Tile(64, 64, 32, 4, 2, 0.07, 1)),
+        "float32": (Tile(128, 128, 16, 8, 3, 0.95, 2), Tile(64, 64, 16, 8, 3, 0.55, 2)),
+        "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.79, 1),),
+    },
+    "gfx950": {
+        "16-bit": (
+            Tile(128, 256, 64, 8, 3, 0.49),
+            Tile(128, 128, 64, 8, 3, 0.32),
+            Tile(64, 128, 64, 4, 3, 0.17),
+            Tile(64, 64, 64, 4, 3, 0.10),
+            Tile(16, 128, 64, 4, 3, 0.047),
+        ),
+        "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.17), Tile(64, 64, 32, 4, 2, 0.05)),
+        "8-bit": (
+            Tile(128, 256, 128, 8, 3, 0.52),
+            Tile(128, 128, 128, 8, 3, 0.31),
+            Tile(64, 128, 128, 4, 3, 0.18),
+            Tile(64, 64, 128, 4, 3, 0.10),
+            Tile(16, 128, 64, 4, 2, 0.026),
+        ),
+        "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.09), Tile(64, 64, 32, 4, 2, 0.025)),
+        "float32": (Tile(128, 128, 16, 8, 3, 0.82), Tile(64, 64, 16, 8, 3, 0.50)),
+        "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.49),),
+    },
+}
 
 
 def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
@@ -103,9 +149,11 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
         kind = "tf32" if problem.tf32 else "float32"
     if not problem.aligned and f"{kind}, unaligned" in TILES:
         kind += ", unaligned"
-    rows = TILES[kind]
-    if device.arch.startswith("gfx"):
-        rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
+    rows = CDNA.get(device.arch, {}).get(kind, ())
+    if not rows:
+        rows = TILES[kind]
+        if device.arch.startswith("gfx"):
+            rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     fit = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
     return fit or (rows[-1]._replace(stages=_HIP_STAGES),)
 
@@ -137,6 +185,11 @@ def candidates(
         if not rows:
             have = ", ".join(f"{row.block_m}x{row.block_n}" for row in tiles(problem, device))
             raise ValueError(f"tile={tile}: the portable kernel has {have} for these operands")
+    if cdna.knows(device):
+        yield from cdna.candidates(
+            problem, device, workers, rows, kinds=kinds, order=order, queues=queues, shares=shares
+        )
+        return
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)

@@ -7,18 +7,8 @@ import functools
 import torch
 
 from tilestream.plan.device import DeviceProperties
+from tilestream.plan.known import made, published
 
-#: Operations a cycle of one SM or CU, dense, from the vendors' data sheets: fp32, 16-bit, tf32, 8-bit.
-_PER_CYCLE = {
-    "sm_80": (128, 2048, 1024, 2048),
-    "sm_86": (256, 512, 256, 512),
-    "sm_89": (256, 512, 256, 1024),
-    "sm_90": (256, 4096, 2048, 8192),
-    "sm_100": (256, 8192, 4096, 16384),
-    "gfx942": (256, 2048, 1024, 4096),
-    "gfx950": (256, 4096, 256, 8192),
-}
-_ASSUMED = (128, 512, 256, 512)
 #: Taken where the driver does not say.
 _ASSUMED_KHZ = 1.8e6
 _ASSUMED_BYTES = 2e12
@@ -34,24 +24,15 @@ def cuda_properties(index: int | None = None) -> DeviceProperties:
         return cuda_properties(torch.cuda.current_device())
     found = torch.cuda.get_device_properties(index)
     if torch.version.hip is None:
-        arch, bytes_, what = f"sm_{found.major}{found.minor}", getattr(found, "shared_memory_per_block_optin", 0), "SM"
+        arch, bytes_ = f"sm_{found.major}{found.minor}", getattr(found, "shared_memory_per_block_optin", 0)
     else:
-        arch, bytes_, what = found.gcnArchName.partition(":")[0], found.shared_memory_per_block, "CU"
+        arch, bytes_ = found.gcnArchName.partition(":")[0], found.shared_memory_per_block
     hertz = 1e3 * (getattr(found, "clock_rate", 0) or _ASSUMED_KHZ)
-    flops, half, tf32, fp8 = (n * hertz for n in _PER_CYCLE.get(arch, _ASSUMED))
+    workers = found.multi_processor_count
     # Two transfers a clock, bits to bytes.
     bandwidth = 2e3 * getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 8
-    return DeviceProperties(
-        name=found.name,
-        backend="portable",
-        workers=found.multi_processor_count,
-        flops=flops,
-        bandwidth=bandwidth or _ASSUMED_BYTES,
-        source=f"{arch}, one worker an {what}; nominal: data sheet's operations a cycle at {hertz / 1e9:.2f} GHz",
-        arch=arch,
-        shared=bytes_ or _ASSUMED_SHARED,
-        tensor=(("float16", half), ("bfloat16", half), ("tf32", tf32), ("fp8", fp8)),
-    )
+    bandwidth = published(found.name, arch, workers) or bandwidth or _ASSUMED_BYTES
+    return made(found.name, arch, workers, hertz, bandwidth, bytes_ or _ASSUMED_SHARED)
 
 
 def allows_tf32() -> bool:

@@ -1,0 +1,129 @@
+"""``tilestream isa``: what the compiler made of a kernel, for a GPU that need not be here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilestream.cli import ui
+
+if TYPE_CHECKING:
+    from tilestream.isa.report import Report
+
+
+def isa(
+    kernel: Annotated[
+        str | None, typer.Argument(help="A kernel's name, or a file of AMDGCN assembly; none: list the kernels.")
+    ] = None,
+    arch: Annotated[str, typer.Option(help="gfx942, gfx950 or sm_90a.")] = "gfx942",
+    m: Annotated[int, typer.Option(min=1, help="Rows of A.")] = 8192,
+    n: Annotated[int, typer.Option(min=1, help="Columns of B.")] = 8192,
+    k: Annotated[int, typer.Option(min=1, help="Columns of A, rows of B.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="Of the operands.")] = "bfloat16",
+    layout: Annotated[str, typer.Option(help="How A and B lie: nn, nt, tn or tt.")] = "nt",
+    tile: Annotated[
+        str | None, typer.Option(help="Rows and columns of a tile, as 128x256; default: the plan's.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="auto, static, dynamic or stream_k.")] = "auto",
+    stages: Annotated[int | None, typer.Option(min=1, help="Of the ring; default: the plan's.")] = None,
+    memory_cycles: Annotated[
+        int | None, typer.Option(min=1, help="Cycles from a load to its data, which no vendor publishes.")
+    ] = None,
+    warps: Annotated[int | None, typer.Option(min=1, help="A file's: waves of a work group.")] = None,
+    lds: Annotated[int | None, typer.Option(min=0, help="A file's: bytes of LDS given at launch.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Compile a kernel, with no GPU, and say what came of it.
+
+    Registers, spills, LDS, occupancy; the main loop's instructions and waits; what an iteration should take by
+    published rates, beside its floor. Compiled and read, not run.
+    """
+    from tilestream.cli.plan import parsed_tile
+    from tilestream.isa import kernels, report
+    from tilestream.isa.rates import MEMORY_CYCLES
+
+    if kernel is None:
+        for name, entry in kernels.KERNELS.items():
+            typer.echo(f"{name:<16} {', '.join(entry.archs):<24} {entry.what}")
+        return
+    latency = memory_cycles or MEMORY_CYCLES
+    if kernel not in kernels.KERNELS and Path(kernel).is_file():
+        text = Path(kernel).read_text(encoding="utf-8")
+        made = report.of_amdgcn(text, warps=warps, shared=lds, memory_cycles=latency)
+    else:
+        question = kernels.Question(arch, m, n, k, dtype, layout, parsed_tile(tile), schedule, stages)
+        made = report.of(kernel, question, latency)
+    if json:
+        typer.echo(made.to_json())
+    else:
+        show(made)
+
+
+def show(made: "Report") -> None:
+    """The report as tables."""
+    from rich.table import Table
+
+    console = ui.console()
+    version = f", Triton {made.triton}" if made.triton else ""
+    console.print(f"{made.kernel} for {made.arch}{version}: compiled and read, not run", style="bold", markup=False)
+    if made.plan:
+        console.print(f"  {made.plan}", markup=False)
+    for title, rows in _sections(made):
+        table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+        for row in rows:
+            table.add_row(*map(str, row))
+        console.print(table)
+
+
+def _sections(made: "Report") -> list[tuple[str, list[tuple[Any, ...]]]]:
+    resources: list[tuple[Any, ...]] = [
+        (key.upper() if made.occupancy else key, x) for key, x in made.registers.items()
+    ]
+    resources += [(key.replace("_", " "), x) for key, x in made.spilled.items()]
+    resources += [("LDS" if made.occupancy else "shared memory", ui.size(made.shared)), ("warps", made.warps)]
+    if made.stages:
+        resources.append(("stages", made.stages))
+    sections = [("resources", resources)]
+    if made.occupancy:
+        by = ", ".join(f"{made.occupancy['by_' + name]} by {name}" for name in ("registers", "lds", "sgprs"))
+        sections.append(
+            (
+                "occupancy",
+                [("waves a SIMD", f"{made.occupancy['waves']} ({by})"), ("workers", made.occupancy["workers"])],
+            )
+        )
+    if made.loop:
+        sections.append(("main loop, instructions an iteration", _loop(made)))
+    if made.cycles:
+        sections.append(("cycles an iteration, of one compute unit", _cycles(made)))
+    return sections
+
+
+def _loop(made: "Report") -> list[tuple[Any, ...]]:
+    loop = made.loop
+    rows: list[tuple[Any, ...]] = [("all", loop["instructions"])]
+    rows += [(f"matrix {shape}", count) for shape, count in loop["mfma"].items()]
+    each = loop["counts"] if isinstance(loop["counts"], list) else [loop["counts"]]
+    for i, counts in enumerate(each):
+        which = f"loop {i}: " if len(each) > 1 else ""
+        rows += [
+            (which + kind.replace("_", " "), n) for kind, n in counts.items() if kind not in ("mfma", "instructions")
+        ]
+    if "waits" in loop:
+        waits = [" ".join(f"{name}({left})" for name, left in wait.items()) for wait in loop["waits"]]
+        rows.append(("s_waitcnt, in order", ", ".join(waits) or "none"))
+        rows.append(("s_sleep, whole kernel", made.sleeps))
+    return rows
+
+
+def _cycles(made: "Report") -> list[tuple[Any, ...]]:
+    cycles = made.cycles
+    rows: list[tuple[Any, ...]] = [(f"floor: {name}", f"{x:.0f}") for name, x in cycles["floor"].items() if x]
+    if "estimate" in cycles:
+        rows += [
+            ("bound by", cycles["binds"]),
+            ("estimate", f"{cycles['estimate']:.0f}"),
+            ("matrix units busy", f"{cycles['busy']:.0%}"),
+            ("share of the peak", f"{cycles['share']:.0%}, main loop only, at the same clock"),
+        ]
+    return rows

@@ -1,0 +1,246 @@
+"""The kernels that `tilestream isa` knows, by name: a small table that a new kernel joins by one line.
+
+An entry says which archs it compiles for, and names the function ``(question) -> Source`` that makes what is compiled;
+that function is imported when it is asked for. A kernel outside this package joins by `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilestream.plan.choose import plan_problem
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.known import named
+from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_name
+from tilestream.plan.tma import refuse_contiguous
+
+if TYPE_CHECKING:
+    from tilestream.kernels.portable.arguments import Layout
+    from tilestream.plan.plan import Plan
+
+#: The GPU that stands for an arch.
+DEVICES = {"sm_90a": "h100", "gfx942": "mi300x", "gfx950": "mi355x"}
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be compiled.
+
+    Attributes
+    ----------
+    arch
+        One of `DEVICES`.
+    m, n, k
+        The problem's extents.
+    dtype
+        Of the operands.
+    layout
+        How they lie: see `tilestream.plan`.
+    tile, schedule, stages
+        Forced; None, ``"auto"``: the plan's choice.
+    """
+
+    arch: str
+    m: int = 8192
+    n: int = 8192
+    k: int = 8192
+    dtype: str = "bfloat16"
+    layout: str = "nt"
+    tile: tuple[int, int] | None = None
+    schedule: str = "auto"
+    stages: int | None = None
+
+    @property
+    def device(self) -> DeviceProperties:
+        """The GPU that stands for the arch.
+
+        Raises
+        ------
+        ValueError
+            If none does.
+        """
+        found = named(DEVICES.get(self.arch, ""))
+        if found is None:
+            raise ValueError(f"arch={self.arch!r}; kernels are compiled for {', '.join(DEVICES)}")
+        return found
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that a plan is asked for.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there is no such problem.
+        """
+        dtype = dtype_name(self.dtype)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        return Problem(
+            self.m, self.n, self.k, 1, dtype, result_name(dtype, None),
+            aligned=not (self.m % 16 or self.n % 16 or self.k % 16),
+            no_tma=refuse_contiguous(self.m, self.n, self.k, self.layout, (dtype, dtype)),
+            scales="tensor" if dtype in FP8 else "none", plain=dtype not in FP8,
+        )  # fmt: skip
+
+
+class Source(NamedTuple):
+    """What is compiled.
+
+    Attributes
+    ----------
+    kernel, filled, options
+        See `tilestream.isa.build.build`.
+    warps
+        Waves of a worker.
+    plan
+        What it was made for; None where there is none.
+    """
+
+    kernel: Any
+    filled: tuple[Any, ...]
+    options: dict[str, Any]
+    warps: int
+    plan: Plan | None = None
+
+
+class Entry(NamedTuple):
+    """A kernel by name.
+
+    Attributes
+    ----------
+    archs
+        That it compiles for.
+    make
+        ``"module:function"``, a function of a `Question` that gives a `Source`.
+    what
+        In a few words.
+    """
+
+    archs: tuple[str, ...]
+    make: str
+    what: str
+
+
+KERNELS: dict[str, Entry] = {
+    "portable-gemm": Entry(
+        ("sm_90a", "gfx942", "gfx950"), f"{__name__}:portable_gemm", "the Triton kernel, for any GPU"
+    ),
+    "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
+}
+
+
+def register(name: str, archs: tuple[str, ...], make: str, what: str) -> None:
+    """Add a kernel: see `Entry`. One of the same name is replaced."""
+    KERNELS[name] = Entry(archs, make, what)
+
+
+def source(name: str, question: Question) -> Source:
+    """What is compiled for a question to the kernel ``name``.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel, or it does not compile for the arch.
+    NotImplementedError
+        If it does not do such a problem.
+    """
+    entry = KERNELS.get(name)
+    if entry is None:
+        raise ValueError(f"KERNEL {name!r}; there are {', '.join(KERNELS)}")
+    if question.arch not in entry.archs:
+        raise ValueError(f"arch={question.arch!r}; {name} compiles for {', '.join(entry.archs)}")
+    module, _, function = entry.make.partition(":")
+    made: Source = getattr(importlib.import_module(module), function)(question)
+    return made
+
+
+def contiguous(question: Question, batch_stride: int = 0) -> Layout:
+    """The operands' layout, without gaps, and no epilogue."""
+    from tilestream.kernels.portable.arguments import Layout
+
+    (m, n, k), letters = (question.m, question.n, question.k), question.layout
+    a = (batch_stride, k, 1) if letters[0] == "n" else (batch_stride, 1, m)
+    b = (batch_stride, n, 1) if letters[1] == "n" else (batch_stride, 1, k)
+    return Layout(a, b, (batch_stride, n, 1))
+
+
+def portable_gemm(question: Question) -> Source:
+    """The portable kernel as its plan would launch it."""
+    from tilestream.kernels.portable.gemm import gemm
+
+    plan = plan_problem(
+        question.problem, None, question.schedule, question.tile, device=question.device, backend="portable"
+    )
+    if question.stages is not None:
+        plan = replace(plan, stages=question.stages)
+    filled, options = portable_arguments(plan, contiguous(question), plan.problem.aligned)
+    return Source(gemm, filled, options, plan.warps, plan)
+
+
+def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the portable kernel is compiled with, and how: its launch's arguments, of no address.
+
+    Parameters
+    ----------
+    aligned
+        Whether the operands' addresses are multiples of 16.
+    """
+    from tilestream.isa.build import Pointer
+    from tilestream.kernels.portable.arguments import Arguments, GateArguments
+
+    problem, schedule = plan.problem, plan.schedule
+    arguments = Arguments(plan, layout)
+    address = 0 if aligned else 2
+    addend = "bfloat16" if problem.fp8 else problem.dtype
+    scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
+    queue = schedule.kind != "static" or plan.gate is not None
+    channel = None if plan.gate is None else Pointer("int64")
+    gate = GateArguments(*_words(problem.rows), *_words(problem.columns), channel, channel)
+    filled = arguments.fill(
+        *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
+        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
+        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
+        Pointer("int64") if queue else None, None, None, 0, 0, 1.5, 0.5,
+        gate=gate, scales=scales,
+    )  # fmt: skip
+    return filled, arguments.options
+
+
+def _words(incoming: Incoming | None) -> tuple[Any, Any, Any]:
+    """What a gate is given of an operand that arrives: signals, quarantine, and the table of uneven chunks."""
+    from tilestream.isa.build import Pointer
+
+    if incoming is None:
+        return None, None, None
+    return Pointer("int32", 4), Pointer("int32", 4), None if incoming.chunks.rows_per_chunk else Pointer("int32")
+
+
+def hopper_gemm(question: Question) -> Source:
+    """The Hopper kernel as its plan would launch it."""
+    import torch
+
+    from tilestream.isa.build import Pointer
+    from tilestream.kernels.hopper.arguments import Arguments
+    from tilestream.kernels.hopper.gemm import gemm
+    from tilestream.kernels.hopper.launch import described_by
+
+    plan = plan_problem(
+        question.problem, None, question.schedule, question.tile, device=question.device, backend="hopper",
+        stages=question.stages,
+    )  # fmt: skip
+    problem, schedule = plan.problem, plan.schedule
+    arguments = Arguments(plan, contiguous(question))
+    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    parts = ((arguments.x, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
+    maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in parts]
+    scale = None if problem.scales == "none" else Pointer("float32")
+    given = (
+        Pointer(problem.out_dtype), None, None, scale, scale,
+        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
+        None if schedule.kind == "static" else Pointer("int64"), None, None,
+    )  # fmt: skip
+    return Source(gemm, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 0), arguments.options, plan.warps, plan)
