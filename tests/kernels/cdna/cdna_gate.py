@@ -27,14 +27,16 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "portable"))
 
 import triton
-from gate import TARGETS, Pointer, _NoGpu, gate_arguments
 from gate import DEVICES as PORTABLE
+from gate import gate_arguments
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.isa import amdgcn
+from tilestream.isa.build import Pointer, build
 from tilestream.kernels.cdna.arguments import Arguments
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.cdna_tiles import Tile, tiles
+from tilestream.plan.cdna_tiles import Tile, instruction, lane_bytes, outstanding, spread, stage_cost, tiles
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem, result_name
 from tilestream.plan.raster import raster_of, split_of
@@ -154,10 +156,101 @@ def fill(plan: Plan, layout: Layout, probe: bool = False) -> tuple[dict[str, Any
     )  # fmt: skip
 
 
-def build(configuration: Configuration) -> Any:
-    """Compile, by way of the kernel's own launch path."""
-    triton.runtime.driver.set_active(_NoGpu(TARGETS[configuration.arch]))
-    gemm.device_caches.clear()  # Triton takes a device's target to be for ever
-    options, filled = fill(configuration.plan, configuration.layout)
-    kernel = gemm.run(*filled, grid=(1,), warmup=True, **options)
-    return kernel.result() if hasattr(kernel, "result") else kernel
+# What came out -------------------------------------------------------------------------------------------------------
+
+
+def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
+    """What a test asserts on, and what it should be."""
+    text = amdgcn.parse(kernel.asm["amdgcn"])
+    loop = text.main_loop
+    assert loop is not None
+    return {
+        "name": configuration.name,
+        "triton": triton.__version__,
+        "spilled": text.spilled,
+        "registers": text.vgprs,
+        "shared": kernel.metadata.shared,
+        "mfma": dict(loop.mfma),
+        "counts": dict(loop.counts),
+        "waits": [wait["vmcnt"] for wait in loop.waits if "vmcnt" in wait],
+        "order": ring_order(loop),
+        "branches": loop.counts["branch"],
+        "sleeps": polling_sleeps(text),
+        "expected": expected(configuration),
+    }
+
+
+def ring_order(loop: amdgcn.Loop) -> list[str]:
+    """What of a loop's order breaks the ring's protocol: see `tilestream.kernels.cdna.ring`."""
+    code = loop.instructions
+    kinds = [one.kind for one in code]
+    copies = [i for i, kind in enumerate(kinds) if kind == "load_to_lds"]
+    reads = [i for i, kind in enumerate(kinds) if kind == "lds_read"]
+    barriers = [i for i, kind in enumerate(kinds) if kind == "barrier"]
+    waits = [i for i, one in enumerate(code) if "vmcnt" in one.waits]
+    faults = []
+    if copies:
+        if not (waits and barriers and waits[0] < barriers[0] < min(reads[0], copies[0])):
+            faults.append("a step begins with a wait, then a barrier, then reads and copies")
+        if any(i > copies[0] for i in waits):
+            faults.append("a wait for copies comes after copies of the same step")
+    # What a warp has read is in its registers before it tells the others that they may overwrite it.
+    for i in barriers:
+        past = [j for j in reads if j < i] or [j - len(code) for j in reads]
+        if not any(
+            code[j].waits.get("lgkmcnt") == 0 for j in range(past[-1] + 1, i + 1)
+        ):
+            faults.append("a barrier that reads of shared memory may pass")
+    return sorted(set(faults))
+
+
+def polling_sleeps(text: amdgcn.Kernel) -> int:
+    """Pauses in loops that poll: the innermost ones that have an atomic."""
+    polling = [loop for loop in text.loops if loop.counts["sleep"] and any("atomic" in kind for kind in loop.counts)]
+    inner = [loop for loop in polling if not any(other.body < loop.body for other in polling)]
+    return len(inner)
+
+
+def expected(configuration: Configuration) -> dict[str, Any]:
+    """By what the plan says."""
+    _, arch, plan, layout, _ = configuration
+    arguments = Arguments(plan, layout)
+    tile, size = arguments.tile, ITEMSIZE[plan.problem.dtype]
+    m, n, k = instruction(arch, size)
+    down, across = spread(tile.block_m, tile.block_n, tile.warps)
+    types = {"bfloat16": "bf16", "float16": "f16"}.get(plan.problem.dtype, "f8f6f4")
+    direct = tile.copies == "direct"
+    width = lane_bytes(tile, arch) if direct else 16
+    cost = stage_cost(tile, width, tile.copies)
+    turned = any(one.turned for one in (arguments.x, arguments.y))
+    return {
+        "mfma": {f"{m}x{n}x{k}_{types}": tile.block_m // m // down * (tile.block_n // n // across) * plan.block[2] // k},
+        "load_to_lds": {f"load_to_lds {8 * width}": cost.loads} if direct else {},
+        # A square of a lane may be narrower than its vectors: then there are more of them.
+        "load": None if direct or turned else cost.loads,
+        "lds_write": None if direct or turned else cost.writes,
+        "waits": [outstanding(tile, arch)] if direct else None,
+        "barriers": 1 if direct else 2,
+        "shared": tile.stage_bytes * (tile.stages if direct else 1),
+        "gated": plan.gate is not None,
+    }
+
+
+def one(configuration: Configuration) -> dict[str, Any]:
+    """Compiled, and reported on."""
+    try:
+        options, filled = fill(configuration.plan, configuration.layout)
+        return report(configuration, build(gemm, filled, options, configuration.arch)[0])
+    except Exception as error:
+        return {"name": configuration.name, "error": f"{type(error).__name__}: {error}"[-600:]}
+
+
+def main() -> None:
+    what, processes = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for found in pool.imap_unordered(one, configurations(what), 4):
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

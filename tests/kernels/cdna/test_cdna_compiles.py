@@ -1,0 +1,87 @@
+"""The compile gate of the CDNA GEMM (`cdna_gate.py`): to gfx942 and gfx950 with no GPU, and what must be true of it.
+
+The quick tier takes a sample through the Triton that is installed. The slow one takes every tile, layout and schedule
+through Triton 3.6, 3.7 and 3.9, each in a virtual environment of its own under TILESTREAM_TRITONS (default: the user's
+cache). Nothing of this was run: there is no such GPU here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritons import triton
+
+GATE = Path(__file__).parent / "cdna_gate.py"
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+SHARED = {"gfx942": 65536, "gfx950": 163840}
+#: Bytes beside the stages: an atomic's answer, on its way to all lanes.
+SLACK = 1024
+
+
+def environment(cache: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def compile_all(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
+    run = subprocess.run(
+        [python, str(GATE), what, str(min(os.cpu_count() or 1, 4))], env=environment(cache), capture_output=True,
+        text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def faults(found: dict) -> list[str]:
+    """What is not as it should be."""
+    if "error" in found:
+        return [found["error"]]
+    expected, counts = found["expected"], found["counts"]
+    # 3.9 puts a barrier of its own between a step's reads and its copies.
+    barriers = expected["barriers"] + (found["triton"] >= "3.9" and bool(expected["waits"]))
+    copies = {key: value for key, value in counts.items() if key.startswith("load_to_lds")}
+    rules = {
+        "spills": not any(found["spilled"].values()),
+        "instructions of the matrix units": found["mfma"] == expected["mfma"],
+        "copies past the registers": copies == expected["load_to_lds"],
+        "loads": expected["load"] in (None, counts.get("load 128", 0)),
+        "writes to shared memory": expected["lds_write"] in (None, counts.get("lds_write 128", 0)),
+        "loads of less than 32 bits": not counts.keys() & {"load 8", "load 16", "lds_write 8", "lds_write 16"},
+        "shuffles": not counts.get("shuffle", 0),
+        "scratch": not any(key.startswith("scratch") for key in counts),
+        "what waits leave in flight": expected["waits"] in (None, found["waits"]),
+        "a full drain": not (expected["waits"] and 0 in found["waits"]),
+        "barriers": counts.get("barrier", 0) == barriers,
+        "order": not found["order"],
+        "branches": found["branches"] == 1,  # a second one would be a loop over lanes
+        "pauses of a polling loop": not expected["gated"] or found["sleeps"] >= 1,
+        "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK
+        and found["shared"] <= SHARED[found["name"].split()[0]],
+    }
+    return [name for name, kept in rules.items() if not kept]
+
+
+def check(found: list[dict], least: int) -> None:
+    assert len(found) >= least
+    broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
+    assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
+
+
+@pytest.mark.timeout(110)
+def test_a_sample_compiles_as_it_should(tmp_path):
+    check(compile_all(sys.executable, "quick", tmp_path, 100), 7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", TRITONS)
+def test_everything_compiles_as_it_should(version, tmp_path):
+    found = compile_all(triton(version), "all", tmp_path, 3500)
+    assert {one["triton"].split("+")[0] for one in found if "triton" in one} == {version}
+    check(found, 150)
