@@ -69,10 +69,19 @@ class Tile(NamedTuple):
         return (self.block_m + self.block_n) * 64 * self.lines
 
     @property
+    def accumulator(self) -> int:
+        """Registers of a lane that hold the accumulator."""
+        return self.block_m * self.block_n // (LANES * self.warps)
+
+    @property
     def registers(self) -> int:
-        """Registers of a lane that hold the accumulator, and a step on its way through them."""
-        held = self.stage_bytes // (4 * LANES * self.warps) if self.copies == "staged" else 0
-        return self.block_m * self.block_n // (LANES * self.warps) + held
+        """Those, and what a step takes on its way through registers."""
+        return self.accumulator + (self.stage_bytes // (4 * LANES * self.warps) if self.copies == "staged" else 0)
+
+    @property
+    def splits(self) -> bool:
+        """Whether it may be cut along K: what partial results need finds no registers beside a large accumulator."""
+        return self.accumulator < 128
 
     def block_k(self, size: int) -> int:
         """Elements of K in a stage."""

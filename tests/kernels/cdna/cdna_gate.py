@@ -6,7 +6,7 @@ no torch. ``python cdna_gate.py quick|all [processes]`` prints one JSON object a
 What is compiled of each tile of `tilestream.plan.cdna_tiles.TILES`, for each architecture:
 
 * ``plain``: a queue, even K, no epilogue: what runs most; in the four layouts of the operands;
-* ``worst``: stream_k, a batch, uneven K, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu;
+* ``worst``: stream_k where the tile may be cut, a batch, uneven K, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu;
 * ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
 * ``far``: operands, output and residual that a buffer's offsets do not reach;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
@@ -113,7 +113,7 @@ def make(arch: str, tile: Tile, dtype: str, how: str, layout: str) -> Configurat
     grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
     order = tuple(range(grid.num_m * grid.num_n)) if how == "table" else None
     raster = raster_of(problem, grid, block, 8, order)
-    kind: Any = "stream_k" if full else "static" if how == "static" else "dynamic"
+    kind: Any = "stream_k" if full and tile.splits else "static" if how == "static" else "dynamic"
     queues = 8 if how == "stealing" else 1
     workers = DEVICES[arch].workers - (1 if full else 0)
     schedule = Schedule(kind, grid, raster, workers, queues, split_of(raster) if queues > 1 else "items")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from tilestream.kernels.portable.arguments import NO_GATE, GateArguments, Layout, _chunk_kind, _chunk_numbers
+from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
+from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.cdna_tiles import (
     CELL_BYTES,
     LANES,
@@ -121,7 +122,7 @@ class Arguments:
         #: Copies past the registers reach as far as a buffer does, and bring an operand as it lies.
         self.direct = plan.variant == "direct" and not any(o.far or o.turned for o in (self.x, self.y))
         self._numbers = (
-            *_chunk_numbers(plan), problem.m, problem.n, problem.k, ab, self.x.stride, bb, self.y.stride, *layout.out,
+            *chunk_numbers(plan), problem.m, problem.n, problem.k, ab, self.x.stride, bb, self.y.stride, *layout.out,
             layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
         )  # fmt: skip
         grid, raster = schedule.grid, schedule.raster
@@ -157,6 +158,7 @@ class Arguments:
         problem, schedule = plan.problem, plan.schedule
         block_m, block_n, block_k = plan.block
         out_size = ITEMSIZE[problem.out_dtype]
+        chunks = chunk_kinds(plan)
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
         return {
             "BLOCK_M": block_m,
@@ -196,8 +198,8 @@ class Arguments:
             "BIAS": layout.bias is not None,
             "RESIDUAL": layout.residual is not None,
             "ACTIVATION": layout.activation,
-            "ROWS": _chunk_kind(problem.rows),
-            "COLUMNS": _chunk_kind(problem.columns),
+            "ROWS": chunks[0],
+            "COLUMNS": chunks[1],
             "PROBE": probe,
         }
 
