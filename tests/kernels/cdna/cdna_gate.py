@@ -190,10 +190,17 @@ def ring_order(loop: amdgcn.Loop) -> list[str]:
     waits = [i for i, one in enumerate(code) if "vmcnt" in one.waits]
     faults = []
     if copies:
-        if not (waits and barriers and waits[0] < barriers[0] < min(reads[0], copies[0])):
-            faults.append("a step begins with a wait, then a barrier, then reads and copies")
-        if any(i > copies[0] for i in waits):
-            faults.append("a wait for copies comes after copies of the same step")
+        # From a wait on: a barrier, and only then reads and copies.
+        ready = False
+        for one, kind in zip(code, kinds, strict=True):
+            if "vmcnt" in one.waits:
+                ready = False
+            elif kind == "barrier":
+                ready = True
+            elif kind in ("lds_read", "load_to_lds") and not ready:
+                faults.append("reads or copies between a wait for copies and its barrier")
+        if not waits or not barriers or min(reads[0], copies[0]) < waits[0]:
+            faults.append("a step begins without a wait")
     # What a warp has read is in its registers before it tells the others that they may overwrite it.
     for i in barriers:
         past = [j for j in reads if j < i] or [j - len(code) for j in reads]

@@ -316,6 +316,11 @@ def gemm(
                     BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
                 )  # fmt: skip
             batch = uniform(batch)
+            k_begin = uniform(k_begin)
+            k_end = uniform(k_end)
+            part = uniform(part)
+            parts = uniform(parts)
+            slot = uniform(slot)
             row = uniform(pm) * BLOCK_M
             column = uniform(pn) * BLOCK_N
             acc = gl.full([BLOCK_M, BLOCK_N], float("nan"), gl.float32, MATH)
@@ -323,7 +328,7 @@ def gemm(
                 acc = multiply(
                     first_row(x, batch, stride_xb, row, stride_x, X_K_MAJOR),
                     first_row(y, batch, stride_yb, column, stride_y, Y_K_MAJOR),
-                    rows - 1 - row, columns - 1 - column, stride_x, stride_y, uniform(k_begin), uniform(k_end), k,
+                    rows - 1 - row, columns - 1 - column, stride_x, stride_y, k_begin, k_end, k,
                     BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DIRECT, LANE, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED,
                     X_HOW, Y_HOW, MATH, WIDTH, WARPS, EVEN_K, FAR_X, FAR_Y, FORMATS,
                 )  # fmt: skip
@@ -337,11 +342,10 @@ def gemm(
                 )  # fmt: skip
             elif KIND == "stream_k":
                 SIZE: gl.constexpr = BLOCK_M * BLOCK_N
-                slot = uniform(slot)
                 hand_in(acc, partials + slot.to(gl.int64) * SIZE, BLOCK_M, BLOCK_N, STRIP, MATH)
                 if count_in(counts + slot - part, parts):
                     # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
-                    at = partials + (slot - uniform(part)).to(gl.int64) * SIZE
+                    at = partials + (slot - part).to(gl.int64) * SIZE
                     for strip in range(BLOCK_N // STRIP):
                         finish(
                             add_up(at + strip * BLOCK_M * STRIP, parts, SIZE, BLOCK_M, STRIP, MATH),
