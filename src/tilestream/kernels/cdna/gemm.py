@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.cdna.compat import device, multiply_add, uniform
+from tilestream.kernels.cdna.compat import barrier, device, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import add_up, count_in, finish, hand_in, math_layout
 from tilestream.kernels.cdna.ring import (
     CELL,
@@ -106,6 +106,8 @@ def multiply_direct(
             )  # fmt: skip
             acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, STAGES)
+    # What comes next, the rest of K or the next item's copies, goes to stages that others may still be reading.
+    barrier()
     return acc
 
 
@@ -211,6 +213,8 @@ def multiply(
                 x_stages, y_stages, ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED, X_HOW, Y_HOW,
                 WIDTH, WARPS, FAR_X, FAR_Y, FORMATS,
             )  # fmt: skip
+            if DIRECT:
+                barrier()
     return acc
 
 

@@ -12,6 +12,7 @@ full is each warp's own count of copies in flight, and a barrier of all warps.
       read the step's stage
       copy step + STAGES - 1 into the stage before it; commit
       multiply
+    barrier                                              everybody has read the last stages: the next item may begin
 
 ``staged``: copies go through registers, one step ahead, and there is one stage::
 
@@ -23,8 +24,8 @@ full is each warp's own count of copies in flight, and a barrier of all warps.
       read the stage; multiply
 
 `tilestream.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`, at most
-63), not groups, and a barrier waits for no copy. The barriers are the compiler's: it puts one between a wait, or a put,
-and the read that follows; one that is written here would wait for all copies, too. So **the read comes before the
+63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
+wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes before the
 copy**: between wait and read a copy would come before the barrier. Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
