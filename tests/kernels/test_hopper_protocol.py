@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gemm as gemm_text
+from tilestream.kernels.hopper import multiply as multiply_text
 from tilestream.kernels.loop import Add, AddUp, Compute, Look, Restore, Write, settle
 from tilestream.plan.hopper import TILES, widths
 from tilestream.schedule import WorkItem, ring
@@ -189,7 +190,8 @@ class Kernel:
         self.names = {
             "gl": gl, "tl": SimpleNamespace(cast=lambda value, _: value, int32=None), "mbarrier": mbarrier,
             "tma": SimpleNamespace(store_wait=lambda left: self.log.append(Drain(left))), "range": range,
-            "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
+            "Gate": Anything(), "Arriving": Anything(), "gdc_wait": Anything(),
+            "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
             "take": self.take, "put": self.put, "get": self.get, "step": ring.step, "skip": ring.skip,
             "before": ring.before, "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers,
             "make_slots": Anything(), "tma_load": self.tma_load, "mma_layout": Anything(),
@@ -214,7 +216,7 @@ class Kernel:
             "X_K_MAJOR": True, "Y_K_MAJOR": True, "STORE": "tma" if ring_.strips else "direct",
             "KIND": "stream_k" if split else "dynamic", "CONSUMERS": ring_.consumers, "PROMOTE": ring_.precise,
             "CHAINED": True, "BIAS": "none", "SCALES": False, "RESIDUAL": False, "SCALED": False, "FLIPPED": False,
-            "BATCHED": False, "SWAPPED": False, "EIGHTS": False,
+            "BATCHED": False, "SWAPPED": False, "EIGHTS": False, "ROW_CHUNKS": "none", "COLUMN_CHUNKS": "none",
         }  # fmt: skip
         self.left = iter(items)
         self.item: WorkItem | None = None
@@ -410,9 +412,10 @@ class Buffer(NamedTuple):
 
 #: What of the kernel is run as it stands, beside `gemm`.
 TEXTS = (
-    gemm_text.load_loop, gemm_text.math_loop, gemm_text.multiply, gemm_text.multiply_precisely, gemm_text.load_operand,
-    gemm_text.make_stages, gemm_text.operand, gemm_text.zero, gemm_text.zeros, gemm_text.start_mma, gemm_text.wait_mma,
-    epilogue_text.start_of, epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
+    gemm_text.load_loop, gemm_text.math_loop, gemm_text.load_operand, gemm_text.make_stages, multiply_text.product,
+    multiply_text.multiply, multiply_text.multiply_precisely, multiply_text.poison, multiply_text.operand,
+    multiply_text.zero, multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
+    epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
     epilogue_text.hold, epilogue_text.finish_strip, epilogue_text.settle,
 )  # fmt: skip
 
@@ -595,7 +598,7 @@ CHANGES = {
     "order is handed on with the first part": ("i == len(WIDTHS) - 1", "i == 0"),
     "order is handed on with every part": (" and i == len(WIDTHS) - 1", ""),
     "order is handed on at every step": ("if k == steps - 1:", "if True:"),
-    "the other's stages are not stepped over": ("skip(stage, phase, steps, STAGES)", "stage, phase"),
+    "the other's stages are not stepped over": ("skip(stage, phase, ahead, STAGES)", "stage, phase"),
     "a stage is given back with every part": (
         "        mbarrier.arrive(empty.index(stage))\n        accs = sums",
         "            mbarrier.arrive(empty.index(stage))\n        accs = sums",
@@ -646,7 +649,7 @@ def test_a_text_that_says_the_same_is_not_seen():
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_text_that_is_changed_is_seen(change):
-    text = "".join(inspect.getsource(module) for module in (gemm_text, epilogue_text))
+    text = "".join(inspect.getsource(module) for module in (gemm_text, multiply_text, epilogue_text))
     assert change[0] in text
     assert differs(change)
 

@@ -161,8 +161,6 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     """Why this kernel does not do such a problem; empty if it does."""
     if device.arch != "sm_90":
         return f"it is for sm_90, this is {device.arch}"
-    if problem.rows is not None or problem.columns is not None:
-        return "an operand arrives, and it has no gate yet"
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
