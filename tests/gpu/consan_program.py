@@ -60,7 +60,7 @@ _LAST = "    accs = wait_mma(accs, 0)\n    mbarrier.arrive(empty.index(before(st
 BUGS = {
     # The multiplication that has just been started still reads what is given back.
     "a stage is released too early": Bug(
-        "gemm",
+        "multiply",
         (
             (_FIRST, _FIRST + "    mbarrier.arrive(empty.index(stage))\n"),
             (_RELEASE, _RELEASE.replace("before(stage, STAGES)", "stage")),
@@ -72,7 +72,7 @@ BUGS = {
         "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
     ),
     "no wait for a full stage": Bug(
-        "gemm", (("    for _ in range(1, steps):\n        mbarrier.wait(full.index(stage), phase)\n",
+        "multiply", (("    for _ in range(1, steps):\n        mbarrier.wait(full.index(stage), phase)\n",
                   "    for _ in range(1, steps):\n"),), (_WRITES,)
     ),
     "a barrier counts one arrival too many": Bug(
@@ -98,10 +98,12 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
 
 def seeded(bug: Bug, folder: Path) -> Any:
     """The kernel with a bug, from copies of its files."""
-    texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in ("gemm", "epilogue")}
+    names = ("epilogue", "multiply", "gemm")  # each imports those before it
+    texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in names}
     texts[bug.module] = changed(texts[bug.module], bug.changes)
-    texts["gemm"] = texts["gemm"].replace("tilestream.kernels.hopper.epilogue", "seeded_epilogue")
-    for name in ("epilogue", "gemm"):
+    for name in names:
+        for other in names:
+            texts[name] = texts[name].replace(f"tilestream.kernels.hopper.{other}", f"seeded_{other}")
         path = folder / f"seeded_{name}.py"
         path.write_text(texts[name], encoding="utf-8")
         spec = importlib.util.spec_from_file_location(path.stem, path)
