@@ -223,3 +223,5 @@ def test_a_gpu_that_nobody_published_has_a_plan():
     other = made("a GPU", "gfx90a", 104, 1.7e9, 1.6e12, 65536)
     assert not cdna.knows(other)
     assert plan(4096, 4096, 4096, dtype="float16", device=other).workers == 104
+    waits = plan(4096, 4096, 4096, dtype="float16", device=other, arrival=Arrival.uniform(1024, 4))
+    assert waits.workers == 104 - 13, "an eighth, where its shader engines are not known"

@@ -32,7 +32,7 @@ _REGISTER = re.compile(r"\b([vas])(?:(\d+)\b|\[(\d+):(\d+)\])")
 _TRANSCENDENTAL = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_")
 _LABEL = re.compile(r"^(\.?[\w$.]+):")
 _BRANCH = re.compile(r"^s_(?:c?branch\w*)$")
-_FIELD = re.compile(r"^\s*(?:- )?\.(\w+):\s+(.+?)\s*$", re.MULTILINE)
+_FIELD = re.compile(r"^ *\.(\w+):\s+(\d+)\s*$", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^\s*\.amdhsa_(\w+)\s+(\d+)", re.MULTILINE)
 
 Register = tuple[str, int]
@@ -258,11 +258,17 @@ def parse(text: str) -> Kernel:
         raise ValueError("no AMDGCN kernel: the text has no .amdhsa_kernel; give the assembly that LLVM writes")
     name = descriptor[1]
     arch = re.search(r'amdgcn_target\s+"?[\w-]*?(gfx\w+)', text)
-    fields = {key: int(value) for key, value in _DIRECTIVE.findall(text[descriptor.start() :])}
-    metadata = text.rpartition(".amdgpu_metadata")[2] if ".amdgpu_metadata" in text else ""
-    fields |= {key: int(value) for key, value in _FIELD.findall(metadata) if value.isdecimal()}
+    directives = text[descriptor.start() :].partition(".end_amdhsa_kernel")[0]
+    fields = {key: int(value) for key, value in _DIRECTIVE.findall(directives)}
+    fields |= {key: int(value) for key, value in _FIELD.findall(_metadata(text, name))}
     fields.setdefault("vgpr_count", fields.get("next_free_vgpr", 0))
     return Kernel(name, arch[1] if arch else "", fields, tuple(_blocks(_code(text, name))))
+
+
+def _metadata(text: str, name: str) -> str:
+    """The entry of a kernel, of the metadata's list of kernels; empty where it has none."""
+    kernels = re.split(r"^  - ", text.rpartition(".amdgpu_metadata")[2], flags=re.MULTILINE)
+    return next((one for one in kernels if re.search(rf"\.name:\s+{re.escape(name)}\s*$", one, re.MULTILINE)), "")
 
 
 def _code(text: str, name: str) -> Iterator[tuple[str, Instruction | None]]:
@@ -297,6 +303,8 @@ def _blocks(code: Iterator[tuple[str, Instruction | None]]) -> Iterator[Block]:
             cut[-1][1].append(instruction)
             if instruction.kind == "branch" or instruction.mnemonic == "s_endpgm":
                 cut.append(([], []))
+    if len(cut) > 1 and not any(cut[-1]):  # behind the last instruction
+        cut.pop()
     where = {label: i for i, (labels, _) in enumerate(cut) for label in labels}
     for i, (labels, instructions) in enumerate(cut):
         successors = []

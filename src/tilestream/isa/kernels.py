@@ -17,6 +17,7 @@ from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_n
 from tilestream.plan.tma import refuse_contiguous
 
 if TYPE_CHECKING:
+    from tilestream.kernels.gate import GateArguments
     from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
@@ -190,7 +191,7 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple
         Whether the operands' addresses are multiples of 16.
     """
     from tilestream.isa.build import Pointer
-    from tilestream.kernels.portable.arguments import Arguments, GateArguments
+    from tilestream.kernels.portable.arguments import Arguments
 
     problem, schedule = plan.problem, plan.schedule
     arguments = Arguments(plan, layout)
@@ -198,25 +199,28 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple
     addend = "bfloat16" if problem.fp8 else problem.dtype
     scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
     queue = schedule.kind != "static" or plan.gate is not None
-    channel = None if plan.gate is None else Pointer("int64")
-    gate = GateArguments(*_words(problem.rows), *_words(problem.columns), channel, channel)
     filled = arguments.fill(
         *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
         Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
         Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
         Pointer("int64") if queue else None, None, None, 0, 0, 1.5, 0.5,
-        gate=gate, scales=scales,
+        gate=gate_arguments(plan), scales=scales,
     )  # fmt: skip
     return filled, arguments.options
 
 
-def _words(incoming: Incoming | None) -> tuple[Any, Any, Any]:
-    """What a gate is given of an operand that arrives: signals, quarantine, and the table of uneven chunks."""
+def gate_arguments(plan: Plan) -> GateArguments:
+    """What a launch would be told of what arrives, of no address and no alignment."""
     from tilestream.isa.build import Pointer
+    from tilestream.kernels.gate import GateArguments
 
-    if incoming is None:
-        return None, None, None
-    return Pointer("int32", 4), Pointer("int32", 4), None if incoming.chunks.rows_per_chunk else Pointer("int32")
+    def words(incoming: Incoming | None) -> tuple[Any, Any, Any]:
+        if incoming is None:
+            return None, None, None
+        return Pointer("int32", 4), Pointer("int32", 4), None if incoming.chunks.rows_per_chunk else Pointer("int32")
+
+    channel = None if plan.gate is None else Pointer("int64")
+    return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel)
 
 
 def hopper_gemm(question: Question) -> Source:

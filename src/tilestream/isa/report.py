@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ TIMEOUT = 600
 _ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError": NotImplementedError}
 #: Operations of a 64-row wgmma in an SM's cycle, by the first letter of the SASS: 16-bit, 8-bit.
 _GMMA = {"H": 4096, "Q": 8192}
+_PRODUCT = re.compile(r"\b([HQ])GMMA\.(\d+)x(\d+)x(\d+)")
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,11 @@ def of(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES, time
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TilestreamError(f"{name} for {question.arch} did not compile within {timeout:g} s") from None
-    answer = run.stdout.rpartition("\n{")[2] if "\n{" in run.stdout else run.stdout.removeprefix("{")
-    if run.returncode or not answer:
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode or not lines:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise TilestreamError(f"{name} for {question.arch} did not compile (status {run.returncode}): {last}")
-    said = json.loads("{" + answer)
+    said = json.loads(lines[-1])
     if "error" in said:
         raise _ERRORS.get(said["error"], TilestreamError)(said["message"])
     return Report(**{**said, "tile": tuple(said["tile"])})
@@ -209,13 +211,10 @@ def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source) -> 
     """The report of a kernel for NVIDIA: its loops, and the tensor cores' floor of them together."""
     text, usage = sass.disassembled(kernel.asm["cubin"])
     loops = sass.loop_texts(text)
-    floor, operations = 0.0, 0
-    for one in (one for body in loops for one in body):
-        shape = re.search(r"\b([HQ])GMMA\.(\d+)x(\d+)x(\d+)", one)
-        if shape:
-            done = 2 * int(shape[2]) * int(shape[3]) * int(shape[4])
-            operations += done
-            floor += done / _GMMA[shape[1]]
+    products = [found for body in loops for one in body if (found := _PRODUCT.search(one))]
+    operations = [2 * int(m) * int(n) * int(k) for _, m, n, k in (found.groups() for found in products)]
+    shapes = Counter(f"m{m}n{n}k{k}" for _, m, n, k in (found.groups() for found in products))
+    floor = sum(done / _GMMA[found[1]] for done, found in zip(operations, products, strict=True))
     plan = asked.plan
     return Report(
         kernel=name, arch="sm_90a", triton=triton, plan=plan.label if plan else "", warps=asked.warps,
@@ -223,8 +222,8 @@ def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source) -> 
         spilled={"bytes": sass.spilled_bytes(said), "stack": sass.stack_bytes(usage)},
         shared=kernel.metadata.shared, stages=plan.stages if plan else 0, tile=plan.block if plan else (),
         loop={
-            "instructions": sum(map(len, loops)), "mfma": sass.wgmma_shapes(kernel.asm["ptx"]),
+            "instructions": sum(map(len, loops)), "mfma": dict(shapes),
             "counts": [sass.loop_counts(body) for body in loops],
         },
-        cycles={"floor": {"wgmma": floor}, "operations": operations} if floor else {},
+        cycles={"floor": {"wgmma": floor}, "operations": sum(operations)} if floor else {},
     )  # fmt: skip

@@ -41,6 +41,8 @@ DRAWN = 0.1
 DRIFT = 4
 #: Share of memory's bandwidth that a wave of epilogues reaches, all stores and nothing else.
 STORING = 0.6
+#: Compute units of a shader engine, where it is not known; of CDNA 3 and 4 it has 8 to 10.
+_UNITS_OF_AN_ENGINE = 8
 #: Seconds of a launch, until its first items are under way.
 LAUNCH_SECONDS = 8e-6
 #: By how much the loop is slower in the kernel that can also split a tile.
@@ -89,9 +91,10 @@ def workers_beside_producers(problem: Problem, device: DeviceProperties, workers
     and copies of 16 KiB and less by one too. Work groups are dealt out to the shader engines in turn, and one that is
     dealt to an engine without a place waits there, behind workers that wait for it (invariant 10).
     """
-    if not device.shader_engines or (problem.rows is None and problem.columns is None):
+    if not device.arch.startswith("gfx") or (problem.rows is None and problem.columns is None):
         return workers
-    return max(1, min(workers, device.workers - device.shader_engines))
+    free = device.shader_engines or cdiv(device.workers, _UNITS_OF_AN_ENGINE)
+    return max(1, min(workers, device.workers - free))
 
 
 def group_of(block: tuple[int, int, int], grid: Grid, workers: int, dies: int) -> int:

@@ -22,9 +22,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.isa import sass
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
@@ -241,20 +240,19 @@ def _candidates(
 
 def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, Any]:
     """What a test asserts on, and what it should be."""
-    ptx, (sass, usage) = kernel.asm["ptx"], _sass(kernel.asm["cubin"])
-    loops = k_loops(sass)
+    ptx, (code, usage) = kernel.asm["ptx"], sass.disassembled(kernel.asm["cubin"])
     return {
         "name": configuration.name,
         "triton": triton.__version__,
-        "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
-        "stack": max((int(x) for x in re.findall(r"STACK:(\d+)", usage)), default=-1),
-        "local": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spilled": sass.spilled_bytes(said),
+        "stack": sass.stack_bytes(usage),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "notes": sorted(set(re.findall(r"C7[56]\d\d|[^\n]*ignored[^\n]*", said))),
         "registers": sorted(set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))),
-        "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))),
-        "loads": len(re.findall(r"\bUTMALDG", sass)),
-        "stores": len(re.findall(r"\bUTMASTG", sass)),
-        "k_loops": loops,
+        "wgmma": sorted(sass.wgmma_shapes(ptx)),
+        "loads": len(re.findall(r"\bUTMALDG", code)),
+        "stores": len(re.findall(r"\bUTMASTG", code)),
+        "k_loops": sass.k_loops(code),
         # The gate's: looks at signals, pauses between them, fences before copies.
         "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
         "naps": len(re.findall(r"\bnanosleep\.", ptx)),
@@ -301,51 +299,6 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "fences": min(1, arriving),
         "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),
     }
-
-
-def k_loops(sass: str) -> list[dict[str, int]]:
-    """The innermost loops that multiply: multiplications, barriers of warps, and how many are left in flight."""
-    code = [
-        (int(at, 16), text)
-        for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)
-    ]  # fmt: skip
-    multiplies = [at for at, text in code if re.search(r"\b[HQ]GMMA", text)]
-    loops = [
-        (at - int(to, 16), int(to, 16), at)
-        for at, text in code
-        for to in re.findall(r"\bBRA (?:\S+, )?0x([0-9a-f]+)", text)
-        if int(to, 16) < at
-    ]
-    # A wait that does not pass at once spins at the function's end, and comes back: that is a "loop" around much else.
-    around = {min(loop for loop in loops if loop[1] <= one <= loop[2]) for one in multiplies}
-    inner = [
-        (low, high)
-        for length, low, high in around
-        if not any(other < length and first <= high and low <= last for other, first, last in around)
-    ]
-    found = []
-    for low, high in sorted(inner):
-        body = [text for at, text in code if low <= at <= high]
-        found.append(
-            {
-                "gmma": sum(bool(re.search(r"\b[HQ]GMMA", text)) for text in body),
-                "barriers": sum("BAR.SYNC" in text for text in body),
-                "in_flight": max((int(x, 16) for x in re.findall(r"gsb0, 0x(\w+)", "\n".join(body))), default=-1),
-            }
-        )
-    return found
-
-
-def _sass(cubin: bytes) -> tuple[str, str]:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass, usage = (
-            subprocess.run([tool, how, file.name], capture_output=True, text=True, check=True).stdout
-            for how in ("-sass", "-res-usage")
-        )
-    return sass, usage
 
 
 def one(configuration: Configuration) -> dict[str, Any]:

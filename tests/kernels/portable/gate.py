@@ -19,18 +19,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRITON_DUMP_PTXAS_LOG", "1")
 sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
 
 with contextlib.suppress(ImportError):
@@ -40,29 +35,25 @@ if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument 
     sys.modules["torch"].Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.gate import GateArguments
-from tilestream.kernels.portable.arguments import Arguments, Layout
+from tilestream.isa import amdgcn, sass
+from tilestream.isa.build import TARGETS, Pointer  # noqa: F401
+from tilestream.isa.build import NoGpu as _NoGpu  # noqa: F401
+from tilestream.isa.build import build as compiled
+from tilestream.isa.build import caught as _caught  # noqa: F401
+from tilestream.isa.kernels import DEVICES as NAMES
+from tilestream.isa.kernels import gate_arguments, portable_arguments  # noqa: F401
+from tilestream.kernels.portable.arguments import Layout
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties
+from tilestream.plan.known import named
 from tilestream.plan.plan import Plan
 from tilestream.plan.portable import tiles
 from tilestream.plan.problem import FP8, Incoming, Problem, result_name
 from tilestream.schedule.schedule import Schedule
 
-TARGETS = {
-    "sm_90a": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
-DEVICES = {
-    "sm_90a": DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448),
-    "gfx942": DeviceProperties("an MI300X", "portable", 304, 5e11, 5.3e12, "a stub", "gfx942", 65536),
-    "gfx950": DeviceProperties("an MI355X", "portable", 256, 5e11, 8e12, "a stub", "gfx950", 163840),
-}
+DEVICES = {arch: named(name) for arch, name in NAMES.items()}
 LAYOUTS = ("nn", "nt", "tn", "tt")
 HOWS = ("worst", "plain", "static", "stealing", "arriving")
 #: What a sample has of each tile: how, layout, aligned. Of 8-bit operands, both kinds of scales.
@@ -89,38 +80,6 @@ TAKES = {
     "gfx942": ("bfloat16", "float16", "float32"),
     "gfx950": tuple(name for name in INPUTS if name not in ("float32 tf32", "float8 precise")),
 }
-
-
-class Pointer:
-    """A device tensor without the device."""
-
-    def __init__(self, dtype: str, address: int = 0) -> None:
-        self.dtype, self._address = _Dtype(dtype), address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def ptr_range(self) -> int:
-        return 0
-
-
-class _Dtype(str):
-    def __str__(self) -> str:
-        return f"torch.{str.__str__(self)}"
-
-
-class _NoGpu:
-    """As much of a driver as a launch needs that stops after compiling."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device=None: 0)
-    is_active = staticmethod(lambda: True)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
 
 
 def configurations(target: str, what: str) -> Iterator[tuple[str, Plan, Layout, bool]]:
@@ -174,73 +133,17 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
     return replace(plan, problem=problem, schedule=schedule), Layout(a, b, wide, residual=wide, **FULL)
 
 
-def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
-    """Compile, by way of the kernel's own launch path; ``.log`` holds what the assembler said."""
-    arguments = Arguments(plan, layout)
-    address = 0 if aligned else 2
-    problem = plan.problem
-    addend = "bfloat16" if problem.fp8 else problem.dtype
-    scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
-    slots, queue = plan.schedule.slots > 0, plan.schedule.kind != "static" or plan.gate is not None
-    filled = arguments.fill(
-        *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
-        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
-        Pointer("float32") if slots else None, Pointer("int32") if slots else None, Pointer("int64") if queue else None,
-        None, None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan), scales=scales,
-    )  # fmt: skip
-    triton.runtime.driver.set_active(_NoGpu(TARGETS[target]))
-    gemm.device_caches.clear()  # Triton takes a device's target to be for ever
-    with _caught() as said:
-        kernel = gemm.run(*filled, grid=(1,), warmup=True, **arguments.options)
-        if hasattr(kernel, "result"):
-            kernel = kernel.result()
-    return kernel, said[0]
-
-
-def gate_arguments(plan: Plan) -> GateArguments:
-    """What a launch would be told of what arrives, of no address and no alignment."""
-    pointers: list[Pointer | None] = []
-    for incoming in (plan.problem.rows, plan.problem.columns):
-        words = None if incoming is None else Pointer("int32", 4)
-        table = None if incoming is None or incoming.chunks.rows_per_chunk else Pointer("int32")
-        pointers += [words, words, table]
-    channel = None if plan.gate is None else Pointer("int64")
-    return GateArguments(*pointers, channel, channel)
-
-
-@contextlib.contextmanager
-def _caught() -> Iterator[list[str]]:
-    """What ptxas, a child of this process, prints."""
-    said: list[str] = []
-    with tempfile.TemporaryFile(mode="w+") as file:
-        keep = os.dup(1)
-        os.dup2(file.fileno(), 1)
-        try:
-            with contextlib.redirect_stdout(file):
-                yield said
-        finally:
-            os.dup2(keep, 1)
-            os.close(keep)
-            file.seek(0)
-            said.append(file.read())
+def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> tuple[Any, str]:
+    """Compile, by way of the kernel's own launch path: the kernel, and what the assembler said."""
+    return compiled(gemm, *portable_arguments(plan, layout, aligned), target)
 
 
 def spilled(kernel: Any, said: str) -> dict[str, int]:
     """Registers that went to memory, and bytes of stack."""
     if "cubin" in kernel.asm:
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        return {
-            "bytes": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
-            "stack": max((int(x) for x in re.findall(r"STACK:(\d+)", usage)), default=0),
-        }
-    isa = kernel.asm["amdgcn"]
-    # Scalar registers are spilled into lanes of vector registers, not to memory: what counts is scratch.
-    keys = ("vgpr_spill_count", "private_segment_fixed_size")
-    return {key: max((int(x) for x in re.findall(rf"\.{key}:\s+(\d+)", isa)), default=0) for key in keys}
+        _, usage = sass.disassembled(kernel.asm["cubin"])
+        return {"bytes": sass.spilled_bytes(said), "stack": sass.stack_bytes(usage)}
+    return amdgcn.parse(kernel.asm["amdgcn"]).spilled
 
 
 def main() -> None:

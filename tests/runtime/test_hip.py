@@ -1,0 +1,166 @@
+"""HIP's runtime, asked through the interface that CUDA's driver is asked through; a stub library stands in for it."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilestream.runtime import driver
+from tilestream.runtime.driver import hip
+from tilestream.runtime.driver.cuda import Cuda
+from tilestream.runtime.driver.hip import Hip, loaded
+
+CREATE, WRITE, WAIT, COPY_IN, COPY_ACROSS = range(5)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("what", ctypes.c_int), ("stream", ctypes.c_uint64), ("address", ctypes.c_uint64), ("value", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32), ("mask", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
+class Stub:
+    """The library, and what it was asked."""
+
+    def __init__(self, file: Path) -> None:
+        self.library = ctypes.CDLL(str(file))
+
+    def set(self, name: str, value: int) -> None:
+        ctypes.c_int.in_dll(self.library, name).value = value
+
+    @property
+    def calls(self) -> list[tuple[int, ...]]:
+        count = ctypes.c_int.in_dll(self.library, "count").value
+        made = (_Call * 64).in_dll(self.library, "calls")[:count]
+        return [(c.what, c.stream, c.address, c.value, c.flags, c.mask) for c in made]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    to = tmp_path_factory.mktemp("hip") / "libamdhip64.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", to, Path(__file__).with_name("hip_stub.c")], check=True)
+    return to
+
+
+@pytest.fixture
+def stub(built, monkeypatch):
+    """A build of torch for HIP, whose runtime is the stub."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(driver, "library", lambda: str(built))
+    driver._function.cache_clear()
+    made = Stub(built)
+    for name in ("count", "fails", "capturing"):
+        made.set(name, 0)
+    yield made
+    driver._function.cache_clear()
+
+
+def test_a_signal_is_a_write_in_the_streams_order(stub):
+    word = ctypes.c_uint32(0)
+    driver.stream_write(0xABC0, ctypes.addressof(word), -1)
+    assert word.value == 0xFFFFFFFF
+    assert stub.calls == [(WRITE, 0xABC0, ctypes.addressof(word), 0xFFFFFFFF, 0, 0)]
+
+
+def test_a_wait_is_for_at_least_the_whole_word(stub):
+    word = ctypes.c_uint32(7)
+    driver.stream_wait(3, ctypes.addressof(word), 7)
+    assert stub.calls == [(WAIT, 3, ctypes.addressof(word), 7, 0, 0xFFFFFFFF)]
+
+
+@pytest.mark.parametrize(("copy", "what"), [(driver.copy_in, COPY_IN), (driver.copy_across, COPY_ACROSS)])
+def test_copies(stub, copy, what):
+    source, to = ctypes.create_string_buffer(b"chunks"), ctypes.create_string_buffer(7)
+    copy(5, ctypes.addressof(to), ctypes.addressof(source), 6)
+    assert to.raw == b"chunks\0"
+    assert stub.calls == [(what, 5, ctypes.addressof(to), 6, 0, 0)]
+
+
+def test_a_stream_of_our_own(stub):
+    assert driver.create_stream() == 0xB0B0
+    assert stub.calls == [(CREATE, 0, 0, 0, 1, 0)], "one that the default stream does not wait for"
+
+
+def test_captures_have_numbers(stub):
+    assert driver.capture_id(1) == 0
+    stub.set("capturing", 42)
+    assert driver.capture_id(1) == 42
+
+
+def test_contexts_are_cudas(stub):
+    driver.bind_context()
+    assert (driver.context_id(), driver.context_sms()) == (0, 0)
+    assert not stub.calls
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (
+            lambda: driver.stream_write(0, 64, 1),
+            "stream write failed: NAME; signal the chunks from a kernel of your own",
+        ),
+        (lambda: driver.stream_wait(0, 64, 1), "stream wait failed: NAME"),
+        (lambda: driver.copy_in(0, 64, 64, 1), "copy to the device failed: NAME"),
+        (lambda: driver.copy_across(0, 64, 64, 1), "copy between devices failed: NAME"),
+        (lambda: driver.create_stream(), "made no stream: NAME"),
+        (lambda: driver.capture_id(0), "does not say what is captured: NAME"),
+    ],
+)
+@pytest.mark.parametrize(("code", "name"), [(1, r"hipErrorInvalidValue \(invalid argument\)"), (999, "code 999")])
+def test_what_the_runtime_refuses(stub, ask, message, code, name):
+    stub.set("fails", code)
+    with pytest.raises(RuntimeError, match=message.replace("NAME", name)):
+        ask()
+
+
+def test_nothing_is_loaded_before_it_is_asked(stub, monkeypatch):
+    def none() -> str:
+        raise AssertionError("looked up")
+
+    monkeypatch.setattr(driver, "library", none)
+    assert isinstance(driver.current(), Hip)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert isinstance(driver.current(), Cuda)
+
+
+def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
+    maps = (
+        "7f10-7f20 r-xp 00000000 08:01 11 /usr/lib/libc.so.6\n"
+        "7f20-7f30 r--p 00000000 08:01 12 /a place/torch/lib/libamdhip64.so.7\n"
+        "7f30-7f40 rw-p 00000000 00:00 0 \n"
+    )
+    assert loaded(maps.splitlines()) == "/a place/torch/lib/libamdhip64.so.7"
+    assert loaded(maps.splitlines()[:1]) == ""
+    for text, found in (
+        (maps, "/a place/torch/lib/libamdhip64.so.7"),
+        ("", "libamdhip64.so"),
+        (None, "libamdhip64.so"),
+    ):
+        file = tmp_path / f"maps{text is None}{len(text or '')}"
+        if text is not None:
+            file.write_text(text)
+        monkeypatch.setattr(hip, "_MAPS", file)
+        hip.library.cache_clear()
+        assert hip.library() == found
+    hip.library.cache_clear()
+
+
+def test_both_do_all_that_is_asked():
+    """`Driver`'s methods, with the same arguments, and each with a function of the module."""
+    asked = {name: f for name, f in inspect.getmembers(driver.Driver, inspect.isfunction) if name[0] != "_"}
+    assert len(asked) == 10
+    for name, function in asked.items():
+        parameters = list(inspect.signature(function).parameters)
+        for made in (Cuda, Hip):
+            assert list(inspect.signature(getattr(made, name)).parameters) == parameters
+        assert list(inspect.signature(getattr(driver, name)).parameters) == parameters[1:]

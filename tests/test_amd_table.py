@@ -1,0 +1,84 @@
+"""The page on AMD: its tables are the record's, and it says that nothing was run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tilestream.plan.known import named
+from tilestream.plan.portable import CDNA
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def amd(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("amd_table")
+
+
+@pytest.fixture
+def data(amd: ModuleType) -> dict:
+    return json.loads(amd.RECORD.read_text(encoding="utf-8"))
+
+
+def test_the_tables_are_made_from_the_record(amd, data, monkeypatch, tmp_path):
+    text = amd.PAGE.read_text(encoding="utf-8")
+    assert amd.page(text, data) == text, "run benchmarks/amd_table.py render"
+    changed = tmp_path / "amd.md"
+    changed.write_text(text.replace("| 708 |", "| 807 |"))
+    monkeypatch.setattr(sys, "argv", ["amd_table.py", "render", "--check"])
+    assert amd.main() == 0
+    monkeypatch.setattr(amd, "PAGE", changed)
+    assert amd.main() == 1
+    monkeypatch.setattr(sys, "argv", ["amd_table.py", "render"])
+    assert amd.main() == 0
+    assert changed.read_text() == text
+
+
+def test_the_page_says_that_nothing_was_run(amd, data):
+    assert amd.PAGE.read_text().splitlines()[0] == "# AMD: compiled and checked, not run"
+    assert data["run"] is False
+    assert "**not run**" in amd.ours(data)
+
+
+def test_the_plans_efficiencies_are_the_records(data):
+    """`tests/isa` compiles again; here the record stands for it."""
+    kinds = {"bfloat16": "16-bit", "float8_e4m3fn": "8-bit", "float32": "float32"}
+    seen = 0
+    for row in data["rows"]:
+        if row["kernel"] != "portable-gemm":
+            continue
+        tile = next(t for t in CDNA[row["arch"]][kinds[row["dtype"]]] if list(t[:3]) == row["tile"])
+        assert row["cycles"]["share"] == pytest.approx(tile.efficiency, abs=0.01)
+        assert row["stages"] == tile.stages
+        assert not any(row["spilled"].values())
+        seen += 1
+    assert seen >= 9
+
+
+def test_what_is_compiled_is_every_kernel_that_has_amd(amd, data):
+    pytest.importorskip("triton", exc_type=ImportError)
+    asked = {(name, q.arch, q.dtype, q.tile) for name, q in amd.questions()}
+    told = {
+        (r["kernel"], r["arch"], r["dtype"], tuple(r["tile"][:2]) if r["kernel"] == "portable-gemm" else None)
+        for r in data["rows"]
+    }
+    assert asked == told, "run benchmarks/amd_table.py record"
+
+
+def test_no_peer_is_above_the_peak(amd):
+    for one in amd.PUBLISHED:
+        device = named(one.device)
+        assert one.tflops * 1e12 < device.peak(one.dtype, device.workers)
+        assert one.source
+
+
+def test_a_page_without_the_marks(amd, data):
+    with pytest.raises(ValueError, match=r"amd\.md has no lines <!-- ours"):
+        amd.page("# a page", data)

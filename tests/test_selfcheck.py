@@ -1,0 +1,113 @@
+"""The self-check that somebody with a GPU runs: bounded, and with a report whatever happens; here without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("amd_selfcheck")
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    (folder / "test_fine.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no')\ndef test_c(): assert 1 == 2, 'one\\ntwo'\n"
+    )
+    (folder / "test_hangs.py").write_text(
+        "import time\ndef test_d():\n    print('begun', flush=True)\n    time.sleep(60)\n"
+    )
+    (folder / "test_breaks.py").write_text("raise RuntimeError('broken')\n")
+    return folder
+
+
+def test_a_command_is_ended_with_all_it_started(check, tmp_path):
+    mark = tmp_path / "mark"
+    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
+    code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    begin = time.monotonic()
+    ran = check.run([sys.executable, "-c", code], 1.0)
+    assert (ran.status, ran.how) == (None, "timed out")
+    assert "begun" in ran.said
+    assert time.monotonic() - begin < 2.9, "the child, too, held its output"
+    assert not mark.exists()
+    assert check.run([sys.executable, "-c", "raise SystemExit(3)"], 20).how == "status 3"
+    assert check.run([sys.executable, "-c", "print('x' * 9999)"], 20).said == "x" * 3999 + "\n"
+
+
+def test_a_file_that_hangs_or_breaks_costs_itself_only(check, suite, tmp_path, capsys):
+    status = check.main([str(tmp_path / "out"), "--steps", "tests", "--seconds", "8"], tests=suite)
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["tests"]
+    assert status == 1
+    fine = found["test_fine.py"]
+    assert (fine["passed"], fine["failed"], fine["skipped"]) == (1, 1, 1)
+    assert fine["failures"][0].startswith("test_c: AssertionError: one")
+    assert found["test_hangs.py"]["error"] == "timed out"
+    assert "broken" in found["test_breaks.py"]["said"]
+    assert found["test_breaks.py"]["failed"] == 1
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| test_hangs.py | 0 | 0 | 0 |" in text
+    assert "- test_fine.py: test_c: AssertionError: one" in text
+    assert "please send both" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "report.md"]
+
+
+def test_when_the_time_is_up_what_is_left_says_so(check, suite, tmp_path):
+    check.main([str(tmp_path / "out"), "--total", "0", "--steps", "tests,speed", "--quick"], tests=suite)
+    data = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {one["error"] for one in (*data["tests"].values(), *data["speed"])} == {"no time left"}
+    assert len(data["speed"]) == len(check.QUICK)
+
+
+def test_steps_are_named(check, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        check.main([str(tmp_path), "--steps", "test"])
+    assert "--steps test: steps are machine, isa, tests, speed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(check, tmp_path):
+    pytest.importorskip("triton", exc_type=ImportError)
+    assert check.main([str(tmp_path), "--steps", "machine", "--seconds", "60"]) == 1
+    assert "**torch sees no GPU here: nothing to check**" in (tmp_path / "report.md").read_text()
+
+
+def test_the_report_is_a_page(check):
+    row = {
+        "shape": "bfloat16 1 2 3", "plan": "portable", "tflops": {"ours": 1.5, "torch": 2.0}, "of_torch": 0.75,
+        "expected_ms": 0.1, "ms": {"ours": 0.2, "torch": 0.15},
+    }  # fmt: skip
+    data = {
+        "date": "today",
+        "machine": {"device": "an MI300X", "backends": {"cpu": "yes"}, "plans": {}},
+        "isa": {
+            "arch": "gfx942",
+            "portable-gemm": {
+                "plan": "p", "registers": {"vgpr": 1}, "spilled": {"a": 0}, "shared": 5, "cycles": {"share": 0.5}
+            },
+        },
+        "speed": [row, {"shape": "bfloat16 4 5 6", "error": "timed out"}],
+    }  # fmt: skip
+    text = check.markdown(data)
+    for line in (
+        "- device: an MI300X", "- backend cpu: yes", "| bfloat16 1 2 3 | portable | 1.5 | 2.0 | 0.75 | 0.1 | 0.2 |",
+        "| bfloat16 4 5 6 | timed out | | | | | |",
+        "- portable-gemm: p; {'vgpr': 1}, spilled 0, LDS 5, 50% of the peak estimated",
+    ):  # fmt: skip
+        assert line in text
+    assert check.failed(data)
+    assert not check.failed({**data, "speed": [row]})
