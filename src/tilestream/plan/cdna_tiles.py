@@ -1,14 +1,19 @@
-"""What bounds a tile of the CDNA kernel: shared memory, registers, and how many copies a wait can count.
+"""The tiles of the CDNA kernel, and what bounds them: shared memory, registers, how many copies a wait can count.
 
-Pure, and apart from the cost model (`tilestream.plan.cdna`), which takes its candidates from here.
+Pure, and apart from the cost model, `tilestream.plan.cdna`, which is given its rows from here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tilestream.plan import cdna
+from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind
 from tilestream.schedule.swizzle import BANKS, Swizzle
 
 #: Ways of a stage's data into shared memory: past the registers, or through them.
@@ -54,6 +59,8 @@ class Tile(NamedTuple):
         Steps under way: direct, all in shared memory; staged, two, one there and one in registers.
     copies
         One of `VARIANTS`.
+    efficiency
+        Share of the matrix units' peak that the main loop reaches: what `tilestream isa` estimates, not measured.
     """
 
     block_m: int
@@ -62,6 +69,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     copies: str
+    efficiency: float
 
     @property
     def stage_bytes(self) -> int:
@@ -88,34 +96,46 @@ class Tile(NamedTuple):
         return 64 * self.lines // size
 
 
-#: By what copies are good for. An accumulator of 256 x 256 of fp32 in eight warps is 128 registers of a lane.
+#: An accumulator of 256 x 256 of fp32 in eight warps is 128 registers of a lane. Where copies past the registers have 4
+#: bytes a lane, those through registers take fewer instructions (`better_copies`): the others are there to ask for.
 TILES: dict[str, tuple[Tile, ...]] = {
     "gfx942": (
-        Tile(256, 256, 1, 8, 2, "staged"),
-        Tile(256, 128, 2, 8, 2, "staged"),
-        Tile(128, 256, 2, 8, 2, "staged"),
-        Tile(128, 128, 2, 4, 2, "staged"),
-        Tile(128, 64, 2, 4, 2, "staged"),
-        Tile(64, 128, 2, 4, 2, "staged"),
-        Tile(64, 64, 4, 4, 2, "staged"),
-        Tile(32, 64, 4, 4, 2, "staged"),
-        Tile(128, 128, 1, 4, 3, "direct"),
-        Tile(64, 64, 2, 4, 3, "direct"),
+        Tile(256, 256, 1, 8, 2, "staged", 0.73),
+        Tile(256, 128, 2, 8, 2, "staged", 0.54),
+        Tile(128, 256, 2, 8, 2, "staged", 0.54),
+        Tile(128, 128, 2, 4, 2, "staged", 0.58),
+        Tile(128, 64, 2, 4, 2, "staged", 0.38),
+        Tile(64, 128, 2, 4, 2, "staged", 0.38),
+        Tile(64, 64, 4, 4, 2, "staged", 0.34),
+        Tile(32, 64, 4, 4, 2, "staged", 0.21),
+        Tile(128, 128, 1, 4, 3, "direct", 0.53),
+        Tile(64, 64, 2, 4, 3, "direct", 0.37),
     ),
     "gfx950": (
-        Tile(256, 256, 1, 8, 4, "direct"),
-        Tile(256, 128, 2, 8, 3, "direct"),
-        Tile(128, 256, 2, 8, 3, "direct"),
-        Tile(128, 128, 2, 4, 4, "direct"),
-        Tile(128, 64, 2, 4, 4, "direct"),
-        Tile(64, 128, 2, 4, 4, "direct"),
-        Tile(64, 64, 4, 4, 4, "direct"),
-        Tile(32, 64, 4, 4, 4, "direct"),
-        Tile(256, 256, 2, 8, 2, "staged"),
-        Tile(128, 128, 2, 4, 2, "staged"),
-        Tile(64, 64, 4, 4, 2, "staged"),
+        Tile(256, 256, 1, 8, 4, "direct", 0.59),
+        Tile(256, 128, 2, 8, 3, "direct", 0.53),
+        Tile(128, 256, 2, 8, 3, "direct", 0.55),
+        Tile(128, 128, 2, 4, 4, "direct", 0.44),
+        Tile(128, 64, 2, 4, 4, "direct", 0.34),
+        Tile(64, 128, 2, 4, 4, "direct", 0.33),
+        Tile(64, 64, 4, 4, 4, "direct", 0.29),
+        Tile(32, 64, 4, 4, 4, "direct", 0.16),
+        Tile(256, 256, 2, 8, 2, "staged", 0.50),
+        Tile(128, 128, 2, 4, 2, "staged", 0.36),
+        Tile(64, 64, 4, 4, 2, "staged", 0.20),
     ),
 }
+
+
+class Row(NamedTuple):
+    """A tile as the cost model takes it, for operands of one size: see `tilestream.plan.cdna.Row`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    efficiency: float
 
 
 def spread(block_m: int, block_n: int, warps: int) -> tuple[int, int]:
@@ -192,12 +212,12 @@ def why_not(tile: Tile, arch: str, shared: int) -> str:
     return ""
 
 
-def tiles(arch: str, shared: int, size: int = 2) -> tuple[Tile, ...]:
-    """The rows of `TILES` that a device holds, and whose K step is a whole number of instructions."""
+def fitting(rows: Iterable[Tile], device: DeviceProperties, size: int = 2) -> tuple[Tile, ...]:
+    """Those that a device holds, and whose K step is a whole number of instructions."""
     return tuple(
         tile
-        for tile in TILES[arch]
-        if not why_not(tile, arch, shared) and tile.block_k(size) % instruction(arch, size)[2] == 0
+        for tile in rows
+        if not why_not(tile, device.arch, device.shared) and tile.block_k(size) % instruction(device.arch, size)[2] == 0
     )
 
 
@@ -220,10 +240,47 @@ def is_far(tile_rows: int, block_k: int, stride: int, size: int, k_major: bool) 
     return ((outer - 1) * stride + inner) * size > REACH
 
 
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces; none if there is no such tile.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem: `refusal` says why.
+    """
+    why = refusal(problem, device)
+    if why:
+        raise NotImplementedError(why)
+    size = ITEMSIZE[problem.dtype]
+    for row in TILES[device.arch]:
+        row = row._replace(stages=stages or row.stages) if row.copies == "direct" else row
+        if variant not in (None, row.copies) or (stages or row.stages) != row.stages:
+            continue
+        if (tile is not None and row[:2] != tuple(tile)) or row not in fitting((row,), device, size):
+            continue
+        made = Row(row.block_m, row.block_n, row.block_k(size), row.warps, row.stages, row.efficiency)
+        yield from cdna.candidates(
+            problem, device, workers, (made,), order=order, queues=queues, shares=shares, variant=row.copies,
+            kinds=tuple(kind for kind in kinds if kind != "stream_k" or row.splits),
+        )  # fmt: skip
+
+
 def refusal(problem: Problem, device: DeviceProperties) -> str:
     """Why this kernel does not do such a problem; empty if it does."""
-    if device.arch not in TILES:
-        return f"it is for {' and '.join(TILES)}, this is {device.arch}"
+    if device.arch not in TILES or not cdna.knows(device):
+        return f"it is for {' and '.join(TILES)}, of which the constants are known; this is {device.arch}"
     known = DTYPES[device.arch]
     if problem.dtype not in known:
         return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"

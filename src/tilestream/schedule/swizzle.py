@@ -104,7 +104,7 @@ class Swizzle:
     @property
     def every(self) -> int:
         """Rows in a row that have the same number."""
-        return 2**self.shift
+        return 1 << self.shift
 
     def fits(self, row_elements: int) -> bool:
         """Whether it is a bijection on rows of so many elements: whole cells, a whole number of periods."""

@@ -55,9 +55,7 @@ def waits_count_groups(ring: SharedRing, item: Item) -> Turn:
 
 def waits_a_group_short(ring: SharedRing, item: Item) -> Turn:
     """A wait leaves as many groups in flight as there are: the step's own is among them."""
-    return _changed(
-        direct(ring, item), lambda op: WaitLoads(op.left + ring.loads) if isinstance(op, WaitLoads) else op
-    )
+    return _changed(direct(ring, item), lambda op: WaitLoads(op.left + ring.loads) if isinstance(op, WaitLoads) else op)
 
 
 def no_barrier_after_the_wait(ring: SharedRing, item: Item) -> Turn:

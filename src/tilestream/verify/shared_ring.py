@@ -6,8 +6,8 @@ others' is a barrier, which waits for no copy and for no read. The text is `dire
 `tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words.
 
 What must hold: no warp is ever stuck; a stage is read when every warp's share of the step that is meant has landed; no
-copy, and no write, goes to a stage that somebody reads or that is still being filled; no wait is for copies that a later
-step needs; nothing is in flight when a worker leaves.
+copy, and no write, goes to a stage that somebody reads or that is still being filled; no wait is for copies that only a
+later step needs; nothing is in flight when a worker leaves.
 
 A copy lands when a wait says so, and not before. It may land earlier on the hardware; but what could then go wrong, a
 stage that is overwritten while somebody reads it, is a fault as soon as the copy is started. Items are given, not
@@ -193,8 +193,10 @@ class SharedCase:
 
 
 class SharedModel(Model):
-    """See the module. Memory: arrivals and round of the barrier; the shares, by stage and warp; then for each warp the
-    stages that its copies in flight go to (-1: registers), oldest first, and those that it reads.
+    """See the module.
+
+    Memory: arrivals and round of the barrier; the shares, by stage and warp; then for each warp the stages that its
+    copies in flight go to (-1: registers), oldest first, and those that it reads.
 
     A share holds the negative of a step that is on its way.
     """

@@ -6,7 +6,8 @@ no torch. ``python cdna_gate.py quick|all [processes]`` prints one JSON object a
 What is compiled of each tile of `tilestream.plan.cdna_tiles.TILES`, for each architecture:
 
 * ``plain``: a queue, even K, no epilogue: what runs most; in the four layouts of the operands;
-* ``worst``: stream_k where the tile may be cut, a batch, uneven K, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu;
+* ``worst``: stream_k where the tile may be cut, a batch, uneven K, fp32 out, alpha, a scale a row and column, bias,
+  residual, exact gelu;
 * ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
 * ``far``: operands, output and residual that a buffer's offsets do not reach;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
@@ -36,7 +37,7 @@ from tilestream.isa.build import Pointer, build
 from tilestream.kernels.cdna.arguments import Arguments
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.cdna_tiles import Tile, instruction, lane_bytes, outstanding, spread, stage_cost, tiles
+from tilestream.plan.cdna_tiles import TILES, Tile, fitting, instruction, lane_bytes, outstanding, spread, stage_cost
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem, result_name
 from tilestream.plan.raster import raster_of, split_of
@@ -63,9 +64,9 @@ class Configuration(NamedTuple):
 def configurations(what: str) -> Iterator[Configuration]:
     """Those of ``"all"``, or of ``"quick"``."""
     for arch, device in DEVICES.items():
-        for tile in tiles(arch, device.shared):
+        for tile in fitting(TILES[arch], device):
             for dtype, how, layout in _of_a_tile(tile, arch):
-                if tile not in tiles(arch, device.shared, ITEMSIZE[dtype]):
+                if tile not in fitting((tile,), device, ITEMSIZE[dtype]):
                     continue
                 if what == "all" or (arch, tile[:2], tile.copies, dtype, how, layout) in QUICK:
                     yield make(arch, tile, dtype, how, layout)
@@ -169,6 +170,7 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
         "triton": triton.__version__,
         "spilled": text.spilled,
         "registers": text.vgprs,
+        "accumulators": text.agprs,
         "shared": kernel.metadata.shared,
         "mfma": dict(loop.mfma),
         "counts": dict(loop.counts),
@@ -204,9 +206,7 @@ def ring_order(loop: amdgcn.Loop) -> list[str]:
     # What a warp has read is in its registers before it tells the others that they may overwrite it.
     for i in barriers:
         past = [j for j in reads if j < i] or [j - len(code) for j in reads]
-        if not any(
-            code[j].waits.get("lgkmcnt") == 0 for j in range(past[-1] + 1, i + 1)
-        ):
+        if not any(code[j].waits.get("lgkmcnt") == 0 for j in range(past[-1] + 1, i + 1)):
             faults.append("a barrier that reads of shared memory may pass")
     return sorted(set(faults))
 
@@ -231,7 +231,9 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     cost = stage_cost(tile, width, tile.copies)
     turned = any(one.turned for one in (arguments.x, arguments.y))
     return {
-        "mfma": {f"{m}x{n}x{k}_{types}": tile.block_m // m // down * (tile.block_n // n // across) * plan.block[2] // k},
+        "mfma": {
+            f"{m}x{n}x{k}_{types}": tile.block_m // m // down * (tile.block_n // n // across) * plan.block[2] // k
+        },
         "load_to_lds": {f"load_to_lds {8 * width}": cost.loads} if direct else {},
         # A square of a lane may be narrower than its vectors: then there are more of them.
         "load": None if direct or turned else cost.loads,

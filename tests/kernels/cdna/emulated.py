@@ -222,13 +222,15 @@ class Machine:
         )  # fmt: skip
         self.names: dict[str, Any] = {
             "gl": gl, "tl": SimpleNamespace(cast=lambda x, _: Int(x), int32=INT32, int64=INT64), "range": range,
-            "float": float, "len": len, "CELL": ring.CELL.value, "swizzled": self.swizzled, "after": self.after,
-            "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore, "leave": self.ignore, "present": self.ignore, "LINE": 16, "quarantined": lambda *_: Int(0),
+            "float": float, "len": len, "min": min, "CELL": ring.CELL.value, "LINE": 16, "swizzled": self.swizzled,
+            "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
+            "leave": self.ignore, "leave_gate": self.ignore, "present": self.ignore, "quarantined": lambda *_: Int(0),
             "pass_gate": self.pass_gate, "take": self.take, "uniform": lambda x: Int(x), "nothing": lambda: 0,
             "drain": self.ignore, "barrier": self.ignore, "activate": lambda x, how: relu(x) if how == "relu" else x,
-            "viewed": lambda stage, shape, layout: stage.seen(shape, layout), "load_landed": lambda view, _: view.load(_),
-            "leave_gate": self.ignore, "copy_to_shared": self.copy, "commit": self.commit, "wait_for_groups": self.wait, "min": min,
-            "buffer_load": self.buffer_load, "buffer_store": self.buffer_store, "multiply_add": self.multiply_add,
+            "viewed": lambda stage, shape, layout: stage.seen(shape, layout),
+            "load_landed": lambda view, layout: view.load(layout), "copy_to_shared": self.copy, "commit": self.commit,
+            "wait_for_groups": self.wait, "buffer_load": self.buffer_load, "buffer_store": self.buffer_store,
+            "multiply_add": self.multiply_add,
         }  # fmt: skip
         for module in (ring, epilogue, gemm):
             for name, value in vars(module).items():
@@ -315,7 +317,9 @@ class Machine:
     def store(at: Pointer, value: Any, mask: Any = None) -> None:
         at.write(value if isinstance(value, Tensor) else Tensor(value), mask)
 
-    def buffer_load(self, at: Pointer, offsets: Tensor, mask: Any = None, other: float = 0.0, cache: str = "") -> Tensor:
+    def buffer_load(
+        self, at: Pointer, offsets: Tensor, mask: Any = None, other: float = 0.0, cache: str = ""
+    ) -> Tensor:
         self.reach(at, offsets, mask)
         return (at + offsets).read(mask, other)
 
@@ -363,5 +367,3 @@ class Machine:
 
 def relu(x: Tensor) -> Tensor:
     return Tensor(np.where(x.data < 0, 0.0, x.data), x.dtype)
-
-

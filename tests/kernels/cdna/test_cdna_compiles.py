@@ -51,7 +51,9 @@ def faults(found: dict) -> list[str]:
     copies = {key: value for key, value in counts.items() if key.startswith("load_to_lds")}
     rules = {
         "instructions of the matrix units": len(found["mfma"]) == 1 and steps >= 1 and not beside,
-        "spills": not any(found["spilled"].values()),
+        # What 3.9 moves to an accumulation register it counts as spilled, too: it is not in memory.
+        "spills": not found["spilled"]["private_segment_fixed_size"]
+        and (found["accumulators"] > 0 or not found["spilled"]["vgpr_spill_count"]),
         "copies past the registers": copies == {key: steps * n for key, n in expected["load_to_lds"].items()},
         "loads": expected["load"] is None or counts.get("load 128", 0) == steps * expected["load"],
         "writes to shared memory": expected["lds_write"] is None

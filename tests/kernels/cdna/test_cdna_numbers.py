@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.language")
 
 from emulated import BFLOAT16, FLOAT32, INT32, Machine, Memory, Pointer
+
 from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.cdna.arguments import Arguments
 from tilestream.kernels.gate import GateArguments
@@ -92,7 +93,8 @@ def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
         layout = layout._replace(
             bias=1, residual=strides, scaled=True, activation="relu", scale_a=(0, 1), scale_b=(0, 1)
         )
-        right = 2.0 * right * made["scale_a"][:, None] * made["scale_b"] + made["bias"] + 3.0 * made["residual"][:, :, :n]
+        right = 2.0 * right * made["scale_a"][:, None] * made["scale_b"]
+        right = right + made["bias"] + 3.0 * made["residual"][:, :, :n]
         right = np.maximum(right, 0.0)
     arguments = Arguments(plan, layout)
     if case.far:

@@ -111,7 +111,9 @@ class Arguments:
         Whether the addresses of the output and of the residual are multiples of 16.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, aligned: tuple[bool, bool] = (True, True), probe: bool = False):
+    def __init__(
+        self, plan: Plan, layout: Layout, aligned: tuple[bool, bool] = (True, True), probe: bool = False
+    ) -> None:
         self.plan, self.layout, self._aligned = plan, layout, aligned
         problem, schedule = plan.problem, plan.schedule
         block_m, block_n, block_k = plan.block
@@ -150,7 +152,7 @@ class Arguments:
         block_m, block_n, block_k = self.plan.block
         copies = "direct" if self.direct else "staged"
         stages = self.plan.stages
-        return Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies)
+        return Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies, 1.0)
 
     def _made(self, probe: bool) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""

@@ -37,7 +37,7 @@ else:
 
 @gluon.jit
 def multiply_add(a, b, acc, FORMATS: gl.constexpr):
-    """``acc + a @ b``. ``FORMATS``: of 8-bit operands of gfx950, whose fast instruction is the one with scales, of 1."""
+    """``acc + a @ b``. ``FORMATS``: of 8 bits on gfx950, whose fast instruction is the one with scales; they are 1."""
     if FORMATS is None:
         return cdna3.mfma(a, b, acc)
     else:
@@ -53,9 +53,7 @@ def uniform(x):
     What comes of an atomic or of a load is in vector registers. A buffer's address made of it would be taken for one
     that differs from lane to lane, and each copy would become a loop over the lanes.
     """
-    return gl.inline_asm_elementwise(
-        "v_readfirstlane_b32 $0, $1", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

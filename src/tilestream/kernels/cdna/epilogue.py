@@ -1,8 +1,8 @@
 """The epilogue on CDNA: what happens to the accumulator of a tile, in fp32, and its store.
 
-In strips of columns, as in the portable kernel, straight from the registers that the multiplication leaves them in: four
-neighbouring columns of a row a lane. A strip lies within a buffer's 32 bits, from the tile's own corner; where it does
-not (``FAR``), addresses have 64.
+In pieces of a few columns and rows, straight from the registers that the multiplication leaves them in: a lane has four
+neighbouring columns of a row. Offsets are from the piece's own corner, within a buffer's 32 bits; where they are not
+(``FAR``), addresses have 64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def upper_and_lower(acc, ROWS: gl.constexpr, WIDTH: gl.constexpr, MATH: gl.const
 
 @gluon.jit
 def within(stride_row, stride_column, i, j, GRAIN: gl.constexpr, FAR: gl.constexpr):
-    """Offsets of a strip from its corner, of which ``GRAIN`` side by side are one vector."""
+    """Offsets of a piece from its corner, of which ``GRAIN`` side by side are one vector."""
     i = i[:, None]
     if FAR:
         i = i.to(gl.int64)
@@ -48,7 +48,7 @@ def within(stride_row, stride_column, i, j, GRAIN: gl.constexpr, FAR: gl.constex
 
 @gluon.jit
 def corner(at, batch, batch_stride, row, stride_row, column, stride_column):
-    """Where a strip begins in something that has its rows, its columns or both."""
+    """Where a piece begins in something that has its rows, its columns or both."""
     at = at + batch.to(gl.int64) * batch_stride
     return at + gl.cast(row, gl.int64) * stride_row + gl.cast(column, gl.int64) * stride_column
 
@@ -94,7 +94,8 @@ def finish(
     residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
     alpha, beta,
     ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, TALL: gl.constexpr, MATH: gl.constexpr,
-    FAR: gl.constexpr, GRAIN: gl.constexpr, RESIDUAL_GRAIN: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
+    FAR: gl.constexpr, GRAIN: gl.constexpr, RESIDUAL_GRAIN: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
+    BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored where the output is.
@@ -113,8 +114,8 @@ def finish(
         finish(
             low, batch, row, column, rows, columns, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
             residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale, stride_tb,
-            stride_tc, alpha, beta, ROWS, WIDTH // 2, STRIP, TALL, MATH, FAR, GRAIN, RESIDUAL_GRAIN, SCALED, SCALES, BIAS,
-            RESIDUAL, ACTIVATION,
+            stride_tc, alpha, beta, ROWS, WIDTH // 2, STRIP, TALL, MATH, FAR, GRAIN, RESIDUAL_GRAIN, SCALED, SCALES,
+            BIAS, RESIDUAL, ACTIVATION,
         )  # fmt: skip
         finish(
             high, batch, row, column + WIDTH // 2, rows, columns, out, stride_ob, stride_or, stride_oc, bias,

@@ -122,9 +122,7 @@ def multiply_staged(
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
     MATH: gl.constexpr = acc.type.layout
     VECTOR: gl.constexpr = CELL // x.dtype.element_ty.primitive_bitwidth
-    x_offsets = fetch_offsets(
-        last_x, BLOCK_K - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X
-    )
+    x_offsets = fetch_offsets(last_x, BLOCK_K - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X)
     y_offsets = fetch_offsets(
         last_y, BLOCK_K - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y
     )
@@ -250,7 +248,7 @@ def gemm(
     RESIDUAL_GRAIN: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PROBE: gl.constexpr,
 ):  # fmt: skip
-    """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one workgroup a worker.
+    """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, a workgroup a worker.
 
     Parameters
     ----------

@@ -25,8 +25,8 @@ full is each warp's own count of copies in flight, and a barrier of all warps.
 
 `tilestream.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`, at most
 63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
-wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes before the
-copy**: between wait and read a copy would come before the barrier. Tests look at what was compiled.
+wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
+before the copy**: between wait and read a copy would come before the barrier. Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
 before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
@@ -240,7 +240,7 @@ def operand(
     SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(INDEX, MATH, WIDTH)
     tile = viewed(stage, SHAPE, permuted(HOW))
-    if K_MAJOR == (INDEX == 1):
+    if (INDEX == 1) == K_MAJOR:
         tile = tile.permute([1, 0])
     if LANDED:
         return load_landed(tile, LAYOUT)
