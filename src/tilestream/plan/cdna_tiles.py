@@ -181,15 +181,15 @@ def better_copies(tile: Tile, arch: str) -> str:
 
 
 def lane_bytes(tile: Tile, arch: str) -> int:
-    """Bytes of a lane in a copy past the registers: the widest of which a warp's share is a whole number."""
+    """Bytes of a lane in a copy past the registers: the widest of which a warp's share is a whole number; 0: none."""
     share = min(tile.block_m, tile.block_n) * 64 * tile.lines // (LANES * tile.warps)
-    return next(width for width in DIRECT_BYTES[arch] if share % width == 0)
+    return next((width for width in DIRECT_BYTES[arch] if share and share % width == 0), 0)
 
 
 def in_flight(tile: Tile, arch: str) -> int:
     """Copies of a warp that are in flight at most, in the hardware's unit: instructions."""
     if tile.copies == "staged":
-        return 2 * stage_cost(tile, CELL_BYTES, "staged").loads
+        return stage_cost(tile, CELL_BYTES, "staged").loads
     return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 1)
 
 
@@ -205,6 +205,8 @@ def why_not(tile: Tile, arch: str, shared: int) -> str:
         return f"{tile.stages} stages of {tile.stage_bytes} bytes, shared memory has {shared}"
     if tile.copies == "direct" and tile.stages < 3:
         return f"{tile.stages} stages: with fewer than three each step waits for every copy"
+    if tile.copies == "direct" and not lane_bytes(tile, arch):
+        return f"{tile.warps} warps: a warp's share of a stage is less than a copy"
     if in_flight(tile, arch) > MOST_IN_FLIGHT:
         return f"{in_flight(tile, arch)} copies in flight, a wait counts {MOST_IN_FLIGHT}"
     if tile.registers + _SPARE > REGISTERS:
