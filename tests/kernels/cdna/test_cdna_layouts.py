@@ -1,4 +1,4 @@
-"""Which lane copies, fetches and reads what: the ring's layouts against the linear maps that Gluon itself has of them."""
+"""Which lane copies, fetches and reads what: the ring's layouts, by the linear maps that Gluon itself has of them."""
 
 from __future__ import annotations
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language")
 
-from emulated import BFLOAT16, FLOAT32, INT32, Machine, Memory, Pointer
+from emulated import BEHIND, BFLOAT16, FLOAT32, INT32, Machine, Memory, Pointer
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.cdna.arguments import Arguments
@@ -22,7 +23,7 @@ from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import Incoming, Problem
-from tilestream.schedule.grid import Grid
+from tilestream.schedule.grid import Grid, WorkItem
 from tilestream.schedule.order import Raster
 from tilestream.schedule.schedule import Schedule
 
@@ -55,8 +56,25 @@ class Case:
     over: bool = False
 
 
-def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel's text makes of it, and what is right."""
+class Launch(NamedTuple):
+    """The kernel's arguments, its items, and what they are made of and for."""
+
+    filled: tuple[Any, ...]
+    items: list[WorkItem]
+    a: Memory
+    out: Memory
+    counts: Memory
+    right: np.ndarray
+
+
+def prepared(case: Case) -> tuple[tuple[Any, ...], list[WorkItem], Memory]:
+    """The kernel's arguments, its items, and A's memory."""
+    made = launch(case)
+    return made.filled, made.items, made.a
+
+
+def launch(case: Case) -> Launch:
+    """A launch on fresh numbers."""
     rng = np.random.default_rng(0)
     batch, m, n, k = case.batch, case.m, case.n, case.k
     device = DeviceProperties("none", "cdna", 4, 1e12, 1e12, "a test", case.arch, 163840)
@@ -110,11 +128,17 @@ def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
         partials.start, counts.start, Pointer(counts, 0), None, None, 0, 0, 2.0, 3.0,
         scales=(at["scale_a"], at["scale_b"]), gate=GateArguments(claims=Pointer(counts, 0)),
     )  # fmt: skip
-    Machine(list(schedule.items()), case.late, case.over).run(filled)
-    assert not counts.values[:slots].any(), "the last to count restores"
-    stored = out.values[: batch * m * row].reshape(batch, m, row)
-    assert np.isnan(stored[:, :, n:]).all(), "between the output's rows"
-    return stored[:, :, :n], right
+    return Launch(filled, list(schedule.items()), a_memory, out, counts, right)
+
+
+def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel's text makes of it, and what is right."""
+    made = launch(case)
+    Machine(made.items, case.late, case.over).run(made.filled)
+    assert not made.counts.values[:-BEHIND].any(), "the last to count restores"
+    stored = made.out.values[:-BEHIND].reshape(case.batch, case.m, case.n + case.out_gap)
+    assert np.isnan(stored[:, :, case.n :]).all(), "between the output's rows"
+    return stored[:, :, : case.n], made.right
 
 
 def check(case: Case) -> None:
