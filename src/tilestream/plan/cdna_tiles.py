@@ -120,7 +120,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 128, 2, 4, 4, "direct", 0.33),
         Tile(64, 64, 4, 4, 4, "direct", 0.29),
         Tile(32, 64, 4, 4, 4, "direct", 0.16),
-        Tile(256, 256, 2, 8, 2, "staged", 0.50),
+        Tile(256, 256, 1, 8, 2, "staged", 0.45),
         Tile(128, 128, 2, 4, 2, "staged", 0.36),
         Tile(64, 64, 4, 4, 2, "staged", 0.20),
     ),
