@@ -120,7 +120,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 128, 2, 4, 4, "direct", 0.33),
         Tile(64, 64, 4, 4, 4, "direct", 0.29),
         Tile(32, 64, 4, 4, 4, "direct", 0.16),
-        Tile(256, 256, 1, 8, 2, "staged", 0.45),
+        Tile(256, 256, 1, 8, 2, "staged", 0.58),
         Tile(128, 128, 2, 4, 2, "staged", 0.36),
         Tile(64, 64, 4, 4, 2, "staged", 0.20),
     ),
@@ -284,6 +284,11 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     if device.arch not in TILES or not cdna.knows(device):
         return f"it is for {' and '.join(TILES)}, of which the constants are known; this is {device.arch}"
     known = DTYPES[device.arch]
+    if problem.fp8 and problem.dtype not in known:
+        return (
+            f"{problem.dtype}: the matrix units of {device.arch} take the fnuz kinds of 8 bits, to which the same bits "
+            "are other numbers; convert the operands to bfloat16"
+        )
     if problem.dtype not in known:
         return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +165,7 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
     text = amdgcn.parse(kernel.asm["amdgcn"])
     loop = text.main_loop
     assert loop is not None
+    code = list(text.instructions)
     return {
         "name": configuration.name,
         "triton": triton.__version__,
@@ -175,16 +176,33 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
         "mfma": dict(loop.mfma),
         "counts": dict(loop.counts),
         "waits": [wait["vmcnt"] for wait in loop.waits if "vmcnt" in wait],
-        "order": ring_order(loop),
+        "order": ring_order(loop.instructions),
+        # The last steps, behind the loop, are steps too; here the text's order is the one they run in.
+        "order_behind": waits_then_barriers([one for one in code if one.line > loop.instructions[-1].line]),
         "branches": loop.counts["branch"],
         "sleeps": polling_sleeps(text),
         "expected": expected(configuration),
     }
 
 
-def ring_order(loop: amdgcn.Loop) -> list[str]:
+def waits_then_barriers(code: Sequence[amdgcn.Instruction]) -> list[str]:
+    """Whether anything of shared memory is touched between a wait for copies and the barrier that comes with it.
+
+    A wait for loads into registers has no barrier: what follows it at once is a write, and is left out.
+    """
+    faults, ready = [], True
+    for one in code:
+        if "vmcnt" in one.waits:
+            ready = False
+        elif one.kind in ("barrier", "lds_write", "store", "valu", "load"):
+            ready = True
+        elif one.kind in ("lds_read", "load_to_lds") and not ready:
+            faults.append(f"{one.mnemonic} at once behind a wait for copies")
+    return sorted(set(faults))
+
+
+def ring_order(code: Sequence[amdgcn.Instruction]) -> list[str]:
     """What of a loop's order breaks the ring's protocol: see `tilestream.kernels.cdna.ring`."""
-    code = loop.instructions
     kinds = [one.kind for one in code]
     copies = [i for i, kind in enumerate(kinds) if kind == "load_to_lds"]
     reads = [i for i, kind in enumerate(kinds) if kind == "lds_read"]
