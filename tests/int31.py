@@ -1,7 +1,7 @@
 """`Int31`: an integer that refuses whatever a device's 32-bit arithmetic and Python's would not agree on.
 
 Leaf functions (`tilestream.schedule.integers` says what they are) are run on it: an operand, an intermediate or a
-result outside [0, 2**31) raises, and so does everything but ``+ - * // %`` and comparisons.
+result outside [0, 2**31) raises, and so does everything but ``+ - * // % ^`` and comparisons.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _comparison(name: str):
 
 def _refused(name: str):
     def refuse(self, *_):
-        raise LeftInt31(f"{name} on {self.value}: not among + - * // % and comparisons")
+        raise LeftInt31(f"{name} on {self.value}: not among + - * // % ^ and comparisons")
 
     return refuse
 
@@ -67,6 +67,7 @@ class Int31:
     __mul__, __rmul__ = _arithmetic("mul", "*")
     __floordiv__, __rfloordiv__ = _arithmetic("floordiv", "//")
     __mod__, __rmod__ = _arithmetic("mod", "%")
+    __xor__, __rxor__ = _arithmetic("xor", "^")
 
     __eq__ = _comparison("eq")
     __ne__ = _comparison("ne")
@@ -85,8 +86,6 @@ for _name in [
     "rand",
     "or",
     "ror",
-    "xor",
-    "rxor",
     "lshift",
     "rlshift",
     "rshift",

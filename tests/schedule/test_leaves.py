@@ -21,7 +21,7 @@ import pytest
 
 from int31 import on_int31
 from tilestream.arrival import chunks
-from tilestream.schedule import integers, queues, raster, ring, stream_k
+from tilestream.schedule import integers, queues, raster, ring, stream_k, swizzle
 
 SRC = Path(integers.__file__).parents[2]
 
@@ -31,7 +31,7 @@ def functions_of(module) -> list[FunctionType]:
     return [f for f in members if inspect.isfunction(f) and f.__module__ == module.__name__ and f.__name__[0] != "_"]
 
 
-LEAVES = {f.__name__: f for m in (integers, raster, queues, ring, stream_k) for f in functions_of(m)}
+LEAVES = {f.__name__: f for m in (integers, raster, queues, ring, stream_k, swizzle) for f in functions_of(m)}
 LEAVES |= {"chunk_of": chunks.chunk_of, "pivot_tile": chunks.pivot_tile}
 del LEAVES["next_base"]  # the host's alone: it counts in 64 bits
 
@@ -47,6 +47,7 @@ ARGUMENTS = {
     "longest_first": [(17, 5, 4, 2), (19, 5, 4, 3), (2**31 - 2, 1, 2**31 - 1, 7)],
     "home_queue": [(131, 8), (3, 1)],
     "left": [(10, 3), (10, 13)],
+    "neighbour": [(17, 304, 8), (303, 304, 8), (9, 11, 8), (0, 1, 1)],
     "fuller": [(0, 3, 1, 4), (0, 3, 1, 3)],
     "remainder_tiles": [(133, 132), (5, 7)],
     "share_part": [(17, 23, 10), (17, 19, 10)],
@@ -54,6 +55,7 @@ ARGUMENTS = {
     "step": [(1, 0, 3), (2, 1, 3), (0, 0, 1)],
     "skip": [(1, 1, 5, 3), (2, 0, 0, 3), (0, 1, 2**31 - 2, 1), (11, 1, 2**31 - 12, 12)],
     "before": [(2, 3), (0, 3), (0, 1)],
+    "swizzled": [(13, 5, 2, 4), (2**31 - 1, 2**31 - 1, 1, 2**30)],
     "chunk_of": [(1000, 128), (2**31 - 1, 3)],
     "pivot_tile": [(100, 300, 64, 7), (100, 101, 64, 2), (512, 512, 64, 8)],
 }
@@ -67,7 +69,7 @@ def test_every_leaf_is_listed():
 
 _ALLOWED = (
     ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.If, ast.Return, ast.BinOp, ast.Compare, ast.Call, ast.Name,
-    ast.Load, ast.Store, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod,
+    ast.Load, ast.Store, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitXor,
     ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.BoolOp, ast.And, ast.Or,
 )  # fmt: skip
 
@@ -240,6 +242,8 @@ def random_arguments(name: str, rng: random.Random) -> tuple[int, ...]:
         "step": (t % n, t % 2, n),
         "skip": (t % n, t % 2, begin, n),
         "before": (t % n, n),
+        "neighbour": (t, m * n, group),
+        "swizzled": (begin, t, 2 ** (m % 3), 2 ** (n % 5)),
         "pivot_tile": (begin, begin + rng.randint(0, 99), rng.choice([16, 64, 100]), m + 9),
     }.get(name) or tuple(rng.randint(1, 99) for _ in inspect.signature(LEAVES[name]).parameters)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from int31 import Int31, on_int31
 from strategies import int31
 from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, take
-from tilestream.schedule.queues import fuller, home_queue, left, next_base
+from tilestream.schedule.queues import fuller, home_queue, left, neighbour, next_base
 
 
 @given(int31(), int31(1))
@@ -19,6 +19,16 @@ def test_home_queue_is_one_of_the_queues(worker, queues):
 
 def test_neighbouring_workers_have_neighbouring_queues():
     assert [home_queue(worker, 3) for worker in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("groups", range(1, 10))
+@pytest.mark.parametrize("workers", range(1, 40))
+def test_workers_of_one_group_become_neighbours(workers, groups):
+    numbers = [on_int31(neighbour, worker, workers, groups) for worker in range(workers)]
+    assert sorted(numbers) == list(range(workers)), "a bijection"
+    for group in range(min(groups, workers)):
+        of_group = [numbers[worker] for worker in range(workers) if worker % groups == group]
+        assert of_group == list(range(of_group[0], of_group[0] + len(of_group)))
 
 
 @given(int31(), int31())

@@ -130,6 +130,9 @@ KERNELS: dict[str, Entry] = {
     "portable-gemm": Entry(
         ("sm_90a", "gfx942", "gfx950"), f"{__name__}:portable_gemm", "the Triton kernel, for any GPU"
     ),
+    "cdna-gemm": Entry(
+        ("gfx942", "gfx950"), f"{__name__}:cdna_gemm", "Gluon: a ring without mbarriers, inverse swizzle, MFMA"
+    ),
     "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
 }
 
@@ -221,6 +224,27 @@ def gate_arguments(plan: Plan) -> GateArguments:
 
     channel = None if plan.gate is None else Pointer("int64")
     return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel)
+
+
+def cdna_gemm(question: Question) -> Source:
+    """The CDNA kernel as its plan would launch it."""
+    from tilestream.isa.build import Pointer
+    from tilestream.kernels.cdna.arguments import Arguments
+    from tilestream.kernels.cdna.gemm import gemm
+
+    plan = plan_problem(
+        question.problem, None, question.schedule, question.tile, device=question.device, backend="cdna",
+        stages=question.stages,
+    )  # fmt: skip
+    problem, schedule = plan.problem, plan.schedule
+    arguments = Arguments(plan, contiguous(question))
+    scale = None if problem.scales == "none" else Pointer("float32", 4)
+    filled = arguments.fill(
+        *map(Pointer, problem.dtypes), Pointer(problem.out_dtype), None, None,
+        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
+        None if schedule.kind == "static" else Pointer("int64"), None, None, 0, 0, 1.5, 0.5, scales=(scale, scale),
+    )  # fmt: skip
+    return Source(gemm, filled, arguments.options, plan.warps, plan)
 
 
 def hopper_gemm(question: Question) -> Source:

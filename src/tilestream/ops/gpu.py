@@ -149,6 +149,13 @@ def _make(
         raise ValueError(
             f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"
         )
+    if plan.backend == "cdna":
+        from tilestream.kernels.cdna.launch import GemmLaunch as CdnaLaunch
+
+        if why := _no_vectors(a, b, layout):
+            raise ValueError(f"plan.run: {why}; take backend='portable'")
+        aligned = out.data_ptr() % 16 == 0, residual is None or residual.data_ptr() % 16 == 0
+        return CdnaLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
         from tilestream.kernels.hopper.launch import GemmLaunch as HopperLaunch
 
@@ -172,6 +179,19 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
     return tma.refuse(
         "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if k_major_only else None
     ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if k_major_only else None)
+
+
+def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
+    """What of A and B cannot be read in vectors of 16 bytes, as the plan has it; empty if both can."""
+    from tilestream.kernels.portable.arguments import is_aligned
+
+    for name, operand, strides in (("a", a, layout.a), ("b", b, layout.b)):
+        rows, columns = operand.shape[-2:]
+        if not is_aligned((rows, columns), strides[1:], strides[0], operand.data_ptr()):
+            return (
+                f"{name} of strides {tuple(operand.stride())}: a stride, an extent or an address is no multiple of 16"
+            )
+    return ""
 
 
 def _incoming(

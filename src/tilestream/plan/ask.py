@@ -7,7 +7,7 @@ import sys
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import hopper, tma
+from tilestream.plan import cdna_tiles, hopper, tma
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.known import KNOWN, named
@@ -83,9 +83,11 @@ def plan(
         matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
         alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
     backend
-        GPUs: force ``"hopper"`` or ``"portable"``; None: the fast one if it can.
+        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it can, on AMD GPUs the portable
+        one.
     variant, stages
-        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring.
+        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
+        or ``"staged"``, likewise.
 
     Returns
     -------
@@ -123,16 +125,16 @@ def plan(
     layout = layout or ("nt" if name in FP8 else "nn")
     if layout not in ("nn", "nt", "tn", "tt"):
         raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
-    if backend not in (None, "hopper", "portable"):
-        raise ValueError(f"backend={backend!r}; it is 'hopper', 'portable', or None for the plan's choice")
-    if variant is not None and variant not in hopper.VARIANTS:
-        raise ValueError(
-            f"variant={variant!r}; it is one of {', '.join(hopper.VARIANTS)}, or None for the plan's choice"
-        )
+    if backend not in (None, "hopper", "cdna", "portable"):
+        raise ValueError(f"backend={backend!r}; it is 'hopper', 'cdna', 'portable', or None for the plan's choice")
+    fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
+    variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
+    if variant is not None and variant not in variants:
+        raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
     if stages is not None and (not _whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if backend is None and (variant is not None or stages is not None):
-        backend = "hopper"
+        backend = fast
     other = name if b_dtype is None else dtype_name(b_dtype)
     if scales not in SCALES:
         raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")

@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import get_args
 
-from tilestream.plan import cdna, cpu, hopper, portable
+from tilestream.plan import cdna, cdna_tiles, cpu, hopper, portable
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.plan import Plan, Refusal, of_candidate
@@ -15,6 +15,11 @@ from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind
 
 logger = logging.getLogger(__name__)
+
+#: The fast backends, for people.
+NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
+#: Why the kernel for AMD's CDNA is not what runs where nobody asks for it.
+NOT_RUN = "compiled and checked, not run on a GPU yet: backend='cdna' takes it"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,25 +91,38 @@ def _on_gpu(
     variant: str | None, stages: int | None,
 ) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
     """Which backend, its candidates, and why not the other one."""
-    why = hopper.refusal(problem, device)
-    if backend != "portable" and not why:
-        found = list(
-            hopper.candidates(
-                problem, device, workers, kinds=kinds, auto=auto, tile=tile, order=order, queues=queues, shares=shares,
-                variant=variant, stages=stages,
-            )
-        )  # fmt: skip
+    fast = "cdna" if device.arch.startswith("gfx") else "hopper"
+    why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
+    if backend not in (None, fast, "portable"):
+        why = f"it is not for {device.arch}"
+    elif fast == "cdna" and backend is None and not why:
+        why = NOT_RUN
+    elif backend != "portable" and not why:
+        if fast == "cdna":
+            found = list(
+                cdna_tiles.candidates(
+                    problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares,
+                    variant=variant, stages=stages,
+                )
+            )  # fmt: skip
+        else:
+            found = list(
+                hopper.candidates(
+                    problem, device, workers, kinds=kinds, auto=auto, tile=tile, order=order, queues=queues,
+                    shares=shares, variant=variant, stages=stages,
+                )
+            )  # fmt: skip
         if found:
-            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+            return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
         why = f"it has no {'x'.join(map(str, tile))} tile here" if tile else "no tile of it fits"
         if variant or stages:
             why += f" with variant={variant}, stages={stages}"
-    if backend == "hopper":
-        raise NotImplementedError(f"backend='hopper': {why}; leave backend=, variant= and stages= away")
+    if backend in ("hopper", "cdna"):
+        raise NotImplementedError(f"backend={backend!r}: {why}; leave backend=, variant= and stages= away")
     found = list(
         portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
     )
-    return "portable", found, Refusal("hopper", why or "backend='portable' given")
+    return "portable", found, Refusal(fast, why or "backend='portable' given")
 
 
 def _best(found: list[Candidate]) -> Candidate:

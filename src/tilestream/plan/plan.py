@@ -42,7 +42,8 @@ class Plan:
         ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
         torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
         programs, one a worker. Of those on Hopper, ``cooperative``, ``ping_pong`` and ``single``: see
-        `tilestream.kernels.hopper.gemm`.
+        `tilestream.kernels.hopper.gemm`. Of those on CDNA, ``direct`` and ``staged``: see
+        `tilestream.kernels.cdna.ring`.
     block
         ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
     schedule
@@ -110,7 +111,7 @@ class Plan:
         if self.variant == "inline":
             return f"{self.backend} inline"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 else ""
-        backend = f"hopper {self.variant}" if self.backend == "hopper" else self.backend
+        backend = f"{self.backend} {self.variant}" if self.backend in ("hopper", "cdna") else self.backend
         return (
             f"{backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
             f"{schedule.raster.order} raster"

@@ -16,8 +16,21 @@ from __future__ import annotations
 
 
 def home_queue(worker: int, queues: int) -> int:
-    """The queue a worker calls its own. Neighbouring program ids land on different XCDs: so do their queues."""
+    """The queue a worker calls its own.
+
+    Neighbouring program ids land on different XCDs of an AMD GPU: with as many queues, an XCD has a queue of its own.
+    """
     return worker % queues
+
+
+def neighbour(worker: int, workers: int, groups: int) -> int:
+    """Worker ``worker``'s number where workers of one group are neighbours: a bijection on [0, workers).
+
+    Program ids go round the ``groups`` XCDs of an AMD GPU, each with an L2 of its own. Where positions go by the
+    worker's number (``static``), those of one XCD are so brought next to each other, and share what they read.
+    """
+    group = worker % groups
+    return (workers // groups) * group + min(group, workers % groups) + worker // groups
 
 
 def left(size: int, taken: int) -> int:

@@ -31,3 +31,8 @@ def skip(stage: int, phase: int, count: int, depth: int) -> tuple[int, int]:
 def before(stage: int, depth: int) -> int:
     """The stage before this one."""
     return (stage + depth - 1) % depth
+
+
+def after(stage: int, depth: int) -> int:
+    """The stage after this one."""
+    return (stage + 1) % depth

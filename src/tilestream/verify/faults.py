@@ -24,7 +24,8 @@ KINDS: dict[str, str] = {
     "not reset": "all have left, and the words are not as the next launch has to find them",
     "not drained": "an expiry is not followed by all workers leaving",
     "barrier broken": "more arrivals at a barrier than it counts",
-    "left too early": "all have left, and a store still reads shared memory",
+    "left too early": "all have left, and a store still reads shared memory, or a copy is in flight",
+    "drained in vain": "a wait is for copies that only a later step needs",
     "ring in use": "all have left, and a stage, a slot or a barrier is not as it was",
 }
 

@@ -15,12 +15,14 @@ from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
+from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.faults import KINDS
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, multiply
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
+from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
 from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 from tilestream.verify.workers import Program, WorkersCase
 
@@ -66,7 +68,7 @@ class SeededBug:
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
-    return (*_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products())
+    return (*_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared())
 
 
 def _says(of: object) -> str:
@@ -321,4 +323,28 @@ def _products() -> tuple[SeededBug, ...]:
         SeededBug(
             "product: loaded without a gate", "read before arrival", "product", _says(r.handed_on_ungated), ungated
         ),
+    )
+
+
+def _shared() -> tuple[SeededBug, ...]:
+    sizes = (((1, False),), ((4, False),), ((2, False), (1, False)), ((4, True),), ((2, True), (1, False)))
+
+    def bug(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
+        cases = tuple(SharedCase(SharedRing(depth, 2), items, text, exact) for items in sizes)
+        return SeededBug(name, kind, "shared", _says(text), cases)
+
+    early, overwritten, wrong = "read before arrival", "overwritten while read", "wrong data"
+    return (
+        bug("one buffer, no barrier after the read", overwritten, h.one_buffer_without_barrier, 1),
+        bug("wait counts groups", "drained in vain", h.waits_count_groups),
+        bug("wait a group short", early, h.waits_a_group_short),
+        bug("own copies waited for only", wrong, h.no_barrier_after_the_wait),
+        bug("copies before the barrier", overwritten, h.copies_before_the_barrier, exact=False),
+        bug("short items commit less", early, h.short_items_commit_less),
+        bug("no barrier between items", overwritten, h.no_barrier_between_items),
+        bug("no barrier after the rest", overwritten, h.no_barrier_after_the_rest),
+        bug("barrier passes reads", overwritten, h.barrier_passes_reads),
+        bug("put without a barrier", overwritten, h.put_without_barrier, 2, exact=False),
+        bug("read without a barrier", wrong, h.read_without_barrier, 2, exact=False),
+        bug("rest put without a barrier", overwritten, h.rest_without_barrier),
     )

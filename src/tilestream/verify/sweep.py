@@ -15,11 +15,12 @@ from tilestream.schedule.schedule import Kind, Split
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
+from tilestream.verify.shared_ring import SharedCase, SharedRing, direct, staged
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase
-MODELS = ("workers", "ring", "product")
+Case = WorkersCase | RingCase | ProductCase | SharedCase
+MODELS = ("workers", "ring", "product", "shared")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -97,6 +98,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(rings(level))
     if model == "product":
         return list(products(level))
+    if model == "shared":
+        return list(shared_rings(level))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 
@@ -299,3 +302,14 @@ def products(level: Level) -> Iterator[ProductCase]:
         yield ProductCase(matmul("dynamic", 2, 4, bounds=(0, 3, 6, 8), pivot=1, k=2), Ring(2, 2))
         yield ProductCase(matmul("dynamic", 2, 3, bounds=(0, 3, 6), pivot=1, k=2), Ring(3, 2))
         yield ProductCase(matmul("stream_k", 2, 3, bounds=(0, 1, 3, 6), pivot=2, k=2), Ring(2, 2))
+
+
+def shared_rings(level: Level) -> Iterator[SharedCase]:
+    """Model 3: items of fewer steps than are under way, of as many and of more, with a rest of K and without."""
+    few = (((1, False),), ((4, True), (1, False)), ((0, True), (3, False)))
+    many = (((2, True), (3, True), (5, False)), ((6, False), (1, True), (2, False)))
+    full = level == "full"
+    for depth, warps, items in product((3, 4, 5) if full else (3, 4), (2, 3) if full else (2,), few + many * full):
+        yield SharedCase(SharedRing(depth, 2, warps), items, direct)
+    for warps, items in product((2, 3) if full else (2,), few + many * full):
+        yield SharedCase(SharedRing(2, 2, warps), items, staged, exact=False)

@@ -25,12 +25,18 @@ class GemmLaunch(Launch):
     time.
     """
 
+    kernel: Any = gemm
+
     def __init__(self, plan: Plan, layout: Layout) -> None:
         super().__init__(plan)
         self.layout = layout
-        self._arguments = Arguments(plan, layout)
+        self._arguments = self.arguments()
         self._grid = (plan.schedule.workers, 1, 1)
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+
+    def arguments(self, probe: bool = False) -> Any:
+        """What the kernel is launched with, but for addresses: of another kernel that takes the same, that one's."""
+        return Arguments(self.plan, self.layout, probe)
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
@@ -45,8 +51,8 @@ class GemmLaunch(Launch):
         )  # fmt: skip
         scales = epilogue.scale_a, epilogue.scale_b
         if probe is not None:
-            probing = Arguments(self.plan, self.layout, probe=True)
-            gemm[self._grid](
+            probing = self.arguments(probe=True)
+            self.kernel[self._grid](
                 *probing.fill(*operands, capacity=probe.capacity, gate=gate, scales=scales), **probing.options
             )
         elif self._compiled is not None:
@@ -57,7 +63,7 @@ class GemmLaunch(Launch):
             self._compiled(stream, self._arguments.fill(*map(address, operands), gate=gate, scales=there))
         else:
             filled = self._arguments.fill(*operands, gate=gate, scales=scales)
-            kernel = gemm[self._grid](*filled, **self._arguments.options)
+            kernel = self.kernel[self._grid](*filled, **self._arguments.options)
             self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
 
 

@@ -1,0 +1,71 @@
+"""What Triton 3.6, 3.7 and 3.9 call by different names, bound once: kernels of this package call these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna3, cdna4
+from triton.experimental.gluon.language.amd.cdna4 import async_copy
+
+# gfx942 has no module of its own for these; they lower there, too, at 32 bits a lane.
+copy_to_shared = async_copy.buffer_load_to_shared
+commit = async_copy.commit_group
+wait_for_groups = async_copy.wait_group
+load_landed = async_copy.load_shared_relaxed
+buffer_load = cdna3.buffer_load
+buffer_store = cdna3.buffer_store
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+
+    @gluon.jit
+    def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """The same bytes of shared memory, seen through another layout."""
+        return buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+
+else:
+
+    @gluon.jit
+    def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """The same bytes of shared memory, seen through another layout."""
+        return buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def multiply_add(a, b, acc, FORMATS: gl.constexpr):
+    """``acc + a @ b``. ``FORMATS``: of 8 bits on gfx950, whose fast instruction is the one with scales; they are 1."""
+    if FORMATS is None:
+        return cdna3.mfma(a, b, acc)
+    else:
+        A_FORMAT: gl.constexpr = FORMATS[0]
+        B_FORMAT: gl.constexpr = FORMATS[1]
+        return cdna4.mfma_scaled(a, None, A_FORMAT, b, None, B_FORMAT, acc)
+
+
+@gluon.jit
+def uniform(x):
+    """``x``, of which all lanes have the same value, in a scalar register.
+
+    What comes of an atomic or of a load is in vector registers. A buffer's address made of it would be taken for one
+    that differs from lane to lane, and each copy would become a loop over the lanes.
+    """
+    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def nothing():
+    """0, of which the compiler does not know it.
+
+    What is made of it is made where it stands. Else all that is the same for each item, such as the offsets of a
+    tile's elements from its corner, is made once before the loop, and takes registers in all of it.
+    """
+    return gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def device(leaf: Callable[..., Any]) -> Any:
+    """A plain integer function as kernels of this package call it: see `tilestream.kernels.portable.jit`."""
+    return gluon.jit(leaf)

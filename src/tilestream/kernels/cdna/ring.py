@@ -1,0 +1,248 @@
+"""The ring without mbarriers: stages of shared memory between the copies of all warps and their multiplications.
+
+There is no load warp here: load and math are one loop, every warp copies its share of a stage, and what tells a stage
+full is each warp's own count of copies in flight, and a barrier of all warps.
+
+``direct``: copies go past the registers, and stages are filled ``STAGES - 1`` steps ahead::
+
+    for step in the first STAGES - 1:    copy into stage step; commit
+    for step in the item's K steps:
+      wait until STAGES - 2 groups are in flight         this warp's copies of the step have landed
+      barrier                                            everybody's have; and everybody has read the stage before
+      read the step's stage
+      copy step + STAGES - 1 into the stage before it; commit
+      multiply
+    barrier                                              everybody has read the last stages: the next item may begin
+
+``staged``: copies go through registers, one step ahead, and there is one stage::
+
+    fetch the first step
+    for step in the item's K steps:
+      barrier                                            everybody has read the stage
+      put what was fetched into the stage; fetch the next step
+      barrier                                            everybody has put
+      read the stage; multiply
+
+`tilestream.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`, at most
+63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
+wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
+before the copy**: between wait and read a copy would come before the barrier. Tests look at what was compiled.
+
+**Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
+before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
+address is permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout.
+
+A stage's tile is ``[rows, BLOCK_K]`` for an operand that lies K-major, else ``[BLOCK_K, rows]``: contiguous elements
+are the inner ones, always.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilestream.kernels.cdna.compat import (
+    buffer_load,
+    commit,
+    copy_to_shared,
+    device,
+    load_landed,
+    nothing,
+    viewed,
+    wait_for_groups,
+)
+from tilestream.schedule import ring, swizzle
+
+swizzled = device(swizzle.swizzled)
+before = device(ring.before)
+after = device(ring.after)
+
+#: Bits of what a lane reads of shared memory, and of global memory into registers, in one go.
+CELL: gl.constexpr = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def copy_layout(inner, vector, warps):
+    """``vector`` elements a lane, lanes side by side: what a warp copies lies in one piece of a linear stage."""
+    lanes = min(64, inner // vector)
+    return gl.BlockedLayout([1, vector], [64 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def turned_layout(outer, inner, vector, warps):
+    """A square of elements a lane, as large as a lane's share allows: contiguous both ways, in registers.
+
+    Read along the inner dimension and written along the outer one, by vectors each.
+    """
+    share = outer * inner // (64 * warps)
+    side = vector
+    while side * side > share and side > 1:
+        side //= 2
+    lanes = min(64, inner // side)
+    return gl.BlockedLayout([side, side], [64 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def linear():
+    """How copies see a stage: one element behind the other."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+
+@gluon.constexpr_function
+def permuted(how):
+    """How a stage is read. ``how``: the swizzle's vector, every and period."""
+    return gl.SwizzledSharedLayout(how[0], how[1], how[2], [1, 0])
+
+
+@gluon.constexpr_function
+def tile_shape(rows, block_k, k_major):
+    """A stage's tile: the contiguous dimension last."""
+    return [rows, block_k] if k_major else [block_k, rows]
+
+
+@gluon.jit
+def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
+                K_MAJOR: gl.constexpr):  # fmt: skip
+    """Room for so many stages of an operand."""
+    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    return gl.allocate_shared_memory(dtype, [STAGES, TILE[0], TILE[1]], linear())
+
+
+@gluon.jit
+def indices(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
+    """The outer index of each element, and the inner one."""
+    i = gl.arange(0, OUTER, gl.SliceLayout(1, LAYOUT)) + nothing()
+    j = gl.arange(0, INNER, gl.SliceLayout(0, LAYOUT))
+    return i, j
+
+
+@gluon.jit
+def offsets_of(i, j, cell, last_row, last_k, stride, VECTOR: gl.constexpr, LANE: gl.constexpr, K_MAJOR: gl.constexpr,
+               FAR: gl.constexpr):  # fmt: skip
+    """Where the elements of a step lie, from the tile's first row and the step's first of K.
+
+    Parameters
+    ----------
+    i, j, cell
+        Outer and inner index in the stage, and the cell of ``VECTOR`` elements that is to be there.
+    last_row, last_k
+        The last that there is, from the first. What would lie past it is read from there again: such rows are not
+        stored, such of K are set to zero. The last cell may hold elements past the end, of the same 16 bytes.
+    LANE
+        Elements that a lane copies: they are neighbours, which no compiler sees behind the permutation.
+    """
+    if K_MAJOR:
+        outer = gl.minimum(i, last_row)[:, None]
+        inner = gl.minimum(cell, last_k // VECTOR)
+    else:
+        outer = gl.minimum(i, last_k)[:, None]
+        inner = gl.minimum(cell, last_row // VECTOR)
+    if FAR:
+        outer = outer.to(gl.int64)
+    at = outer * stride + inner * VECTOR + (j % VECTOR)[None, :]
+    return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+
+
+@gluon.jit
+def copy_offsets(
+    last_row, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, HOW: gl.constexpr,
+    LANE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What each lane copies past the registers: the inverse swizzle of where it writes."""
+    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    LAYOUT: gl.constexpr = copy_layout(TILE[1], LANE, WARPS)
+    i, j = indices(LAYOUT, TILE[0], TILE[1])
+    cell = swizzled(i[:, None], (j // HOW[0])[None, :], HOW[1], HOW[2])
+    return offsets_of(i, j, cell, last_row, BLOCK_K - 1, stride, HOW[0], LANE, K_MAJOR, False)
+
+
+@gluon.jit
+def copy(x, x_offsets, x_stages, y, y_offsets, y_stages, stage):
+    """Start the copies of a step into a stage, as one group."""
+    copy_to_shared(x_stages.index(stage), x, x_offsets)
+    copy_to_shared(y_stages.index(stage), y, y_offsets)
+    commit()
+
+
+@gluon.jit
+def landed(AHEAD: gl.constexpr):
+    """Wait until ``AHEAD`` groups of this warp are in flight. The barrier comes with the read that follows."""
+    wait_for_groups(AHEAD)
+
+
+@gluon.constexpr_function
+def fetch_layout(rows, block_k, k_major, turned, vector, warps):
+    """Who fetches what of a step into registers."""
+    tile = tile_shape(rows, block_k, k_major)
+    return turned_layout(*tile, vector, warps) if turned else copy_layout(tile[1], vector, warps)
+
+
+@gluon.jit
+def fetch_offsets(
+    last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """What each lane fetches into registers.
+
+    ``TURNED``: of an operand that is not K-major, to be put into a stage that is. ``FAR``: by 64-bit addresses.
+    """
+    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+    i, j = indices(LAYOUT, TILE[0], TILE[1])
+    cell = (j // VECTOR)[None, :] + i[:, None] * 0
+    return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, FAR)
+
+
+@gluon.jit
+def fetch(x, offsets, FAR: gl.constexpr):
+    """A step of an operand, into registers."""
+    if FAR:
+        return gl.load(x + offsets)
+    else:
+        return buffer_load(x, offsets)
+
+
+@gluon.jit
+def cut_off(
+    tile, rest, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Zeros in place of what a fetched step has from ``rest`` of K on, of which nothing is known."""
+    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+    BITS: gl.constexpr = gl.int16 if tile.dtype.primitive_bitwidth == 16 else gl.int8
+    i, j = indices(LAYOUT, TILE[0], TILE[1])
+    kept = ((j < rest)[None, :] & (i >= 0)[:, None]) if K_MAJOR else ((i < rest)[:, None] & (j >= 0)[None, :])
+    bits = gl.where(kept, tile.to(BITS, bitcast=True), gl.full(TILE, 0, BITS, LAYOUT))
+    return bits.to(tile.dtype, bitcast=True)
+
+
+@gluon.jit
+def put(tile, stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, TURNED: gl.constexpr, K_MAJOR: gl.constexpr,
+        HOW: gl.constexpr):  # fmt: skip
+    """Write what was fetched to its stage, permuted."""
+    SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR or TURNED)
+    if TURNED:
+        tile = tile.permute(1, 0)
+    viewed(stage, SHAPE, permuted(HOW)).store(tile)
+
+
+@gluon.jit
+def operand(
+    stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, HOW: gl.constexpr, INDEX: gl.constexpr,
+    MATH: gl.constexpr, WIDTH: gl.constexpr, LANDED: gl.constexpr,
+):  # fmt: skip
+    """A stage's tile as operand ``INDEX`` of the multiplication, ``WIDTH`` elements of K a lane.
+
+    ``LANDED``: a wait and its barrier are behind us, and no other wait for copies is needed.
+    """
+    SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(INDEX, MATH, WIDTH)
+    tile = viewed(stage, SHAPE, permuted(HOW))
+    if (INDEX == 1) == K_MAJOR:
+        tile = tile.permute([1, 0])
+    if LANDED:
+        return load_landed(tile, LAYOUT)
+    else:
+        return tile.load(LAYOUT)

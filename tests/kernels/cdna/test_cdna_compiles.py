@@ -1,0 +1,165 @@
+"""The compile gate of the CDNA GEMM (`cdna_gate.py`): to gfx942 and gfx950 with no GPU, and what must be true of it.
+
+The quick tier takes a sample through the Triton that is installed. The slow one takes every tile, layout and schedule
+through Triton 3.6, 3.7 and 3.9, each in a virtual environment of its own under TILESTREAM_TRITONS (default: the user's
+cache). Nothing of this was run: there is no such GPU here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritons import triton
+
+GATE = Path(__file__).parent / "cdna_gate.py"
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+SHARED = {"gfx942": 65536, "gfx950": 163840}
+#: Bytes beside the stages: an atomic's answer, on its way to all lanes.
+SLACK = 1024
+
+
+def environment(cache: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def compile_all(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
+    run = subprocess.run(
+        [python, str(GATE), what, str(min(os.cpu_count() or 1, 4))], env=environment(cache), capture_output=True,
+        text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def faults(found: dict) -> list[str]:
+    """What is not as it should be."""
+    if "error" in found:
+        return [found["error"]]
+    expected, counts = found["expected"], found["counts"]
+    ((shape, count),) = expected["mfma"].items()
+    # Steps of an iteration: the compiler unrolls short loops.
+    steps, beside = divmod(found["mfma"].get(shape, 0), count)
+    # 3.9 puts a barrier of its own between a step's reads and its copies.
+    barriers = expected["barriers"] + (found["triton"] >= "3.9" and bool(expected["waits"]))
+    copies = {key: value for key, value in counts.items() if key.startswith("load_to_lds")}
+    rules = {
+        "instructions of the matrix units": len(found["mfma"]) == 1 and steps >= 1 and not beside,
+        # What 3.9 moves to an accumulation register it counts as spilled, too: it is not in memory.
+        "spills": not found["spilled"]["private_segment_fixed_size"]
+        and (found["accumulators"] > 0 or not found["spilled"]["vgpr_spill_count"]),
+        "copies past the registers": copies == {key: steps * n for key, n in expected["load_to_lds"].items()},
+        "loads": expected["load"] is None or counts.get("load 128", 0) == steps * expected["load"],
+        "writes to shared memory": expected["lds_write"] is None
+        or counts.get("lds_write 128", 0) == steps * expected["lds_write"],
+        "loads of less than 32 bits": not counts.keys() & {"load 8", "load 16", "lds_write 8", "lds_write 16"},
+        "shuffles": not counts.get("shuffle", 0),
+        "scratch": not any(key.startswith("scratch") for key in counts),
+        "what waits leave in flight": expected["waits"] is None or found["waits"] == steps * expected["waits"],
+        "a full drain": not (expected["waits"] and 0 in found["waits"]),
+        "barriers": counts.get("barrier", 0) == steps * barriers,
+        "order": not found["order"] and not found["order_behind"],
+        "branches": found["branches"] == 1,  # a second one would be a loop over lanes
+        "pauses of a polling loop": not expected["gated"] or found["sleeps"] >= 1,
+        "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK
+        and found["shared"] <= SHARED[found["name"].split()[0]],
+    }
+    return [name for name, kept in rules.items() if not kept]
+
+
+def check(found: list[dict], least: int) -> None:
+    assert len(found) >= least
+    broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
+    assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
+
+
+@pytest.mark.timeout(110)
+def test_a_sample_compiles_as_it_should(tmp_path):
+    check(compile_all(sys.executable, "quick", tmp_path, 100), 7)
+
+
+SEEDED = """
+import json, sys, cdna_gate as gate
+name = "gfx942 128x128 direct bfloat16 plain nt"
+made = next(c for c in gate.configurations("quick") if c.name == name)
+options, filled = gate.fill(made.plan, made.layout)
+given = dict(zip(gate.gemm.arg_names, filled))
+given |= {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(sys.argv[1]).items()}
+kernel, _ = gate.build(gate.gemm, tuple(given.values()), options, made.arch)
+print(json.dumps(gate.report(made, kernel)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({}, set()),
+        # Two stages: each step waits for every copy. Another depth: other waits, and more shared memory.
+        ({"STAGES": 2}, {"a full drain", "what waits leave in flight", "shared memory"}),
+        ({"DIRECT": False}, {"copies past the registers", "barriers"}),
+        ({"SHAPE": [32, 32, 8], "STRIP": 64, "TALL": 64}, {"instructions of the matrix units"}),
+    ],
+    ids=["none", "two stages", "staged", "another instruction"],
+)
+def test_the_gate_sees_a_fault(change, seen, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", SEEDED, json.dumps(change)], env=environment(tmp_path), cwd=GATE.parent,
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert seen <= set(faults(found)), (faults(found), found)
+    assert seen or not faults(found)
+
+
+RIGHT = {
+    "name": "gfx950 right", "triton": "3.7.1", "spilled": {"vgpr_spill_count": 0, "private_segment_fixed_size": 0},
+    "accumulators": 0, "registers": 200, "shared": 1200, "mfma": {"16x16x32_bf16": 32},
+    "counts": {"load_to_lds 128": 4, "lds_read 128": 12, "barrier": 1}, "waits": [8], "order": [], "order_behind": [],
+    "branches": 1, "sleeps": 1,
+    "expected": {
+        "mfma": {"16x16x32_bf16": 32}, "load_to_lds": {"load_to_lds 128": 4}, "load": None, "lds_write": None,
+        "waits": [8], "barriers": 1, "shared": 1024, "gated": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"spilled": {"vgpr_spill_count": 0, "private_segment_fixed_size": 4}}, "spills"),
+        ({"spilled": {"vgpr_spill_count": 1, "private_segment_fixed_size": 0}}, "spills"),
+        ({"mfma": {"16x16x32_bf16": 33}}, "instructions of the matrix units"),
+        ({"counts": {"load_to_lds 32": 16, "barrier": 1}}, "copies past the registers"),
+        ({"counts": {"load_to_lds 128": 4, "barrier": 1, "shuffle": 4}}, "shuffles"),
+        ({"counts": {"load_to_lds 128": 4, "barrier": 1, "scratch 32": 1}}, "scratch"),
+        ({"counts": {"load_to_lds 128": 4, "barrier": 2}}, "barriers"),
+        ({"counts": {"load_to_lds 128": 4, "barrier": 1, "load 16": 8}}, "loads of less than 32 bits"),
+        ({"waits": [4]}, "what waits leave in flight"),
+        ({"order": ["a step begins without a wait"]}, "order"),
+        ({"order_behind": ["ds_read_b128 at once behind a wait for copies"]}, "order"),
+        ({"branches": 2}, "branches"),
+        ({"sleeps": 0}, "pauses of a polling loop"),
+        ({"shared": 170000}, "shared memory"),
+        ({"error": "RuntimeError: PassManager::run failed"}, "RuntimeError: PassManager::run failed"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_each_rule_is_kept(change, fault):
+    assert not faults(RIGHT)
+    assert faults({**RIGHT, **change}) == [fault]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", TRITONS)
+def test_everything_compiles_as_it_should(version, tmp_path):
+    found = compile_all(triton(version), "all", tmp_path, 3500)
+    assert {one["triton"].split("+")[0] for one in found if "triton" in one} == {version}
+    check(found, 150)
