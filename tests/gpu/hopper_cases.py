@@ -449,7 +449,9 @@ def _arriving() -> Iterator[HopperCase]:
             how = {"swapped": swapped, "schedule": kind, "workers": 61}
             yield _case(row, _M, _N, _K, layout=next(layouts), rows=_ODD, pivot=2, **how)
             yield _case(row, _M, _N, _K, layout=next(layouts), columns=_RAGGED_N, pivot=3, **how)
-            yield _case(row, _M, _N, _K, layout=next(layouts), rows=_RAGGED, columns=_uniform(_N, 128), **how)
+            both = {"rows": _RAGGED, "columns": _uniform(_N, 128)}
+            if kind != "stream_k":
+                yield _case(row, _M, _N, _K, layout=next(layouts), **both, **how)
     for row in FEW:
         how = {"workers": 61, "schedule": "stream_k"}
         yield _case(row, 130, 144, 96, batch=5, rows=_uniform(650, 150), pivot=1, workers=61)

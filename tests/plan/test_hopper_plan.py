@@ -196,6 +196,22 @@ def test_what_arrives_is_its_too(how, layout):
     assert swapped.schedule.raster.transposed, "B's columns are the tensor cores' rows, and still the output's columns"
 
 
+def test_no_stream_k_where_both_operands_arrive():
+    both = {"arrival": Arrival.uniform(256, 5), "weight_arrival": Arrival.uniform(256, 5)}
+    size = {"m": 1280, "n": 1280, "k": 8192, "dtype": "bfloat16", "device": H100}
+    assert plan(**size, arrival=both["arrival"], schedule="stream_k").backend == "hopper"
+    made = plan(**size, **both)
+    assert made.backend == "hopper"
+    assert made.schedule.kind != "stream_k"
+    why = "with both operands arriving the load warp has no registers for it"
+    assert f"refused   stream_k: {why}" in made.explain()
+    made = plan(**size, **both, schedule="stream_k")
+    assert (made.backend, made.schedule.kind) == ("portable", "stream_k")
+    assert f"refused   hopper: {why}" in made.explain()
+    with pytest.raises(NotImplementedError, match=f"backend='hopper': {why}"):
+        plan(**size, **both, schedule="stream_k", backend="hopper")
+
+
 # What is forced ------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,18 @@ import pytest
 
 from tilestream.verify.barriers import RingMemory
 from tilestream.verify.product import ProductCase, ProductModel
-from tilestream.verify.protocol import LoadState, MathState, Place, Ring, epilogue, gated, load_turn, math_turn
+from tilestream.verify.protocol import (
+    LoadState,
+    MathState,
+    Place,
+    Ring,
+    epilogue,
+    gated,
+    k_steps,
+    load_turn,
+    math_turn,
+    voided,
+)  # fmt: skip
 from tilestream.verify.report import explore
 from tilestream.verify.ring import NUMBERS, RingCase, RingModel
 from tilestream.verify.search import search
@@ -50,9 +61,26 @@ class TestProtocolText:
 
     def test_gate_before_handing_on(self):
         item = next(matmul("static", 1, 1).schedule.items())
+        load, after = self.operations(load_turn(Ring(2), gated, LoadState()), {"Next": item, "Pass": 1})
+        assert load.index("Pass") < load.index("Acquired") < load.index("Put") < load.index("Load")
+        assert not after.source
+
+    def test_void_items_are_neither_loaded_nor_multiplied_and_the_gate_is_not_asked_again(self):
+        item = next(matmul("static", 1, 1, k=3).schedule.items())
         load, after = self.operations(load_turn(Ring(2), gated, LoadState()), {"Next": item, "Pass": 0})
-        assert after is None
-        assert load.index("Pass") < load.index("Put")
+        assert load == ["Next", "Pass", "Acquired", "WaitBarrier", "Put", "Arrive"]
+        assert after.source
+        assert after.stage == Place()
+        load, _ = self.operations(load_turn(Ring(2), gated, after), {"Next": item})
+        assert "Pass" not in load
+        assert (k_steps(voided(item)), voided(voided(item))) == (-3, item)
+        for ring, order in ((Ring(2), []), (Ring(2, 2, "ping_pong"), ["WaitBarrier", "Arrive"])):
+            math, after = self.operations(math_turn(ring, epilogue, 0, MathState()), {"Get": voided(item)})
+            assert math == ["WaitBarrier", "Get", "Arrive", *order, "Poisoned", "Epilogue"]
+            assert after.stage == Place()
+        math, after = self.operations(math_turn(ring, epilogue, 1, MathState()), {"Get": voided(item)})
+        assert math == ["WaitBarrier", "Get", "Arrive"], "the other's"
+        assert after.stage == Place()
 
     def test_ping_pong_steps_over_the_other_items(self):
         item = next(matmul("static", 1, 1, k=3).schedule.items())
@@ -93,7 +121,7 @@ class TestChecksAreChecks:
         assert kind_of(CASE) == "wrong data"
 
     def test_product_that_reads_too_early(self, monkeypatch):
-        case = ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2), Ring(2, 1))
+        case = ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2, drain="reset"), Ring(2, 1))
         assert kind_of(case, "product") is None
         real = ProductModel._load
 
@@ -130,3 +158,11 @@ class TestWhatIsExplored:
     def test_product_takes_consumers_of_whole_items(self):
         with pytest.raises(ValueError, match="consumers that do whole items"):
             ProductCase(matmul("dynamic", 1, 1), Ring(2, 2, "cooperative")).build()
+
+    def test_load_loops_with_a_gate_work_through(self):
+        with pytest.raises(ValueError, match="drain='leave'; load loops with a gate work their launch through"):
+            ProductCase(matmul("dynamic", 1, 1, bounds=(0, 2)), Ring(2, 2)).build()
+
+    def test_void_items_are_explored_where_the_launch_may_be_over(self):
+        sizes = [search(RingCase(Ring(2, 2), (1,), expires=how).build()).states for how in (False, True)]
+        assert sizes[0] * 2 < sizes[1]

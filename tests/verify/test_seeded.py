@@ -137,7 +137,7 @@ def test_every_bug_written_is_registered(name):
     for bug in BUGS.values():
         case = bug.cases[0]
         for holder in (case, getattr(case, "workers", None)):
-            for field in ("program", "gate", "load", "math", "finish", "ring", "handing"):
+            for field in ("program", "gate", "load", "math", "source", "finish", "ring", "handing"):
                 value = getattr(holder, field, None)
                 used |= {getattr(value, "__name__", ""), type(value).__name__}
     assert name in used
@@ -152,6 +152,7 @@ def test_real_protocols_pass_where_the_bugs_are_found():
                 sweep.Ring(ring.depth, ring.items, ring.consumers, ring.precise or ring.depth == 1, ring.strips),
                 tuple(k for k in case.k_counts if k) or (1,),
                 split=case.split,
+                expires=case.expires,
             )
             assert explore("ring", plain).violation is None
         elif isinstance(bug.cases[0], WorkersCase) and bug.cases[0].settled:

@@ -180,19 +180,30 @@ def work_through(
         How an item is handed in: `hand_in`, if None, or `settle`.
     """
     finish = finish or hand_in
-    item, cursor = yield from take(schedule, worker, state.cursor)
+    item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
     if item is None:
         if reset:
             yield from leave(schedule, gate)
         return None
+    done: Any = Compute(item) if arrived else Poison(item)
+    yield from finish(done)
+    return after
+
+
+def take_and_pass(
+    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState
+) -> Generator[Take | Peek | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
+    """The first half of `work_through`: an item, whether it is to be computed or poisoned, and the state behind it.
+
+    With warp specialisation that is the load warp's half, and what follows the math warps'.
+    """
+    item, cursor = yield from take(schedule, worker, state.cursor)
     arrived, seen = True, state.seen
-    if gate is not None:
+    if item is not None and gate is not None:
         arrived = not (yield Poll())
         if arrived:
             arrived, seen = yield from pass_gate(gate, item, seen)
-    done: Any = Compute(item) if arrived else Poison(item)
-    yield from finish(done)
-    return WorkerState(cursor, seen)
+    return item, arrived, WorkerState(cursor, seen)
 
 
 def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:

@@ -77,7 +77,7 @@ def plan_problem(
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
         elsewhere = why_not
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
-        refused += (_no_stream_k(best, found),)
+        refused += (_no_stream_k(problem, name, best, found),)
     refused += (elsewhere,)
     made = of_candidate(problem, device, name, best, f"least of {len(found)} candidates in the cost model", refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
@@ -115,6 +115,8 @@ def _on_gpu(
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
         why = f"it has no {'x'.join(map(str, tile))} tile here" if tile else "no tile of it fits"
+        if kinds == ("stream_k",):
+            why = hopper.no_parts(problem) or why
         if variant or stages:
             why += f" with variant={variant}, stages={stages}"
     if backend in ("hopper", "cdna"):
@@ -172,7 +174,9 @@ def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple
     )
 
 
-def _no_stream_k(best: Candidate, found: list[Candidate]) -> Refusal:
+def _no_stream_k(problem: Problem, backend: str, best: Candidate, found: list[Candidate]) -> Refusal:
+    if backend == "hopper" and (why := hopper.no_parts(problem)):
+        return Refusal("stream_k", why)
     same = next((c for c in found if c.schedule.kind == "stream_k" and c.block == best.block), None)
     if same is not None and not same.schedule.remainder:
         return Refusal(

@@ -190,6 +190,13 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     return problem.no_tma
 
 
+def no_parts(problem: Problem) -> str:
+    """Why this kernel cuts no tile of such a problem into parts, whatever the tile; empty if it may."""
+    if problem.rows is not None and problem.columns is not None:
+        return "with both operands arriving the load warp has no registers for it"  # it spills, with Triton 3.6
+    return ""
+
+
 def candidates(
     problem: Problem,
     device: DeviceProperties,
@@ -239,7 +246,7 @@ def candidates(
             group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
-                if kind == "stream_k" and held > _LEAST_ROOM:
+                if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem)):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out

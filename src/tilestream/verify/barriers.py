@@ -22,6 +22,7 @@ from tilestream.verify.buffers import MEANING, Buffers
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory
 from tilestream.verify.protocol import (
+    Acquired,
     Arrive,
     Barrier,
     Epilogue,
@@ -29,6 +30,7 @@ from tilestream.verify.protocol import (
     Get,
     Load,
     Mma,
+    Poisoned,
     Put,
     Retire,
     Ring,
@@ -38,6 +40,8 @@ from tilestream.verify.protocol import (
 
 #: K steps in what a stage holds: ``1 + tile * STEPS + k``.
 STEPS = 64
+#: The last of them, which no item has: what an accumulator that is all NaN holds, of that item.
+VOID = STEPS - 1
 
 
 def fresh(count: int) -> int:
@@ -64,8 +68,9 @@ def arrived(barrier: int, count: int, arrivals: int = 0, loads: int = 0) -> int:
 class RingMemory:
     """The memory of one worker's rings, from ``base`` on in the memory of a model, and the operations on it.
 
-    Layout: barriers, stages, bits of stages being loaded, slots; then for each consumer what it must read next, the
-    stages its multiplications in flight read, and its C buffers.
+    Layout: barriers, stages, bits of stages being loaded, whether something was seen at a gate and not fenced since,
+    slots; then for each consumer what it must read next, the stages its multiplications in flight read, and its C
+    buffers.
     """
 
     def __init__(self, ring: Ring, base: int, who: str, items: list[WorkItem]) -> None:
@@ -77,7 +82,8 @@ class RingMemory:
         self.counts = counts
         self.stage = base + len(counts)
         self.loading = self.stage + ring.depth
-        self.slot = self.loading + 1
+        self.unfenced = self.loading + 1
+        self.slot = self.unfenced + 1
         self.consumer = self.slot + ring.items
         self.private = 2 + Buffers.size(ring)
         self.end = self.consumer + self.private * ring.num_consumers
@@ -90,7 +96,7 @@ class RingMemory:
         consumers: list[Any] = []
         for c in range(ring.num_consumers):
             consumers += [1 + (c * STEPS if ring.consumers == "ping_pong" else 0), (), *Buffers.memory(ring)]
-        return [*(fresh(n) for n in self.counts.values()), *[0] * (ring.depth + 1 + ring.items), *consumers]
+        return [*(fresh(n) for n in self.counts.values()), *[0] * (ring.depth + 2 + ring.items), *consumers]
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
@@ -111,11 +117,13 @@ class RingMemory:
         handlers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
+            Acquired: lambda pid, op, answer, m: self._acquired(m),
             Load: lambda pid, op, answer, m: self._load(op, m),
             Put: lambda pid, op, answer, m: self._put(op, m),
             Get: lambda pid, op, answer, m: self._get(op, m),
             Mma: lambda pid, op, answer, m: self._mma(op, m, private),
             Retire: lambda pid, op, answer, m: self._retire(op, m, private),
+            Poisoned: lambda pid, op, answer, m: self._poison(op, m, private),
             Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, consumer),
             Settle: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
         }
@@ -125,7 +133,16 @@ class RingMemory:
         at = self.where[barrier]
         m[at] = arrived(m[at], self.counts[barrier], arrivals, loads)
 
+    def see(self, m: Memory) -> None:
+        """The load loop has seen at a gate that something is there: copies do not, until it has fenced."""
+        m[self.unfenced] = 1
+
+    def _acquired(self, m: Memory) -> None:
+        m[self.unfenced] = 0
+
     def _load(self, op: Load, m: Memory) -> None:
+        if m[self.unfenced]:
+            raise Fault("read before arrival", f"{self.who}loads item {op.item.tile}: what its gate saw is not fenced")
         if m[self.loading] >> op.stage & 1:
             raise Fault("overwritten while read", f"{self.who}loads into stage {op.stage}, which is still being loaded")
         for private in self.of_consumer:
@@ -163,11 +180,21 @@ class RingMemory:
         in_flight = m[private + 1]
         m[private + 1] = in_flight[max(0, len(in_flight) - op.in_flight) :]
 
+    def _poison(self, op: Poisoned, m: Memory, private: int) -> None:
+        item = op.item
+        if m[private + 1]:
+            raise Fault("wrong data", f"{self.who}NaN is written to the accumulator while an mma writes it")
+        if item.k_begin < item.k_end or m[private] != 1 + item.tile * STEPS + item.k_end:
+            raise Fault(
+                "wrong data", f"{self.who}NaN for item {item.tile}; its accumulator is to get {_data(m[private])}"
+            )
+        m[private] = 1 + item.tile * STEPS + VOID
+
     def _epilogue(self, op: Epilogue, m: Memory, consumer: int) -> None:
-        private = self.of_consumer[consumer]
+        private, item = self.of_consumer[consumer], op.item
         if m[private + 1]:
             raise Fault("wrong data", f"{self.who}the epilogue takes the accumulator while an mma writes it")
-        if m[private] != 1 + op.item.tile * STEPS + op.item.k_end:
+        if m[private] != 1 + item.tile * STEPS + (item.k_end if item.k_begin < item.k_end else VOID):
             raise Fault(
                 "wrong data",
                 f"{self.who}the epilogue of item {op.item.tile}; its accumulator has yet to get {_data(m[private])}",

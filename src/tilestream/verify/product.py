@@ -1,9 +1,11 @@
 """The product of both models: several workers, each with a load loop and a math loop, on one schedule and one gate.
 
 It is there to doubt the argument that the two models compose (see the package), on sizes where it fits: the load loop
-asks the real schedule and passes the real gate (`handed_on` is `tilestream.kernels.loop.work` up to Compute), and a
-math loop ends each item with the text of `hand_in` or `settle`. What is read is checked where a load starts; what is
-finished, where Compute comes, which here is the epilogue.
+asks the real schedule and passes the real gate (`handed_on` is the first half of `work_through`), hands STOP on and
+then leaves (`leave`), its math loops still at work; and a math loop ends each item with the text of `hand_in` or
+`settle`. What is read is checked where a load starts; what is finished, where Compute or Poison comes, which here is
+the epilogue. What a load loop was told at a gate, its math loops do: an item that is handed on void is poisoned, and no
+other.
 
 Reductions: those of both models, whose operations do not touch each other's memory. Workers are not taken as
 interchangeable: each has rings of its own. Tiles are stored from registers: C buffers concern no one else.
@@ -15,24 +17,29 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tilestream.arrival.gate import Gate, Wait, pass_gate
-from tilestream.kernels.loop import Compute, Poll, WorkerState, hand_in, settle
-from tilestream.schedule import Schedule, WorkItem, take
+from tilestream.arrival.gate import Gate
+from tilestream.kernels.loop import Compute, Poison, WorkerState, hand_in, leave, settle, take_and_pass
+from tilestream.schedule import Schedule, WorkItem
+from tilestream.verify import operations as ops
 from tilestream.verify import protocol
 from tilestream.verify.barriers import STEPS, RingMemory
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, State
 from tilestream.verify.processes import Process
 from tilestream.verify.protocol import (
+    Acquired,
     Epilogue,
     Get,
     Load,
     LoadState,
     MathState,
+    Put,
     Retire,
     Ring,
+    k_steps,
     load_turn,
     math_turn,
+    voided,
 )  # fmt: skip
 from tilestream.verify.ring import RingModel, landings, say, say_item
 from tilestream.verify.workers import WorkersCase, WorkersModel
@@ -42,18 +49,14 @@ Handing = Callable[[Schedule, "Gate | None", int], Callable[[Any], Generator[Any
 
 
 def handed_on(schedule: Schedule, gate: Gate | None, worker: int) -> Callable[[Any], Generator[Any, Any, Any]]:
-    """The source of a worker's load loop: `work` up to where an item is handed on."""
+    """The source of a worker's load loop: `work_through` up to where an item is handed on."""
 
     def source(state: WorkerState) -> Generator[Any, Any, tuple[WorkItem | None, WorkerState]]:
-        if (yield Poll()):
-            return None, state
-        item, cursor = yield from take(schedule, worker, state.cursor)
-        seen = state.seen
+        item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
         if item is not None and gate is not None:
-            arrived, seen = yield from pass_gate(gate, item, seen)
-            if not arrived:
-                item = None
-        return item, WorkerState(cursor, seen)
+            yield Acquired()
+            item = item if arrived else voided(item)
+        return item, after
 
     return source
 
@@ -78,7 +81,7 @@ class ProductModel(WorkersModel):
     """See the module. Processes: load and math of each worker in turn; memory: the workers', then the rings."""
 
     eager: ClassVar[frozenset[type]] = WorkersModel.eager | RingModel.eager
-    delayed: frozenset[type] = frozenset({Poll, Wait, Retire})
+    delayed: frozenset[type] = frozenset({Retire})
 
     def __init__(self, case: ProductCase, reduce: bool = True) -> None:
         self.product = case
@@ -87,6 +90,8 @@ class ProductModel(WorkersModel):
         ring = case.ring
         if ring.consumers == "cooperative":
             raise ValueError("ProductCase: consumers='cooperative'; the product is of consumers that do whole items")
+        if self.case.gate is not None and self.case.drain == "leave":
+            raise ValueError("ProductCase: drain='leave'; load loops with a gate work their launch through")
         processes = []
         for w in self.case.workers:
             processes.append(Process(f"worker {w} load", self._load_of(w), LoadState(WorkerState()), f"load {w}"))
@@ -105,14 +110,23 @@ class ProductModel(WorkersModel):
         super(WorkersModel, self).__init__(processes, reduce)
 
     def _load_of(self, worker: int) -> Callable[[LoadState], Generator[Any, Any, LoadState | None]]:
-        source = self.product.handing(self.case.schedule, self.case.gate, worker)
-        return lambda state: load_turn(self.product.ring, source, state)
+        schedule, gate = self.case.schedule, self.case.gate
+        source = self.product.handing(schedule, gate, worker)
+
+        def turn(state: LoadState) -> Generator[Any, Any, LoadState | None]:
+            after = yield from load_turn(self.product.ring, source, state)
+            if after is None and self.case.drain == "reset":
+                yield from leave(schedule, gate)
+            return after
+
+        return turn
 
     def _math_of(self, consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
         end = settle if self.case.settled else hand_in
 
         def finish(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
-            yield from end(Compute(item))
+            done: Any = Compute(item) if k_steps(item) > 0 else Poison(voided(item))
+            yield from end(done)
 
         return lambda state: math_turn(self.product.ring, finish, consumer, state)
 
@@ -129,7 +143,13 @@ class ProductModel(WorkersModel):
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
-        return (None, *self.domain_items) if type(op) is Get else super().domain(op, past)
+        if type(op) is Get:
+            return (None, *self.domain_items, *map(voided, self.domain_items))
+        return super().domain(op, past)
+
+    def watches(self, pid: int) -> bool:
+        """As `Words.watches`: load loops do."""
+        return pid % self.loops == 0
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
@@ -140,14 +160,19 @@ class ProductModel(WorkersModel):
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         """As `Model.performer_of`."""
-        # Compute is the epilogue, as far as the rings know.
-        known = Epilogue(op.item) if type(op) is Compute else op
+        # Compute and Poison are the epilogue, as far as the rings know.
+        known = op
+        if type(op) is Compute or type(op) is Poison:
+            known = Epilogue(op.item if type(op) is Compute else voided(op.item))
         consumers = range(self.product.ring.num_consumers)
         each = [own for r in self.rings for c in consumers if (own := r.performer_of(known, c)) is not None]
         if not each:
-            return super().performer_of(op)
+            meant = super().performer_of(op)
+            return self._looking(meant) if type(op) in ops.WAITS and meant is not None else meant
         specials: dict[type, Callable[[int, Any, Any, Memory], None]]
-        specials = {Load: self._load, Get: self._get, Compute: self._epilogue}
+        specials = {
+            Load: self._load, Put: self._put, Get: self._get, Compute: self._epilogue, Poison: self._poison
+        }  # fmt: skip
         special = specials.get(type(op))
 
         def perform(pid: int, op: Any, answer: Any, m: Memory) -> None:
@@ -157,6 +182,21 @@ class ProductModel(WorkersModel):
                 special(pid, op, answer, m)
 
         return perform
+
+    def _looking(self, meant: Callable[[int, Any, Any, Memory], None]) -> Callable[[int, Any, Any, Memory], None]:
+        def look(pid: int, op: Any, answer: int, m: Memory) -> None:
+            meant(pid, op, answer, m)
+            if answer:
+                self.rings[pid // self.loops].see(m)
+
+        return look
+
+    def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
+        told_by, steps = self.locals.past[m[pid]], k_steps(op.item)
+        if steps > 0 and told_by is not None:
+            raise Fault("gate ignored", f"{self.processes[pid].name} hands an item on after a {told_by} has said no")
+        if steps < 0 and told_by is None:
+            raise Fault("poisoned in vain", f"{self.processes[pid].name} hands a void item on, and nobody told it to")
 
     def _load(self, pid: int, op: Load, answer: int, m: Memory) -> None:
         missing = self.oracle.needs(op.item) & ~m[self.arrived]
@@ -169,7 +209,7 @@ class ProductModel(WorkersModel):
     def _get(self, pid: int, op: Get, answer: WorkItem | None, m: Memory) -> None:
         if answer is not None:  # what the consumer must read next, if the item is for it
             worker, loop = divmod(pid, self.loops)
-            m[self.rings[worker].of_consumer[loop - 1]] = 1 + answer.tile * STEPS + answer.k_begin
+            m[self.rings[worker].of_consumer[loop - 1]] = 1 + answer.tile * STEPS + min(answer.k_begin, answer.k_end)
 
     def _epilogue(self, pid: int, op: Compute, answer: int, m: Memory) -> None:
         # Arrived, and not too late: both were decided where the item was handed on, before the expiry perhaps.
@@ -177,6 +217,9 @@ class ProductModel(WorkersModel):
         aborted, m[self.aborted] = m[self.aborted], 0
         self._compute(pid, op, answer, m)
         m[self.late], m[self.aborted] = late, aborted
+
+    def _poison(self, pid: int, op: Poison, answer: int, m: Memory) -> None:
+        self._hand_in(pid, op, m, nan=True)  # that the item is void the rings have checked
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
         """As `Model.environment`."""

@@ -13,6 +13,7 @@
         expect bytes at full[stage]                 wait until 1 mma is in flight: the one before is done
         load into the stage -> full[stage]          arrive empty[the stage before]
                                                   wait until 0 are in flight; arrive empty[the last stage]
+                                                  of a void item: NaN, and no stage is looked at
                                                   for strip in the tile's strips:
                                                     wait until 1 store reads (0, with one C buffer; and
                                                       0 where the store before took the same of two)
@@ -20,7 +21,9 @@
 
 That is `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation: a test runs the text of
 both and compares. Where a loop stands is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
-Both loops walk over the same items, and the math loop takes its K counts from the item it is handed: STOP has none.
+Both loops walk over the same items, and the math loop takes its K counts from the item it is handed: STOP has none, and
+a *void* item, whose gate says that the launch is over, fewer than none. K runs backwards in it, so the load loop has no
+step of it to load, and the math loop none to wait for. What was seen at a gate, copies see behind a fence (`Acquired`).
 
 Who is in the math loop (`Ring.consumers`):
 
@@ -66,6 +69,10 @@ class Pass(NamedTuple):
     """Wait at the item's gate. Answer: 1 arrived, 0 the launch is over."""
 
     item: WorkItem
+
+
+class Acquired(NamedTuple):
+    """``fence.proxy.async.global``: what the load loop has seen in memory, loads that it starts see (invariant 7)."""
 
 
 class WaitBarrier(NamedTuple):
@@ -119,6 +126,12 @@ class Retire(NamedTuple):
     """``warpgroup_mma_wait``: wait until at most ``in_flight`` multiplications have not finished."""
 
     in_flight: int
+
+
+class Poisoned(NamedTuple):
+    """Fill the accumulator with NaN: the product of a void item."""
+
+    item: WorkItem
 
 
 class Epilogue(NamedTuple):
@@ -251,23 +264,30 @@ class MathState(NamedTuple):
     number: int = 0
 
 
-#: Where items come from: carried state -> (item whose gate has been passed, or None for STOP; carried state).
+#: Where items come from: carried state -> (item whose gate was passed, or a void one, or None for STOP; carried state).
 Source = Callable[[Any], Generator[Any, Any, "tuple[WorkItem | None, Any]"]]
 #: What follows the K loop of an item.
 Finish = Callable[[Ring, WorkItem], Generator[Any, Any, None]]
 
 
 def k_steps(item: WorkItem | None) -> int:
-    """K steps of an item, stages that both loops step through for it; of STOP none."""
+    """K steps of an item, stages that both loops step through for it; of STOP none, of a void item fewer than none."""
     return 0 if item is None else item.k_end - item.k_begin
 
 
-def gated(state: Any) -> Generator[Any, Any, tuple[WorkItem | None, Any]]:
-    """The source of model 2: some item, or STOP; and STOP too where the gate says that the launch is over."""
+def voided(item: WorkItem) -> WorkItem:
+    """The item as it is handed on when the launch is over: K runs from its end to its beginning."""
+    return item._replace(k_begin=item.k_end, k_end=item.k_begin)
+
+
+def gated(over: Any) -> Generator[Any, Any, tuple[WorkItem | None, Any]]:
+    """The source of model 2: some item, or STOP; from when a gate has said that the launch is over, void items."""
     item = yield Next()
-    if item is not None and not (yield Pass(item)):
-        item = None
-    return item, state
+    if item is not None:
+        over = over or not (yield Pass(item))
+        yield Acquired()
+        item = voided(item) if over else item
+    return item, over
 
 
 def load_turn(ring: Ring, source: Source, state: LoadState) -> Generator[Any, Any, LoadState | None]:
@@ -304,10 +324,13 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
         if ring.consumers == "ping_pong":
             # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it, and passes.
             yield WaitBarrier(Barrier("order", consumer), (number // 2) ^ (1 - consumer))
-        stage = yield from k_loop(ring, consumer, stage, steps)
+        if steps > 0:
+            stage = yield from k_loop(ring, consumer, stage, steps)
+        else:
+            yield from poison(ring, consumer, item)
         yield from finish(ring, item)
     else:
-        stage = stage.plus(steps, ring.depth)
+        stage = stage.plus(max(steps, 0), ring.depth)
     if ring.consumers == "ping_pong":
         number = (number + 1) % 4
     return MathState(stage, state.slot.next(ring.items), number)
@@ -348,6 +371,13 @@ def multiply_precisely(ring: Ring, consumer: int, stage: Place, steps: int) -> G
         yield Arrive(Barrier("empty", stage.at))
         stage = stage.next(ring.depth)
     return stage
+
+
+def poison(ring: Ring, consumer: int, item: WorkItem) -> Generator[Any, Any, None]:
+    """NaN for the product of a void item: nothing was loaded for it."""
+    if ring.consumers == "ping_pong":
+        yield Arrive(Barrier("order", 1 - consumer))
+    yield Poisoned(item)
 
 
 def epilogue(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:

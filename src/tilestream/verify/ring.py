@@ -1,23 +1,24 @@
 """Model 2: the load loop and the math loops of one worker, over item ring and stage ring.
 
-Items come without end: any sequence of K counts, and STOP after any of them, because the schedule is at its end or a
-gate has seen the launch end. So there is no bound on how long the loops run; item numbers count modulo `NUMBERS`,
-more than can be under way at once.
+Items come without end: any sequence of K counts, and STOP after any of them, when the schedule is at its end. So there
+is no bound on how long the loops run; item numbers count modulo `NUMBERS`, more than can be under way at once. At any
+item the gate may say that the launch is over (`RingCase.expires`): that item is void, and so are those after it.
 
 What must hold: nobody is ever stuck; each consumer multiplies each K step of each of its items once, in order, from a
-stage that holds just that; no load goes to a stage that is read or being loaded; the epilogue has the whole of its
-item, and stores each strip of a tile once, from a C buffer that holds just that and that no store reads when it is
-filled; after STOP all leave, no store reads any more, and both rings are as they were. Every circle of states takes a
-new item, so an item is finished in a bounded number of steps.
+stage that holds just that; no load goes to a stage that is read or being loaded, and none comes between a gate and the
+fence behind it; the epilogue has the whole of its item, or NaN, just where it is void, and stores each strip of a tile
+once, from a C buffer that holds just that and that no store reads when it is filled; after STOP all leave, no store
+reads any more, and both rings are as they were. Every circle of states takes a new item, so an item is finished in a
+bounded number of steps.
 
 Reductions, and why they hide nothing:
 
-- *Next* and *Pass* touch nothing, and are delayed until the load loop can hand the item on.
+- *Next*, *Pass* and *Acquired* touch nothing of the rings, and are delayed until the load loop can hand the item on.
 - *Retire* is delayed to the operation after it: a stage that is read for longer is a stage that can be
   overwritten for longer.
-- *Expect*, *Load*, *Mma* and *Epilogue* are eager. Expect on its own completes no phase. A load that starts, or an mma
-  that starts, has its stage in use from then on: done at once, it shows every overlap. Where the order of a load and an
-  mma on one stage could matter, both orders are faults.
+- *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect on its own completes no phase. A load that
+  starts, or an mma that starts, has its stage in use from then on: done at once, it shows every overlap. Where the
+  order of a load and an mma on one stage could matter, both orders are faults.
 - *Settle*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and what `Settle` is
   answered nobody else asks. (Where two have one buffer, by mistake, each leaves it with a store in flight: in whatever
   order they come, the second fills it too early.)
@@ -33,11 +34,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilestream.schedule import WorkItem
-from tilestream.verify.barriers import STEPS, RingMemory
+from tilestream.verify.barriers import STEPS, VOID, RingMemory
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, Model, State
 from tilestream.verify.processes import LEFT, Process
 from tilestream.verify.protocol import (
+    Acquired,
     Drain,
     Epilogue,
     Expect,
@@ -51,6 +53,7 @@ from tilestream.verify.protocol import (
     Mma,
     Next,
     Pass,
+    Poisoned,
     Put,
     Retire,
     Ring,
@@ -60,15 +63,17 @@ from tilestream.verify.protocol import (
     WaitBarrier,
     epilogue,
     gated,
+    k_steps,
     load_turn,
     math_turn,
+    voided,
 )  # fmt: skip
 
 #: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
 NUMBERS = 4
 
 #: What a consumer does with its own accumulator and C buffers.
-OWN: frozenset[type] = frozenset({Mma, Retire, Settle, Drain, Fill, Fence, Store})
+OWN: frozenset[type] = frozenset({Mma, Retire, Poisoned, Settle, Drain, Fill, Fence, Store})
 
 LoadTurn = Callable[[Ring, Source, LoadState], Generator[Any, Any, "LoadState | None"]]
 MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
@@ -79,6 +84,7 @@ class RingCase:
     """One configuration of model 2: the rings, the K counts an item may have, and the programs of the loops.
 
     ``split``: an item may also be a part of a tile, which is the last of them or not.
+    ``expires``: the launch may be over, from any item on.
     ``ends_clean``: at the end both rings must be as they were. (A kernel that exits could do without; one that goes on
     with another problem over the same rings cannot.)
     """
@@ -91,6 +97,7 @@ class RingCase:
     finish: Finish = epilogue
     ends_clean: bool = True
     split: bool = False
+    expires: bool = False
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> RingModel:
         """The model of this configuration."""
@@ -108,6 +115,8 @@ class RingCase:
             words.append(f"{ring.strips} strips through {ring.buffers} C buffers")
         if self.split:
             words.append("tiles and parts")
+        if self.expires:
+            words.append("over from any item on")
         words += [
             f.__name__
             for f, ours in (
@@ -122,11 +131,15 @@ class RingCase:
 
 
 class RingModel(Model):
-    """See the module. Memory: `RingMemory`, the next item's number; by number: its K steps, and consumers to come."""
+    """See the module.
 
-    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Mma, Epilogue, Settle, Drain, Fill, Fence, Store})
+    Memory: `RingMemory`, whether the launch is over, the next item's number; by number: its K steps, and consumers to
+    come.
+    """
+
+    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Epilogue, *OWN}) - {Retire}
     delayed: frozenset[type] = frozenset({Retire})
-    lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass})
+    lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass, Acquired})
     progress: ClassVar[frozenset[type]] = frozenset({Next})
 
     def __init__(self, case: RingCase, reduce: bool = True, symmetry: bool = True) -> None:
@@ -146,14 +159,16 @@ class RingModel(Model):
         self.all_items = [
             WorkItem(n, 0, 0, 0, 0, k, 0, p) for n in range(NUMBERS) for k in case.k_counts for p in parts
         ]
-        self.rings = RingMemory(ring, len(processes), "", list(self.all_items))
-        self.number = self.rings.end
+        self.handed_on = [*self.all_items, *(map(voided, self.all_items) if case.expires else ())]
+        self.rings = RingMemory(ring, len(processes), "", self.handed_on)
+        self.over = self.rings.end
+        self.number = self.over + 1
         self.left = self.number + 1
         super().__init__(processes, reduce, symmetry)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
-        return [*self.rings.memory(), 0, *[0] * NUMBERS]
+        return [*self.rings.memory(), 0, 0, *[0] * NUMBERS]
 
     def canonical(self, state: State) -> State:
         """As `Model.canonical`."""
@@ -168,14 +183,17 @@ class RingModel(Model):
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
         if type(op) is Next or type(op) is Get:
-            return (None, *self.all_items)
+            return (None, *(self.all_items if type(op) is Next else self.handed_on))
         return (0, 1) if type(op) is Pass or type(op) is Settle else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
         if type(op) is Next:
             return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
-        if type(op) is Pass or type(op) is Settle:
+        if type(op) is Pass:
+            answers = ((1, 0) if self.case.expires else (1,), (0,))
+            return lambda pid, op, m: answers[m[self.over]]
+        if type(op) is Settle:
             return lambda pid, op, m: (1, 0)
         return self.rings.answers_of(op)
 
@@ -199,13 +217,15 @@ class RingModel(Model):
             if m[self.left + answer.tile]:
                 raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
             readers = 2 if self.case.ring.consumers == "cooperative" else 1
-            m[self.left + answer.tile] = answer.k_end * 4 + readers
+            m[self.left + answer.tile] = (VOID if m[self.over] else answer.k_end) * 4 + readers
             m[self.number] = (answer.tile + 1) % NUMBERS
 
     def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
-        if not answer:  # the item is not to be done
-            m[self.number] = op.item.tile
-            m[self.left + op.item.tile] = 0
+        if answer:
+            self.rings.see(m)
+        elif not m[self.over]:
+            m[self.over] = 1
+            m[self.left + op.item.tile] += (VOID - op.item.k_end) * 4
 
     def _epilogue(self, pid: int, op: Epilogue, answer: int, m: Memory) -> None:
         private = self.rings.of_consumer[pid - 1]
@@ -215,6 +235,9 @@ class RingModel(Model):
             raise Fault("wrong data", f"{self.processes[pid].name} has item {op.item.tile}, its next is {number}")
         if not readers:
             raise Fault("double work", f"{self.processes[pid].name} does item {number}, which is finished")
+        if k != steps and VOID in (k, steps):
+            has = "NaN, and the launch is not over" if k == VOID else "a product, though its gate said that it is over"
+            raise Fault("gate ignored", f"{self.processes[pid].name} ends item {number} with {has}")
         if k != steps:
             raise Fault("wrong data", f"{self.processes[pid].name} ends item {number} after {k} of {steps} K steps")
         if m[private + 1]:
@@ -279,7 +302,9 @@ def landings(model: Model, rings: RingMemory, m: Memory, math: Sequence[int], wh
 
 def say_item(item: WorkItem | None) -> str:
     """An item in a trace."""
-    return "STOP" if item is None else f"item {item.tile} of {item.k_end - item.k_begin} K steps"
+    if item is None:
+        return "STOP"
+    return f"item {item.tile}, void" if item.k_end < item.k_begin else f"item {item.tile} of {k_steps(item)} K steps"
 
 
 def say(op: Any) -> str:

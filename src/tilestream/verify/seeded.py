@@ -18,8 +18,8 @@ from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.faults import KINDS
-from tilestream.verify.product import ProductCase
-from tilestream.verify.protocol import Consumers, Finish, Ring, multiply
+from tilestream.verify.product import Handing, ProductCase
+from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
@@ -237,6 +237,9 @@ def _rings() -> tuple[SeededBug, ...]:
     def math(name: str, kind: str, program: MathTurn, **more: Any) -> SeededBug:
         return SeededBug(name, kind, "ring", _says(program), cases(math=program, **more))
 
+    def source(name: str, kind: str, program: Source, **more: Any) -> SeededBug:
+        return SeededBug(name, kind, "ring", _says(program), cases(source=program, **more))
+
     overwritten = "overwritten while read"
     one_reader = cases(consumers=("cooperative",), ring=r.OneReaderRing)
     shallow = tuple(
@@ -269,8 +272,16 @@ def _rings() -> tuple[SeededBug, ...]:
         math("nobody may begin", "deadlock", r.order_phase_wrong, consumers=turns),
         math("K count taken from the problem", "deadlock", r.fixed_k_count, consumers=together),
         load("K count rounded down", "deadlock", r.load_rounds_down),
-        load("handed on before its gate", "deadlock", r.handed_on_before_gate),
+        load("handed on before its gate", "deadlock", r.handed_on_before_gate, expires=True),
         load("STOP not handed on", "deadlock", r.stop_not_handed_on),
+        load("void item loaded", "ring in use", r.void_item_loaded, expires=True),
+        load("STOP lost after an expiry", "deadlock", r.stop_lost_after_expiry, expires=True),
+        source("over, and not marked", "gate ignored", r.unmarked, expires=True),
+        source("fence before the gate", "read before arrival", r.unfenced, expires=True),
+        math("void item awaited", "deadlock", r.void_item_awaited, expires=True),
+        math("void item taken for STOP", "missing work", r.void_item_taken_for_stop, expires=True),
+        math("void item not poisoned", "gate ignored", r.not_poisoned, expires=True),
+        math("order kept by a void item", "deadlock", r.order_kept_by_a_void_item, consumers=turns, expires=True),
     )  # fmt: skip
 
 
@@ -310,18 +321,23 @@ def _buffers() -> tuple[SeededBug, ...]:
 
 def _products() -> tuple[SeededBug, ...]:
     sizes = [
-        matmul("dynamic", workers, num_m, bounds=bounds, pivot=pivot, k=2)
+        matmul("dynamic", workers, num_m, bounds=bounds, pivot=pivot, k=2, drain="reset")
         for workers, num_m in ((1, 1), (1, 2), (2, 2))
         for bounds in LAYOUTS[num_m]
         for pivot in range(len(bounds) - 1)
     ]
     ring = Ring(2, 2)
     pivoted = tuple(ProductCase(_with_gate(w.PositionGate)(case), ring) for case in sizes)
-    ungated = tuple(ProductCase(case, ring, r.handed_on_ungated) for case in sizes)
+    rows: tuple[tuple[str, str, Handing], ...] = (
+        ("product: loaded without a gate", "read before arrival", r.handed_on_ungated),
+        ("product: loaded without a fence", "read before arrival", r.handed_on_unfenced),
+        ("product: STOP in place of void items", "missing work", r.left_void_on_the_way),
+    )
     return (
         SeededBug("product: pivot not in the signal", "read before arrival", "product", _says(w.PositionGate), pivoted),
-        SeededBug(
-            "product: loaded without a gate", "read before arrival", "product", _says(r.handed_on_ungated), ungated
+        *(
+            SeededBug(name, kind, "product", _says(of), tuple(ProductCase(case, ring, of) for case in sizes))
+            for name, kind, of in rows
         ),
     )
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilestream.arrival.gate import Gate
-from tilestream.kernels.loop import Poll, WorkerState
+from tilestream.kernels.loop import WorkerState
 from tilestream.schedule import Schedule, WorkItem, take
+from tilestream.verify.product import handed_on
 from tilestream.verify.protocol import (
+    Acquired,
     Arrive,
     Barrier,
     Expect,
@@ -26,15 +28,18 @@ from tilestream.verify.protocol import (
     Next,
     Pass,
     Place,
+    Poisoned,
     Put,
     Retire,
     Ring,
     Source,
     WaitBarrier,
+    gated,
     k_loop,
     k_steps,
     load_turn,
     math_turn,
+    voided,
 )  # fmt: skip
 
 Loop = Generator[Any, Any, Any]
@@ -247,18 +252,22 @@ def handed_on_before_gate(ring: Ring, source: Source, state: LoadState) -> Gener
     yield Arrive(Barrier("item_full", slot))
     if item is None:
         return None
-    stage, slot_after = state.stage, state.slot.next(ring.items)
-    if not (yield Pass(item)):
-        yield WaitBarrier(Barrier("item_empty", slot_after.at), slot_after.phase ^ 1)
-        yield Put(slot_after.at, None)
-        yield Arrive(Barrier("item_full", slot_after.at))
-        return None
+    stage = state.stage
+    over = not (yield Pass(item))
+    yield Acquired()
+    if not over:
+        stage = yield from _loaded(ring, stage, item)
+    return LoadState(over, stage, state.slot.next(ring.items))
+
+
+def _loaded(ring: Ring, stage: Place, item: WorkItem) -> Generator[Any, Any, Place]:
+    """The loads of `load_turn`; the place behind them."""
     for k in range(item.k_begin, item.k_end):
         yield WaitBarrier(Barrier("empty", stage.at), stage.phase ^ 1)
         yield Expect(Barrier("full", stage.at))
         yield Load(stage.at, item, k, Barrier("full", stage.at))
         stage = stage.next(ring.depth)
-    return LoadState(None, stage, slot_after)
+    return stage
 
 
 def stop_not_handed_on(ring: Ring, source: Source, state: LoadState) -> Generator[Any, Any, LoadState | None]:
@@ -274,12 +283,113 @@ def stop_not_handed_on(ring: Ring, source: Source, state: LoadState) -> Generato
     return (yield from load_turn(ring, known, state))
 
 
+# The launch is over ---------------------------------------------------------------------------------------------------
+
+
+def void_item_loaded(ring: Ring, source: Source, state: LoadState) -> Loop:
+    """A void item is handed on, and loaded all the same: nobody multiplies its stages, and gives them back."""
+    put: list[WorkItem | None] = [None]
+
+    def change(op: Any) -> Any:
+        if isinstance(op, Put):
+            put[0] = op.item
+        return op
+
+    after = yield from rewritten(load_turn(ring, source, state), change)
+    if put[0] is not None and k_steps(put[0]) < 0:
+        stage = yield from _loaded(ring, state.stage, voided(put[0]))
+        after = after._replace(stage=stage)
+    return after
+
+
+def stop_lost_after_expiry(ring: Ring, source: Source, state: LoadState) -> Generator[Any, Any, LoadState | None]:
+    """The load loop of a launch that is over leaves without handing STOP on."""
+    turn = stop_not_handed_on if state.source else load_turn
+    after: LoadState | None = yield from turn(ring, source, state)
+    return after
+
+
+def unmarked(over: Any) -> Generator[Any, Any, tuple[WorkItem | None, Any]]:
+    """An item of a launch that is over is handed on as it is, and loaded: from rows that are not there."""
+    item, over = yield from gated(over)
+    return (voided(item) if k_steps(item) < 0 and item is not None else item), over
+
+
+def unfenced(over: Any) -> Generator[Any, Any, tuple[WorkItem | None, Any]]:
+    """The load loop fences before its gate: what it sees there, copies need not see."""
+    item = yield Next()
+    if item is not None:
+        yield Acquired()
+        over = over or not (yield Pass(item))
+        item = voided(item) if over else item
+    return item, over
+
+
+def void_item_awaited(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
+    """The math loop multiplies a void item as any other: it waits for stages that never come."""
+    loop = math_turn(ring, finish, consumer, state)
+    try:
+        op = next(loop)
+        while True:
+            answer = yield op
+            if isinstance(op, Get) and k_steps(answer) < 0:
+                answer = voided(answer)
+            op = loop.send(answer)
+    except StopIteration as end:
+        return end.value
+
+
+def void_item_taken_for_stop(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
+    """The math loop takes fewer than no K steps for none, and leaves: what comes after the void item is not done."""
+    left = [False]
+
+    def change(op: Any) -> Any:
+        left[0] = left[0] or isinstance(op, Poisoned)
+        return None if left[0] else op
+
+    after = yield from rewritten(math_turn(ring, finish, consumer, state), change)
+    return None if left[0] else after
+
+
+def not_poisoned(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
+    """The result of a void item is what the accumulator happens to hold."""
+    return rewritten(math_turn(ring, finish, consumer, state), lambda op: None if isinstance(op, Poisoned) else op)
+
+
+def order_kept_by_a_void_item(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Loop:
+    """Ping-pong, where a consumer that has a void item does not hand the tensor cores over."""
+    multiplied = [False]
+
+    def change(op: Any) -> Any:
+        multiplied[0] = multiplied[0] or isinstance(op, Mma)
+        return None if _is(op, Arrive, "order") and not multiplied[0] else op
+
+    return rewritten(math_turn(ring, finish, consumer, state), change)
+
+
+def handed_on_unfenced(schedule: Schedule, gate: Gate | None, worker: int) -> Callable[[Any], Generator[Any, Any, Any]]:
+    """Product: what the load loop sees at its gate it does not fence."""
+    source = handed_on(schedule, gate, worker)
+    return lambda state: rewritten(source(state), lambda op: None if isinstance(op, Acquired) else op)
+
+
+def left_void_on_the_way(
+    schedule: Schedule, gate: Gate | None, worker: int
+) -> Callable[[Any], Generator[Any, Any, Any]]:
+    """Product: a load loop that is told that the launch is over hands STOP on: items that nobody has taken stay so."""
+    source = handed_on(schedule, gate, worker)
+
+    def leaving(state: WorkerState) -> Generator[Any, Any, tuple[WorkItem | None, WorkerState]]:
+        item, after = yield from source(state)
+        return (None if k_steps(item) < 0 else item), after
+
+    return leaving
+
+
 def handed_on_ungated(schedule: Schedule, gate: Gate | None, worker: int) -> Callable[[Any], Generator[Any, Any, Any]]:
     """Product: items are handed on, and loaded, with no gate at all."""
 
     def source(state: WorkerState) -> Generator[Any, Any, tuple[WorkItem | None, WorkerState]]:
-        if (yield Poll()):
-            return None, state
         item, cursor = yield from take(schedule, worker, state.cursor)
         return item, WorkerState(cursor, state.seen)
 

@@ -265,6 +265,16 @@ def rings(level: Level) -> Iterator[RingCase]:
             ring = Ring(depth, 2, consumers, strips=strips, most_buffers=most)
             yield RingCase(ring, (1, 2) if full and depth == 2 else (1,), split=True)
         yield RingCase(Ring(depth, 2, consumers, precise=True, strips=3), (1,), split=full)
+    # The launch is over: void items, from any on.
+    for consumers in every:
+        yield RingCase(Ring(1, 2, consumers, precise=True), (1, 2) if full else (1,), expires=True)
+        yield RingCase(Ring(2, 2, consumers), (1, 2) if full or consumers == "single" else (2,), expires=True)
+        if full or consumers == "single":
+            yield RingCase(Ring(2, 2, consumers, strips=3), (1,), split=True, expires=True)
+        if full:
+            yield RingCase(Ring(2, 1, consumers), (1, 2), expires=True)
+            yield RingCase(Ring(3, 2, consumers), (1, 2), expires=True)
+            yield RingCase(Ring(2, 2, consumers, precise=True), (1, 2), expires=True)
     for consumers in every:
         yield RingCase(Ring(1, 2, consumers, precise=True), (1, 2, 3, 4, 5))
         yield RingCase(Ring(2, 2, consumers), (1, 3, 4))
@@ -279,29 +289,36 @@ def rings(level: Level) -> Iterator[RingCase]:
 
 def products(level: Level) -> Iterator[ProductCase]:
     """Both models together: 2 workers, 2 K steps."""
-    yield ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2), Ring(2, 1))
+    yield ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2, drain="reset"), Ring(2, 1))
     # Parts are settled, as the Hopper kernel does; one worker's consumers may hold parts of one tile.
     alone: tuple[tuple[Consumers, tuple[int, ...]], ...] = (("single", ()), ("ping_pong", (0,)))
     for consumers, running in alone:
         yield ProductCase(matmul("stream_k", 2, 1, k=3, shares=3, running=running, settled=True), Ring(2, 2, consumers))
         yield ProductCase(matmul("stream_k", 2, 1, k=2, running=running, settled=True), Ring(2, 2, consumers))
+    gated = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True)
+    yield ProductCase(gated, Ring(1, 1, precise=True))
     if level == "full":
         yield ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 2, "ping_pong"))
+        yield ProductCase(gated, Ring(2, 2))
+        yield ProductCase(replace(gated, quarantined=True), Ring(2, 2))
     for kind in get_args(Kind):
         for num_m, bounds in ((1, (0, 1, 2)), (2, (0, 3, 4)), (3, (0, 3, 6))):
             if level == "full" or kind != "stream_k" or num_m != 3:
                 for depth, items in ((1, 2), (2, 1), (2, 2)):
-                    if level == "full" or items == 2:
+                    largest = kind == "dynamic" and num_m == 3 and depth == 2
+                    if level == "full" or (items == 2 and not largest):
                         yield ProductCase(
-                            matmul(kind, 2, num_m, bounds=bounds, pivot=1, k=2), Ring(depth, items, precise=depth == 1)
+                            matmul(kind, 2, num_m, bounds=bounds, pivot=1, k=2, drain="reset"),
+                            Ring(depth, items, precise=depth == 1),
                         )
     if level == "full":
         yield ProductCase(
-            matmul("dynamic", 2, 2, 2, bounds=(0, 3, 4), pivot=1, k=2, queues=2, split="columns"), Ring(2, 2)
+            matmul("dynamic", 2, 2, 2, bounds=(0, 3, 4), pivot=1, k=2, queues=2, split="columns", drain="reset"),
+            Ring(2, 2),
         )
-        yield ProductCase(matmul("dynamic", 2, 4, bounds=(0, 3, 6, 8), pivot=1, k=2), Ring(2, 2))
-        yield ProductCase(matmul("dynamic", 2, 3, bounds=(0, 3, 6), pivot=1, k=2), Ring(3, 2))
-        yield ProductCase(matmul("stream_k", 2, 3, bounds=(0, 1, 3, 6), pivot=2, k=2), Ring(2, 2))
+        yield ProductCase(matmul("dynamic", 2, 4, bounds=(0, 3, 6, 8), pivot=1, k=2, drain="reset"), Ring(2, 2))
+        yield ProductCase(matmul("dynamic", 2, 3, bounds=(0, 3, 6), pivot=1, k=2, drain="reset"), Ring(3, 2))
+        yield ProductCase(matmul("stream_k", 2, 3, bounds=(0, 1, 3, 6), pivot=2, k=2, drain="reset"), Ring(2, 2))
 
 
 def shared_rings(level: Level) -> Iterator[SharedCase]:

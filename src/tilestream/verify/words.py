@@ -274,7 +274,7 @@ class Words(Model):
     def _reset(self, pid: int, op: Reset, answer: int, m: Memory) -> None:
         name = self.processes[pid].name
         if op.word == "signals" or op.word == "abort":
-            still = [p.name for other, p in enumerate(self.processes) if other != pid and m[other] != LEFT]
+            still = [p.name for o, p in enumerate(self.processes) if o != pid and m[o] != LEFT and self.watches(o)]
             if still:
                 raise Fault("reset too early", f"{name} does {self.say(op)}, and {', '.join(still)} may still read it")
         if op.word == "signals":
@@ -293,6 +293,10 @@ class Words(Model):
         if not m[self.aborted] | m[self.quarantined]:
             raise Fault("not reset", f"{self.processes[pid].name} marks the signals of a launch that is not over")
         m[self.quarantined] = 1
+
+    def watches(self, pid: int) -> bool:
+        """Whether a process looks at the abort word and at signals."""
+        return True
 
     def say(self, op: Any) -> str:
         """An operation in a trace."""

@@ -11,7 +11,8 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``across``: stream_k, no epilogue, into an output that lies in columns;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
 * ``rows``, ``weight``: ``plain``, with A's rows in uniform chunks; with B's columns in ragged ones;
-* ``arriving``: ``worst``, with both;
+* ``split``: ``worst``, with A's rows in ragged chunks;
+* ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
 
 as far as the plan has the tile for that; with 16-bit operands, and with 8-bit ones of one and of two dtypes, with and
 without fast accumulation.
@@ -114,7 +115,9 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 # What is compiled ----------------------------------------------------------------------------------------------------
 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
-HOWS = ("plain", "across", "worst", "direct", "wide", "rows", "arriving", "static", "stealing", "table", "weight")
+HOWS = (
+    "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "static", "stealing", "table", "weight",
+)  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
 INPUTS = {
@@ -161,7 +164,8 @@ QUICK = (
     (("single", 64, 64), False, "bfloat16", "worst", "nt"),
     (("cooperative", 128, 256), False, "bfloat16", "rows", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "weight", "nt"),
-    (("single", 64, 32), False, "bfloat16", "arriving", "nt"),
+    (("single", 64, 32), False, "bfloat16", "split", "nt"),
+    (("single", 64, 64), False, "bfloat16", "arriving", "nt"),
     (("single", 64, 16), True, "bfloat16", "direct", "nt"),
     (("cooperative", 128, 16), True, "bfloat16", "plain", "nt"),
 )
@@ -174,12 +178,13 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
-    for how in HOWS[1:] if few else HOWS[1:7]:
+    for how in HOWS[1:] if few else HOWS[1:8]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
         if few or not swapped:
             yield inputs, "worst", "nt"
+            yield inputs, "split", "nt"
             yield inputs, "arriving", "nt"
     if few:
         yield "float16", "wide", "nt"
@@ -188,16 +193,18 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
 
 def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
     dtype, other, fast = INPUTS[inputs]
-    full = how in ("worst", "direct", "wide", "arriving")
-    batch = 2 if how in ("worst", "arriving") else 1
+    full = how in ("worst", "direct", "wide", "split", "arriving")
+    batch = 2 if how in ("worst", "split", "arriving") else 1
     rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving") else None
+    rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how == "split" else rows
     columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
     problem = Problem(
         _SIZE, _SIZE, _SIZE, batch, dtype, "bfloat16" if batch == 1 else "float32", rows, columns, b_dtype=other,
         scales=scales, fast_accum=fast, plain=not full,
     )  # fmt: skip
-    kind = "stream_k" if full or how == "across" else "static" if how == "static" else "dynamic"
+    parts = (full and how != "arriving") or how == "across"
+    kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
     order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
     found = _candidates(problem, row, swapped, kind, tile, order, 2 if how == "stealing" else None)
