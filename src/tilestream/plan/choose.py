@@ -9,6 +9,7 @@ from typing import get_args
 from tilestream.plan import cpu, hopper, portable
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.limit import ENVIRONMENT, within
 from tilestream.plan.plan import Plan, Refusal, of_candidate
 from tilestream.plan.problem import Problem
 from tilestream.schedule.order import TileOrder
@@ -31,11 +32,16 @@ def plan_problem(
     backend: str | None = None,
     variant: str | None = None,
     stages: int | None = None,
+    limit: int = 0,
 ) -> Plan:
-    """`plan` for a `Problem`; the same object for the same question."""
+    """`plan` for a `Problem`; the same object for the same question. ``limit``: see `tilestream.plan.limit`."""
     device = device or cpu_properties()
     kinds, refused = _kinds(schedule, queues, shares)
-    count = workers or default_workers or device.workers
+    own = default_workers or device.workers
+    asked, workers = workers, within(limit, workers, own)
+    count = workers or own
+    if count < (asked or own):
+        refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
     forced = [
         name
         for name, given in (

@@ -13,6 +13,8 @@ _COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_v
 _CREATE_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
 #: A stream that the legacy default stream does not wait for, nor it for that: the same number in CUDA and HIP.
 _NON_BLOCKING = 1
+#: CUdevResource, and more than enough of it: its type, 92 bytes of the driver's own, and for SMs their number.
+_RESOURCE_WORDS, _RESOURCE_SM, _SM_COUNT = 128, 1, 24
 
 
 @functools.cache
@@ -90,6 +92,34 @@ def copy_in(stream: int, to: int, source: int, size: int) -> None:
     code = _function("cuMemcpyHtoDAsync_v2", "hipMemcpyHtoDAsync", _COPY_ARGUMENTS)(to, source, size, stream)
     if code:
         raise RuntimeError(f"the driver's copy to the device failed with code {code}")
+
+
+def context_id() -> int:
+    """A number of the thread's current context that no other context ever has; 0 where there is none to be had.
+
+    A green context is one of its own, with SMs of its own, and a default stream of its own.
+    """
+    if torch.version.hip is not None:
+        return 0
+    number = ctypes.c_ulonglong()
+    try:
+        _function("cuCtxGetId", "", (ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)))(None, ctypes.byref(number))
+    except (OSError, AttributeError):  # no driver, or one that knows of one context only
+        return 0
+    return number.value
+
+
+def context_sms() -> int:
+    """The SMs that kernels of the thread's current context may run on; 0 where the driver does not say."""
+    if torch.version.hip is not None:
+        return 0
+    resource = (ctypes.c_uint32 * _RESOURCE_WORDS)()
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    try:
+        code = _function("cuCtxGetDevResource", "", arguments)(None, ctypes.addressof(resource), _RESOURCE_SM)
+    except (OSError, AttributeError):
+        return 0
+    return 0 if code else resource[_SM_COUNT]
 
 
 def capture_id(stream: int) -> int:
