@@ -20,13 +20,15 @@ from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, context_units
+from tilestream.trace.record import current
 
 if TYPE_CHECKING:
+    from tilestream.kernels.launch import Launch
     from tilestream.ops.operands import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: By all that the checks and the plan depend on.
-_known: dict[object, gpu.Launch] = {}
+_known: dict[object, Launch] = {}
 _MOST = 4096
 
 
@@ -74,6 +76,7 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         or options.out is not None
         or options.residual is not None
         or options.arriving
+        or current() is not None  # traced
         or a.device.index != torch.cuda.current_device()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None

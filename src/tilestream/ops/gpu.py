@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,14 +15,15 @@ from tilestream.plan.choose import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
+from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.launch import Incoming
+    from tilestream.kernels.launch import Incoming, Launch
     from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
+logger = logging.getLogger(__name__)
 
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
 _launches: dict[object, Launch] = {}
@@ -78,10 +79,28 @@ def run(
         return
     launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum, limit)
     if a.device.index == torch.cuda.current_device():
-        launch(a, b, out, epilogue, incoming)
+        _issue(launch, a, b, out, epilogue, incoming, op)
     else:
         with torch.cuda.device(a.device):
-            launch(a, b, out, epilogue, incoming)
+            _issue(launch, a, b, out, epilogue, incoming, op)
+
+
+def _issue(
+    launch: Launch, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
+    incoming: Incoming | None, op: str,
+) -> None:  # fmt: skip
+    """Launch; where somebody records, with a log of who did which item when."""
+    recorder = current()
+    if recorder is None:
+        launch(a, b, out, epilogue, incoming)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        logger.warning("%s: a launch that is captured into a graph is not recorded: trace an eager one", op)
+        launch(a, b, out, epilogue, incoming)
+        return
+    from tilestream.kernels.spans import traced
+
+    traced(recorder, op, launch.plan, a.device, lambda log: launch(a, b, out, epilogue, incoming, log))
 
 
 def find(

@@ -55,7 +55,9 @@ class Arguments:
         How the kernel is compiled.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False
+    ) -> None:
         self.plan, self.layout = plan, layout
         problem, swapped = plan.problem, plan.swapped
         block_m, block_n, block_k = plan.block
@@ -94,7 +96,7 @@ class Arguments:
             grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
             schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
         )  # fmt: skip
-        self._constants = tuple(self._made(probe).values())
+        self._constants = tuple(self._made(probe, trace).values())
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": _CHAINED}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
@@ -114,7 +116,7 @@ class Arguments:
             *operands[:15], base, reset, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
-    def _made(self, probe: bool) -> dict[str, Any]:
+    def _made(self, probe: bool, trace: bool) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         plan, layout = self.plan, self.layout
         problem, schedule = plan.problem, plan.schedule
@@ -151,6 +153,7 @@ class Arguments:
             "ACTIVATION": layout.activation,
             "CHAINED": _CHAINED,
             "PROBE": probe,
+            "TRACE": trace,
         }
 
     def _strip(self) -> int:

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilestream.kernels.hopper.compat import tma_load, viewed
+from tilestream.kernels.hopper.compat import barrier, tma_load, viewed
 from tilestream.kernels.hopper.epilogue import (
     add_up,
     finish_strip,
@@ -50,6 +50,7 @@ from tilestream.kernels.hopper.epilogue import (
 )
 from tilestream.kernels.hopper.ring import ITEMS, before, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
+from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
@@ -94,7 +95,7 @@ def load_loop(
     ROWS: gl.constexpr, WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
-    TRANSPOSED: gl.constexpr, PROBE: gl.constexpr, CHAINED: gl.constexpr,
+    TRANSPOSED: gl.constexpr, PROBE: gl.constexpr, CHAINED: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their K steps into the ring."""
     COLUMNS: gl.constexpr = start_of(WIDTHS, len(WIDTHS))
@@ -129,6 +130,12 @@ def load_loop(
             pr, pc = pn, pm
         else:
             pr, pc = pm, pn
+        if TRACE:
+            place = zero
+            if found != 0:
+                place = place_of(batch, pm, pn, parts, partial, batches, num_m, num_n)
+                begin_span(probe, place, worker)
+                ready_span(probe, place)
         mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
         put(slots, slot, 0, (k_end - k_begin) * found, 1)
         put(slots, slot, 1, pr, 1)
@@ -139,6 +146,8 @@ def load_loop(
             put(slots, slot, 4, parts, 1)
             put(slots, slot, 5, part, 1)
             put(slots, slot, 6, partial, 1)
+        if TRACE:
+            put(slots, slot, 7, place, 1)
         mbarrier.arrive(item_full.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
@@ -275,6 +284,7 @@ def math_loop(
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr,
     SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
+    probe, TRACE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
     if CHAINED:
@@ -302,6 +312,8 @@ def math_loop(
             parts = get(slots, slot, 4, 4)
             part = get(slots, slot, 5, 4)
             partial = get(slots, slot, 6, 4)
+        if TRACE:
+            place = get(slots, slot, 7, 4)
         mbarrier.arrive(item_empty.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         mine = steps > 0
@@ -357,6 +369,9 @@ def math_loop(
                         HALF_ROWS, STRIP, STORE, FLIPPED, BATCHED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL,
                         ACTIVATION,
                     )  # fmt: skip
+            if TRACE:
+                barrier()
+                end_span(probe, place, WHO if HALVES == 2 else 0, finishes)
         if CONSUMERS == "ping_pong":
             if not mine:
                 stage, phase = skip(stage, phase, steps, STAGES)
@@ -382,7 +397,7 @@ def gemm(
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
     EIGHTS: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr,
+    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -422,6 +437,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                probe, TRACE,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -430,6 +446,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                probe, TRACE,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -437,7 +454,7 @@ def gemm(
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, TRACE,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -449,6 +466,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                probe, TRACE,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -456,6 +474,6 @@ def gemm(
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, TRACE,
             )),
         ], [1], [LOAD_REGISTERS])  # fmt: skip

@@ -12,6 +12,7 @@ from tilestream.kernels.launch import Incoming, Launch, Probe, Table, address
 from tilestream.kernels.portable.arguments import NO_GATE, Arguments, GateArguments, Layout, chunk_table
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.kernels.portable.jit import INTERPRETED
+from tilestream.kernels.spans import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
@@ -39,7 +40,7 @@ class GemmLaunch(Launch):
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | None,
+        incoming: Incoming | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
         gate = NO_GATE if incoming is None else self._gate(a.device, incoming)
@@ -50,10 +51,10 @@ class GemmLaunch(Launch):
         )  # fmt: skip
         scales = epilogue.scale_a, epilogue.scale_b
         if probe is not None:
-            probing = Arguments(self.plan, self.layout, probe=True)
-            gemm[self._grid](
-                *probing.fill(*operands, capacity=probe.capacity, gate=gate, scales=scales), **probing.options
-            )
+            traced = isinstance(probe, SpanLog)
+            watched_ = Arguments(self.plan, self.layout, probe=not traced, trace=traced)
+            capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
+            gemm[self._grid](*watched_.fill(*operands, capacity=capacity, gate=gate, scales=scales), **watched_.options)
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             if gate is not NO_GATE:
