@@ -47,6 +47,9 @@ FEED, FEED_OF_ONE, PARTIALS = 13.1e12, 117.6e9, 19e9
 #: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
 #: partial results; of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 16.4e-9, 0.17e-6, 7e-9, 4.5e-6, 4.6e-6
+#: Seconds from a ticket's atomic to its tile: the load warp's, so what the stages ahead of the math loops do not cover
+#: is waited for. An L2 atomic's way there and back on an H100 and the divisions behind it; not fitted.
+TICKET_SECONDS = 0.9e-6
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.213, 0.026
 #: Bytes of an operand that L2 keeps beside the other's.
@@ -273,6 +276,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     step = _step_seconds(problem, device, schedule, tile)
     epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
     item, tail = grid.k_steps * step + epilogue, 0.0
+    if schedule.kind != "static":
+        item += max(0.0, TICKET_SECONDS - tile.stages(ITEMSIZE[problem.out_dtype], device.shared) * step)
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
         item, tail = max(grid.k_steps * step, item / 2), epilogue
     if schedule.kind == "stream_k" and schedule.remainder:
