@@ -27,7 +27,6 @@ import hopper_gate
 import triton
 
 from tilestream.kernels.hopper import gemm as hopper_text
-from tilestream.kernels.hopper.arguments import Arguments as HopperArguments
 from tilestream.kernels.portable import gemm as portable_text
 from tilestream.kernels.portable.arguments import Arguments
 
@@ -73,13 +72,10 @@ def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
         tile = next(tile for tile in hopper_gate.TILES if tile[:3] == row)
         made = hopper_gate._make(tile, swapped, inputs, how, layout)
         options, filled = hopper_gate.fill(made.plan, made.layout)
-        arguments = HopperArguments(made.plan, made.layout, trace=True)
-        log = list(filled)
-        log[14] = gate.Pointer("int64")
-        log[-len(arguments._constants) :] = arguments._constants
+        log = hopper_gate.fill(made.plan, made.layout, trace=True)[1]
         off, _ = hopper_gate.build(options, filled)
         without, _ = hopper_gate.build(options, filled, struck)
-        on, said = hopper_gate.build(options, tuple(log))
+        on, said = hopper_gate.build(options, log)
         found = hopper_gate.report(made, on, said)
         yield {
             "name": made.name,

@@ -80,6 +80,8 @@ class Neighbour:
         from tilestream.sweep.hold import PIECE
 
         self.units, self._pieces, self._deadline = device.workers, device.shared // PIECE, deadline
+        #: The SMs that it holds, or held last.
+        self.held: frozenset[int] = frozenset()
         here = torch.device("cuda", torch.cuda.current_device())
         self._hold, self._copy = lend_to(self, here), lend_to(self, here)
         # The stop word; then what each CTA reports, why it left, and its clock.
@@ -103,9 +105,11 @@ class Neighbour:
             return
         self._launch(count)
         try:
-            held = self._wait(count)
-            if len(held) != count:
-                raise RuntimeError(f"the neighbour holds {len(held)} SMs, not {count}: something else runs on this GPU")
+            self.held = self._wait(count)
+            if len(self.held) != count:
+                raise RuntimeError(
+                    f"the neighbour holds {len(self.held)} SMs, not {count}: something else runs on this GPU"
+                )
             yield self.units - count
         finally:
             stream_write(self._copy.cuda_stream, self._words.data_ptr(), 1)
@@ -131,13 +135,13 @@ class Neighbour:
                 self._pieces, num_warps=4,
             )  # fmt: skip
 
-    def _wait(self, count: int) -> set[int]:
+    def _wait(self, count: int) -> frozenset[int]:
         """The SMs that are held, once all have reported."""
         limit = time.monotonic() + self.START_SECONDS
         while True:
             held = self._read()[0][:count]
             if (held > 0).all() or time.monotonic() > limit:
-                return set(held[held > 0].tolist())
+                return frozenset((held[held > 0] - 1).tolist())
             time.sleep(1e-4)
 
     def _read(self) -> torch.Tensor:
