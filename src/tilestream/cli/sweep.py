@@ -56,7 +56,9 @@ def sweep(
     if dtype not in suites.DTYPES:
         raise ValueError(f"--dtype {dtype}: it is one of {', '.join(suites.DTYPES)}")
     given = suites.Suite("shapes", dtype, tuple(map(suites.Shape.parse, shape))) if shape else suites.load(suite)
-    todo = run.ways([name for name in ways.split(",") if run.installed(name)], numbers("--queues", queues))
+    named = ways.split(",")
+    missing = [name for name in named if not run.installed(name)]
+    todo = run.ways([name for name in named if name not in missing], numbers("--queues", queues))
     try:
         device = run.device_of(backend)
     except NotImplementedError:
@@ -66,6 +68,8 @@ def sweep(
         if count >= device.workers:
             raise ValueError(f"--taken {count}: the device has {device.workers}, and one must be left")
     console = ui.console()
+    if missing:
+        console.print(f"not installed here, and left out: {', '.join(missing)}", markup=False)
     told = lambda line: console.print(line, markup=False)  # noqa: E731
     if by == "nccl":
         from tilestream.sweep.beside import sweep_beside

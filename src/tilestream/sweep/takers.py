@@ -84,10 +84,7 @@ class Neighbour:
         self.held: frozenset[int] = frozenset()
         here = torch.device("cuda", torch.cuda.current_device())
         self._hold, self._copy = lend_to(self, here), lend_to(self, here)
-        # The stop word; then what each CTA reports, why it left, and its clock.
-        self._words = torch.zeros(1 + 2 * self.units, dtype=torch.int32, device=here)
-        self._clocks = torch.zeros(self.units, dtype=torch.int64, device=here)
-        self._there = torch.zeros(2, self.units, dtype=torch.int32, pin_memory=True)
+        self._words, self._clocks, self._there = _memory(self.units, here)
         with self.taking(1):  # loads the module
             pass
 
@@ -150,6 +147,16 @@ class Neighbour:
             self._there.copy_(self._words[1:].view(2, -1), non_blocking=True)
         self._copy.synchronize()
         return self._there
+
+
+def _memory(units: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The stop word, then what each CTA reports and why it left; their clocks; and a copy of the words that they write.
+
+    The copy is in host memory that a copy engine reaches.
+    """
+    words = torch.zeros(1 + 2 * units, dtype=torch.int32, device=device)
+    clocks = torch.zeros(units, dtype=torch.int64, device=device)
+    return words, clocks, torch.zeros(2, units, dtype=torch.int32, pin_memory=True)
 
 
 class GreenContext:
