@@ -84,6 +84,7 @@ class Prepared:
     call: Call
     out: torch.Tensor
     plan: str = ""
+    tiles: int = 0
 
 
 class CpuClock(WallClock):
@@ -213,7 +214,7 @@ class Runner:
             shape.m, shape.n, shape.k, dtype=dtype, device=self.clock.device, layout="nt", schedule=schedule,
             workers=left if name == "told" else None, queues=way.queues if way.queues > 1 else None,
         )  # fmt: skip
-        return Prepared(lambda: found.run(a, b, out=out), out, found.label)
+        return Prepared(lambda: found.run(a, b, out=out), out, found.label, found.schedule.grid.tiles)
 
     @staticmethod
     def _answer(one: Prepared) -> torch.Tensor:
@@ -239,6 +240,7 @@ class Runner:
         return Point(
             str(shape), shape.name, dtype, self.taker.name, count, left, self.taker.units, way.implementation,
             way.queues, seconds, low, high, timing.rounds, rate / 1e12, one.plan, error,
+            {"tiles": one.tiles} if one.tiles else {},
         )  # fmt: skip
 
 
