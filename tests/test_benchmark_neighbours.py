@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from tilestream.sweep.record import Point, Sweep
+from tilestream.trace import faults
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {
@@ -109,3 +110,34 @@ def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_p
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     assert len(render.sections(tmp_path)) == 5
     assert len(list(tmp_path.glob("*.csv"))) == 4
+
+
+# The pictures of docs/scheduling.md ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("schedule_pictures")
+
+
+@pytest.mark.parametrize("held", [0, 2, 7])
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_what_is_drawn_is_a_whole_launch(pictures: ModuleType, kind: str, held: int) -> None:
+    schedule = pictures.schedule_of(kind)
+    launch = pictures.simulate(schedule, held=held)
+    assert not faults(launch, schedule)
+    begun = sum(spans[0].begin == 0 for spans in launch.by_worker if spans)
+    assert begun == 8 - held, "one worker an SM at a time"
+
+
+def test_what_the_page_says_of_the_pictures(pictures: ModuleType) -> None:
+    ms = {
+        (kind, held): round(1e3 * pictures.simulate(pictures.schedule_of(kind), held=held).end, 2)
+        for kind in ("static", "dynamic", "stream_k") for held in (0, 2)
+    }  # fmt: skip
+    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    assert f"{ms['static', 2]:.2f} instead of {ms['static', 0]:.2f}" in page
+    assert f"do all of it: {ms['dynamic', 2]:.2f}" in page
+    assert ms["dynamic", 0] == ms["static", 0] > ms["stream_k", 0]
+    assert ms["dynamic", 2] > ms["stream_k", 2]
