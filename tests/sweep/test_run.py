@@ -19,7 +19,7 @@ SUITE = Suite("small", "float32", (Shape(96, 80, 64, "one"), Shape(40, 50, 60)))
 class Nobody:
     """Takes nothing, and says that it did."""
 
-    name, units, shares = "nobody", 8, False
+    name, units, shares, tells = "nobody", 8, False, False
 
     def __init__(self) -> None:
         self.took: list[int] = []
@@ -91,8 +91,8 @@ def test_the_peak_is_that_of_the_units_left(monkeypatch):
 def test_a_wrong_answer_is_refused_and_the_others_go_on(monkeypatch):
     prepare = Runner._prepare
 
-    def broken(self, way, *given):
-        one = prepare(self, way, *given)
+    def broken(self, way, *given, **how):
+        one = prepare(self, way, *given, **how)
         if way.implementation == "static":
             good = one.call
             one.call = lambda: good().mul_(1.01)
@@ -119,8 +119,8 @@ def test_an_answer_that_is_wrong_only_beside_the_neighbour_is_refused(monkeypatc
 
     prepare = Runner._prepare
 
-    def broken(self, *given):
-        one = prepare(self, *given)
+    def broken(self, *given, **how):
+        one = prepare(self, *given, **how)
         good = one.call
         one.call = lambda: good().fill_(float("nan")) if inside else good()
         return one
@@ -160,9 +160,9 @@ def test_operands_are_a_weights():
     seen = []
 
     class Spy(Runner):
-        def _prepare(self, way, shape, dtype, left, a, b, out=None):
+        def _prepare(self, way, shape, dtype, left, a, b, out=None, told=False):
             seen.append((a.is_contiguous(), b.t().is_contiguous(), a.dtype, b.shape))
-            return super()._prepare(way, shape, dtype, left, a, b, out)
+            return super()._prepare(way, shape, dtype, left, a, b, out, told)
 
     Spy(Nobody(), device(), 3).run(
         Sweep({}), Suite("x", "bfloat16", (Shape(16, 32, 48),)), [0], ways(["torch"]), lambda: None
@@ -174,3 +174,14 @@ def test_what_is_said_of_the_device():
     said = run.about(device())
     assert (said["device"], said["units"]) == ("a CPU", 8)
     assert "triton" not in said
+
+
+def test_who_is_told_what_is_left_is_compiled_for_that(monkeypatch):
+    class Telling(Nobody):
+        tells = True
+
+    asked = []
+    make = run.plan
+    monkeypatch.setattr(run, "plan", lambda *given, **how: asked.append(how["workers"]) or make(*given, **how))
+    sweep(ways(["static"]), (3,), suite=Suite("one", "float32", SUITE.shapes[:1]), taker=Telling())
+    assert asked == [5, None], "before the block for what will be left; inside it the plan asks for itself"

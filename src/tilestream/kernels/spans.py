@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +30,7 @@ class Done(NamedTuple):
         When it was taken, its gate was passed, and its last store issued: on Hopper when TMA was told to, which then
         stores while the next item is computed.
     complete
-        Whether the tile was then complete.
+        How many halves of the tile were then complete: of its one, where a tile is not finished in two.
     """
 
     item: WorkItem
@@ -39,7 +40,7 @@ class Done(NamedTuple):
     begin: int
     ready: int
     end: int
-    complete: bool
+    complete: int
 
 
 class SpanLog:
@@ -61,7 +62,7 @@ class SpanLog:
                 ends = row[END.value : END.value + 2]
                 found.append(Done(
                     item, row[TIMES.value], row[WORKER.value], row[UNIT.value], row[BEGIN.value], row[READY.value],
-                    max(ends) >> 1, any(end & 1 for end in ends),
+                    max(ends) >> 1, sum(end & 1 for end in ends),
                 ))  # fmt: skip
         return found
 
@@ -93,7 +94,7 @@ def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue:
         first = min(one.begin for one in done)
         zero = recorder.zeros.setdefault(device, launch.begin - 1e-9 * first)
         launch.begin, launch.end = zero + 1e-9 * first, zero + 1e-9 * max(one.end for one in done)
-        for one in spans(done, plan.gate, zero):
+        for one in spans(done, plan.gate, zero, 2 if plan.variant == "cooperative" else 1):
             launch.by_worker[one.worker].append(one)
         if plan.gate is not None:
             launch.arrivals = {
@@ -105,14 +106,15 @@ def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue:
     recorder.later(read)
 
 
-def spans(done: list[Done], gate: Gate | None, zero: float) -> Iterator[Span]:
-    """Spans of what was done; ``zero`` is when the device's clock was 0.
+def spans(done: list[Done], gate: Gate | None, zero: float, halves: int = 1) -> Iterator[Span]:
+    """Spans of what was done; ``zero`` is when the device's clock was 0, ``halves`` are those of a tile.
 
     A worker's loads run ahead of its multiplications, so its items overlap. A span is the time that an item took beside
     the worker's other items: from where its gate was passed, or where the item before it ended, if that is later. An
     item that was taken more than once has as many spans; one that was handed in as NaN only waited.
     """
     last: dict[int, int] = {}
+    completed: Counter[int] = Counter()
     for one in sorted(done, key=lambda one: one.end):
         item, free = one.item, last.get(one.worker, 0)
         needs = gate.needs(item) if gate is not None else []
@@ -124,7 +126,9 @@ def spans(done: list[Done], gate: Gate | None, zero: float) -> Iterator[Span]:
             yield _span(one, "wait", zero, waited, ready, chunk, operand)
         for _ in range(0 if void else one.times):
             yield _span(one, "tile" if item.parts == 1 else "part", zero, ready, max(one.end, ready), chunk, operand)
-        if one.complete and item.parts > 1:
+        # The halves of a tile are added up apart: each by whoever hands in its last part.
+        completed[item.tile] += one.complete
+        if item.parts > 1 and one.complete and completed[item.tile] >= halves:
             yield _span(one, "reduce", zero, one.end, one.end, chunk, operand)
         last[one.worker] = max(one.end, free)
 

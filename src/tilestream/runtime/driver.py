@@ -115,8 +115,13 @@ def context_sms() -> int:
         return 0
     resource = (ctypes.c_uint32 * _RESOURCE_WORDS)()
     arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    context = ctypes.c_void_p()
     try:
-        code = _function("cuCtxGetDevResource", "", arguments)(None, ctypes.addressof(resource), _RESOURCE_SM)
+        code = _function("cuCtxGetCurrent", "", (ctypes.POINTER(ctypes.c_void_p),))(ctypes.byref(context))
+        if code or not context.value:
+            return 0
+        # Of no context, unlike `cuCtxGetId`, this says nothing: not "the current one".
+        code = _function("cuCtxGetDevResource", "", arguments)(context.value, ctypes.addressof(resource), _RESOURCE_SM)
     except (OSError, AttributeError):
         return 0
     return 0 if code else resource[_SM_COUNT]

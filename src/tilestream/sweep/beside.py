@@ -39,7 +39,7 @@ DEADLINE = 300.0
 class Beside:
     """A `Taker` by name only: whoever takes SMs here is told how many, and is itself what is measured."""
 
-    name, shares = "nccl", True
+    name, shares, tells = "nccl", True, False
 
     def __init__(self, units: int) -> None:
         self.units = units

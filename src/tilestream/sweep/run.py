@@ -153,7 +153,8 @@ class Runner:
         prepared: dict[Way, Prepared] = {}
         for way in todo:
             try:
-                prepared[way] = one = self._prepare(way, shape, dtype, left, a, b)
+                # Where plans will know what is left, those are compiled: a module belongs to one context.
+                prepared[way] = one = self._prepare(way, shape, dtype, left, a, b, told=self.taker.tells)
                 check(self._answer(one))
                 one.call()  # what it allocates is there from now on
             except Exception as error:
@@ -198,7 +199,7 @@ class Runner:
 
     def _prepare(
         self, way: Way, shape: Shape, dtype: str, left: int, a: torch.Tensor, b: torch.Tensor,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, told: bool = False,
     ) -> Prepared:  # fmt: skip
         if out is None:
             out = a.new_empty((shape.m, shape.n))
@@ -212,7 +213,7 @@ class Runner:
         schedule = {"auto": "auto", "told": "dynamic"}.get(name, name)
         found = plan(
             shape.m, shape.n, shape.k, dtype=dtype, device=self.clock.device, layout="nt", schedule=schedule,
-            workers=left if name == "told" else None, queues=way.queues if way.queues > 1 else None,
+            workers=left if told or name == "told" else None, queues=way.queues if way.queues > 1 else None,
         )  # fmt: skip
         return Prepared(lambda: found.run(a, b, out=out), out, found.label, found.schedule.grid.tiles)
 

@@ -34,6 +34,8 @@ class Taker(Protocol):
     units: int
     #: Whether what is taken is shared with the block: then more than the units left may be had.
     shares: bool
+    #: Whether a plan that is made inside the block knows what is left.
+    tells: bool
 
     def left(self, count: int) -> int:
         """Units that a block with ``count`` less will have."""
@@ -72,7 +74,7 @@ class Neighbour:
         Seconds after which the neighbour leaves by itself; a block that lasts as long fails.
     """
 
-    name, shares = "neighbour", False
+    name, shares, tells = "neighbour", False, False
     #: Seconds in which a kernel that was launched on an idle device has begun.
     START_SECONDS = 5.0
 
@@ -162,10 +164,12 @@ def _memory(units: int, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
 class GreenContext:
     """Green contexts of the current device, as torch makes them."""
 
-    name, shares = "green", False
+    name, shares, tells = "green", False, True
 
     def __init__(self, device: DeviceProperties) -> None:
         self.units = device.workers
+        #: One for each number: what was compiled or taken from the driver in one is used in it again.
+        self._contexts: dict[int, Any] = {}
 
     def left(self, count: int) -> int:
         """As `Taker.left`."""
@@ -184,7 +188,9 @@ class GreenContext:
         from tilestream.runtime.properties import context_units
 
         torch.cuda.synchronize()
-        context: Any = Context.create(num_sms=self.units - count, device_id=torch.cuda.current_device())
+        if count not in self._contexts:
+            self._contexts[count] = Context.create(num_sms=self.units - count, device_id=torch.cuda.current_device())
+        context = self._contexts[count]
         context.set_context()
         try:
             left = context_units(torch.cuda.current_device())
@@ -211,7 +217,7 @@ while time.monotonic() < end and os.getppid() == parent:
 class BusyCores:
     """Processes that never rest, each on a core of its own. A core is shared, not held: the system takes turns."""
 
-    name, shares = "busy", True
+    name, shares, tells = "busy", True, False
 
     def __init__(self, device: DeviceProperties, deadline: float = 120.0) -> None:
         self.units, self._deadline = device.workers, deadline

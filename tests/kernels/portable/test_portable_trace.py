@@ -88,7 +88,7 @@ def done(plan, **more):
     """The plan's first items as worker 0 did them, 100 ns each, taken one item ahead."""
     items = list(plan.schedule.items())[:3]
     return [
-        log_of.Done(item, 1, 0, 17, 1000 + 100 * (i - 1), 1000 + 100 * (i - 1), 1100 + 100 * i, True)._replace(**more)
+        log_of.Done(item, 1, 0, 17, 1000 + 100 * (i - 1), 1000 + 100 * (i - 1), 1100 + 100 * i, 1)._replace(**more)
         for i, item in enumerate(items)
     ]
 
@@ -118,7 +118,7 @@ def test_waits_are_told_from_work(monkeypatch):
     spans = list(log_of.spans(late, gate, 0.0))
     assert times(spans)[:2] == [("wait", 900, 1050), ("tile", 1050, 1100)]
     assert spans[0].chunk == 0
-    void = list(log_of.spans(done(plan, complete=False), gate, 0.0))
+    void = list(log_of.spans(done(plan, complete=0), gate, 0.0))
     assert {span.kind for span in void} == {"wait"}, "what was handed in as NaN was not done"
 
 
@@ -127,4 +127,15 @@ def test_half_tiles_are_ended_by_the_later_one():
     log = SpanLog(plan, torch.device("cpu"))
     log.words[0] = torch.tensor([1, 3, 9, 10, 11, 2 * 20 + 1, 2 * 30 + 1, 0])
     (one,) = log.done()
-    assert one[1:] == (1, 3, 9, 10, 11, 30, True)
+    assert one[1:] == (1, 3, 9, 10, 11, 30, 2)
+
+
+def test_a_tile_whose_halves_two_workers_complete_is_completed_once():
+    plan = plan_for(rand(16, 64), rand(64, 16), "stream_k", 2)
+    parts = list(plan.schedule.items())
+    assert [item.parts for item in parts] == [2, 2]
+    made = [log_of.Done(item, 1, at, 17, 100, 100, 200 + at, 1) for at, item in enumerate(parts)]
+    kinds = [(span.kind, span.worker) for span in log_of.spans(made, None, 0.0, halves=2)]
+    assert kinds == [("part", 0), ("part", 1), ("reduce", 1)]
+    made[1] = made[1]._replace(complete=0)
+    assert "reduce" not in [span.kind for span in log_of.spans(made, None, 0.0, halves=2)]
