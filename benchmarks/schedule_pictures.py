@@ -1,9 +1,12 @@
-"""The pictures of docs/scheduling.md: one product on eight SMs of which a neighbour holds two, by each schedule.
+"""The pictures of docs/scheduling.md.
+
+One product on eight SMs of which a neighbour holds two, by each schedule: simulated. And two launches as an H100 ran
+them, from the trace `results/gpu_trace_beside.json.gz`.
 
     PYTHONPATH=src python benchmarks/schedule_pictures.py [FOLDER]
 
-Simulated, not measured, so that they show the schedules and no machine: a K step takes as long everywhere. Who takes
-what is `tilestream.schedule.take`, as every backend runs it. A worker whose SM is held begins when another has left.
+What is simulated shows the schedules and no machine: a K step takes as long everywhere. Who takes what is
+`tilestream.schedule.take`, as every backend runs it. A worker whose SM is held begins when another has left.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from pathlib import Path
 from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, take
 from tilestream.schedule.schedule import Kind, Take
 from tilestream.trace.draw import draw
+from tilestream.trace.perfetto import load
 from tilestream.trace.record import LaunchTrace, Span
 
+#: static, then dynamic: [4096, 4096] @ [4096, 4096], bfloat16, while a neighbour held 16 of 132 SMs; commit 1a43393.
+TRACE = Path(__file__).parent / "results" / "gpu_trace_beside.json.gz"
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 UNITS, HELD = 8, 2
 #: Seconds of a K step; K steps of an epilogue, and of adding up a tile's parts.
@@ -88,6 +94,10 @@ def main() -> None:
             path = folder / f"schedule_{kind}{'_beside' if held else ''}.png"
             draw(launch, path, title=title, size=(1100, 420))
             print(f"{path.name}: {1e3 * launch.end:.2f} ms")
+    for kind, launch in zip(("static", "dynamic"), load(TRACE), strict=True):
+        title = f"{kind}, 4096 x 4096 x 4096 on an H100, a neighbour on 16 of 132 SMs"
+        draw(launch, folder / f"trace_{kind}_beside.png", title=title, size=(1100, 162 + 5 * launch.workers))
+        print(f"trace_{kind}_beside.png: {1e3 * (launch.end - launch.begin):.3f} ms")
 
 
 if __name__ == "__main__":
