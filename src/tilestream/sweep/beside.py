@@ -135,8 +135,9 @@ def _rank(
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
+    bound = torch.device(device) if backend == "nccl" else None
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, device_id=bound)
     properties = device_of("cpu" if backend == "gloo" else "gpu")
     sweep = Sweep(about(properties) | {"world": world, "collective": collective, "megabytes": megabytes})
     for count in taken:
