@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tilestream.kernels.portable.spans import BEGIN, END, READY, TIMES, UNIT, WORDS, WORKER
-from tilestream.trace.record import Recorder, Span, SpanKind
+from tilestream.trace.record import Recorder, Span, SpanKind, Zero
 
 if TYPE_CHECKING:
     from tilestream.arrival.gate import Gate
@@ -92,8 +92,8 @@ def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue:
             launch.end = launch.begin
             return
         first = min(one.begin for one in done)
-        zero = recorder.zeros.setdefault(device, launch.begin - 1e-9 * first)
-        launch.begin, launch.end = zero + 1e-9 * first, zero + 1e-9 * max(one.end for one in done)
+        zero = recorder.zeros.setdefault(device, Zero(launch.begin, first))
+        launch.begin, launch.end = zero.seconds(first), zero.seconds(max(one.end for one in done))
         for one in spans(done, plan.gate, zero, 2 if plan.variant == "cooperative" else 1):
             launch.by_worker[one.worker].append(one)
         if plan.gate is not None:
@@ -106,8 +106,8 @@ def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue:
     recorder.later(read)
 
 
-def spans(done: list[Done], gate: Gate | None, zero: float, halves: int = 1) -> Iterator[Span]:
-    """Spans of what was done; ``zero`` is when the device's clock was 0, ``halves`` are those of a tile.
+def spans(done: list[Done], gate: Gate | None, zero: Zero, halves: int = 1) -> Iterator[Span]:
+    """Spans of what was done, by the host's clock; ``halves`` are those of a tile.
 
     A worker's loads run ahead of its multiplications, so its items overlap. A span is the time that an item took beside
     the worker's other items: from where its gate was passed, or where the item before it ended, if that is later. An
@@ -133,9 +133,9 @@ def spans(done: list[Done], gate: Gate | None, zero: float, halves: int = 1) -> 
         last[one.worker] = max(one.end, free)
 
 
-def _span(one: Done, kind: SpanKind, zero: float, begin: int, end: int, chunk: int, operand: int) -> Span:
+def _span(one: Done, kind: SpanKind, zero: Zero, begin: int, end: int, chunk: int, operand: int) -> Span:
     item = one.item
     return Span(
-        one.worker, kind, zero + 1e-9 * begin, zero + 1e-9 * end, item.batch, item.pm, item.pn, item.k_begin,
+        one.worker, kind, zero.seconds(begin), zero.seconds(end), item.batch, item.pm, item.pn, item.k_begin,
         item.k_end, chunk, operand, one.unit,
     )  # fmt: skip

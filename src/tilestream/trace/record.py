@@ -106,6 +106,21 @@ class LaunchTrace:
         return sum(span.end - span.begin for span in self.spans if span.kind == "wait")
 
 
+class Zero(NamedTuple):
+    """A moment by two clocks: the host's, in seconds, and a device's, in nanoseconds.
+
+    It is the first launch's: so a device's launches lie right to each other, and as right to the host's as it is known
+    when that launch began.
+    """
+
+    host: float
+    device: int
+
+    def seconds(self, when: int) -> float:
+        """A device's moment by the host's clock. Differences first: its nanoseconds have more digits than a float."""
+        return self.host + 1e-9 * (when - self.device)
+
+
 @dataclass
 class Recorder:
     """What a ``with record() as recorder`` block saw: its launches, in order; those on GPUs once it has ended.
@@ -113,12 +128,11 @@ class Recorder:
     Attributes
     ----------
     zeros
-        When each device's clock was 0, as the first launch on it had it: so its launches lie right to each other, and
-        as right to the host's as the moment of that launch is known.
+        For each device: see `Zero`.
     """
 
     launches: list[LaunchTrace] = field(default_factory=list)
-    zeros: dict[Hashable, float] = field(default_factory=dict)
+    zeros: dict[Hashable, Zero] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -11,7 +11,11 @@ from tilestream.arrival.chunks import Chunks
 from tilestream.kernels import spans as log_of
 from tilestream.kernels.spans import SpanLog, traced
 from tilestream.trace import Recorder, faults
+from tilestream.trace.record import Zero
 
+#: Clocks as a GPU has them: nanoseconds since 1970.
+EPOCH = 1_790_000_000_123_456_789
+ZERO = Zero(0.0, EPOCH)
 KINDS = ("static", "dynamic", "stream_k")
 
 
@@ -88,7 +92,7 @@ def done(plan, **more):
     """The plan's first items as worker 0 did them, 100 ns each, taken one item ahead."""
     items = list(plan.schedule.items())[:3]
     return [
-        log_of.Done(item, 1, 0, 17, 1000 + 100 * (i - 1), 1000 + 100 * (i - 1), 1100 + 100 * i, 1)._replace(**more)
+        log_of.Done(item, 1, 0, 17, *[EPOCH + 1000 + 100 * (i - 1)] * 2, EPOCH + 1100 + 100 * i, 1)._replace(**more)
         for i, item in enumerate(items)
     ]
 
@@ -99,14 +103,14 @@ def times(spans):
 
 def test_items_that_were_taken_ahead_do_not_overlap():
     plan = plan_for(rand(64, 32), rand(32, 64))
-    spans = list(log_of.spans(done(plan), None, 0.0))
+    spans = list(log_of.spans(done(plan), None, ZERO))
     assert times(spans) == [("tile", 900, 1100), ("tile", 1100, 1200), ("tile", 1200, 1300)]
     assert {span.unit for span in spans} == {17}
 
 
 def test_an_item_that_was_taken_twice_has_two_spans():
     plan = plan_for(rand(64, 32), rand(32, 64))
-    assert len(list(log_of.spans(done(plan, times=2), None, 0.0))) == 6
+    assert len(list(log_of.spans(done(plan, times=2), None, ZERO))) == 6
 
 
 def test_waits_are_told_from_work(monkeypatch):
@@ -115,10 +119,10 @@ def test_waits_are_told_from_work(monkeypatch):
     plan = plan_for(rand(64, 32), rand(32, 64))
     gate = Gate(64, 64, 16, 16, Chunks.uniform(64, 32), None)
     late = [one._replace(ready=one.ready + 150) for one in done(plan)]
-    spans = list(log_of.spans(late, gate, 0.0))
+    spans = list(log_of.spans(late, gate, ZERO))
     assert times(spans)[:2] == [("wait", 900, 1050), ("tile", 1050, 1100)]
     assert spans[0].chunk == 0
-    void = list(log_of.spans(done(plan, complete=0), gate, 0.0))
+    void = list(log_of.spans(done(plan, complete=0), gate, ZERO))
     assert {span.kind for span in void} == {"wait"}, "what was handed in as NaN was not done"
 
 
@@ -135,7 +139,7 @@ def test_a_tile_whose_halves_two_workers_complete_is_completed_once():
     parts = list(plan.schedule.items())
     assert [item.parts for item in parts] == [2, 2]
     made = [log_of.Done(item, 1, at, 17, 100, 100, 200 + at, 1) for at, item in enumerate(parts)]
-    kinds = [(span.kind, span.worker) for span in log_of.spans(made, None, 0.0, halves=2)]
+    kinds = [(span.kind, span.worker) for span in log_of.spans(made, None, ZERO, halves=2)]
     assert kinds == [("part", 0), ("part", 1), ("reduce", 1)]
     made[1] = made[1]._replace(complete=0)
-    assert "reduce" not in [span.kind for span in log_of.spans(made, None, 0.0, halves=2)]
+    assert "reduce" not in [span.kind for span in log_of.spans(made, None, ZERO, halves=2)]

@@ -52,9 +52,11 @@ class GemmLaunch(Launch):
         scales = epilogue.scale_a, epilogue.scale_b
         if probe is not None:
             traced = isinstance(probe, SpanLog)
-            watched_ = Arguments(self.plan, self.layout, probe=not traced, trace=traced)
+            arguments = Arguments(self.plan, self.layout, probe=not traced, trace=traced)
             capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
-            gemm[self._grid](*watched_.fill(*operands, capacity=capacity, gate=gate, scales=scales), **watched_.options)
+            gemm[self._grid](
+                *arguments.fill(*operands, capacity=capacity, gate=gate, scales=scales), **arguments.options
+            )
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             if gate is not NO_GATE:
