@@ -82,6 +82,19 @@ def test_refused_points_end_with_status_1(cli, tmp_path, monkeypatch):
     assert "above the peak" in result.stdout
 
 
+def test_a_device_that_is_not_ours_is_one_line(cli, tmp_path, monkeypatch):
+    from tilestream.sweep import takers
+
+    def busy(self, count):
+        raise RuntimeError("the neighbour holds 3 SMs, not 4: something else runs on this GPU")
+
+    monkeypatch.setattr(takers.BusyCores, "left", busy)
+    result = cli("sweep", "--backend", "cpu", "--shape", "16x16x16", "--taken", "0", "--out", tmp_path / "x.json")
+    assert (result.exit_code, result.stderr.strip()) == (
+        1, "tilestream: the neighbour holds 3 SMs, not 4: something else runs on this GPU",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [

@@ -21,7 +21,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="collective='gather'; it is one of all_reduce, all_gather"):
         beside.sweep_beside(SUITE, [0], ways(["torch"]), collective="gather")
     if torch.cuda.device_count() < 2:
-        with pytest.raises(RuntimeError, match=r"2 ranks take 2 GPUs; there are [01]"):
+        with pytest.raises(ValueError, match=r"2 ranks take 2 GPUs; there are [01]"):
             beside.sweep_beside(SUITE, [0], ways(["torch"]))
 
 

@@ -114,6 +114,13 @@ def test_it_is_stopped_whatever_the_block_does(gpu):
     assert gpu.left[:4].tolist() == [1, 1, 1, 1]
 
 
+def test_a_launch_that_blocks_is_no_neighbour(gpu, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING is set"):
+        Neighbour(H100)
+    assert not gpu.launched
+
+
 # The CPU -------------------------------------------------------------------------------------------------------------
 
 CPU = DeviceProperties("a CPU", "cpu", 2, 1e11, 1e10, "a stub")

@@ -71,17 +71,22 @@ def sweep(
     if missing:
         console.print(f"not installed here, and left out: {', '.join(missing)}", markup=False)
     told = lambda line: console.print(line, markup=False)  # noqa: E731
-    if by == "nccl":
-        from tilestream.sweep.beside import sweep_beside
+    made = record.Sweep({**run.about(device), "suite": given.name, "by": by})
+    try:
+        if by == "nccl":
+            from tilestream.sweep.beside import sweep_beside
 
-        made = sweep_beside(given, counts, todo, collective=collective, megabytes=megabytes, rounds=rounds or 15)
-        made.write(out)
-    else:
-        from tilestream.sweep.takers import taker
+            made = sweep_beside(given, counts, todo, collective=collective, megabytes=megabytes, rounds=rounds or 15)
+            made.write(out)
+        else:
+            from tilestream.sweep.takers import taker
 
-        made = record.Sweep({**run.about(device), "suite": given.name, "by": by})
-        runner = run.Runner(taker(by, device), device, rounds, told)
-        runner.run(made, given, counts, todo, lambda: made.write(out))
+            runner = run.Runner(taker(by, device), device, rounds, told)
+            runner.run(made, given, counts, todo, lambda: made.write(out))
+    except RuntimeError as error:  # something else runs on the GPU, or a rank failed
+        if ui.state.debug:
+            raise
+        ui.fail(ui.one_line(error), ui.FAILED)
     for refused in made.refused:
         console.print(f"refused: {refused}", markup=False)
     if not made.points:

@@ -95,14 +95,14 @@ def sweep_beside(
     Raises
     ------
     ValueError
-        If an argument is none that it can be.
+        If an argument is none that it can be, or there are not enough GPUs.
     RuntimeError
-        If there are not enough GPUs, a rank fails, or the deadline passes: then all ranks are ended.
+        If a rank fails, or the deadline passes: then all ranks are ended.
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"collective={collective!r}; it is one of {', '.join(COLLECTIVES)}")
     if backend == "nccl" and torch.cuda.device_count() < world:
-        raise RuntimeError(f"{world} ranks take {world} GPUs; there are {torch.cuda.device_count()}")
+        raise ValueError(f"{world} ranks take {world} GPUs; there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         path, port = Path(folder) / "points.json", _free_port()
         given = (world, port, str(path), backend, suite, tuple(taken), tuple(todo), collective, megabytes, rounds)

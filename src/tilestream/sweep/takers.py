@@ -81,6 +81,10 @@ class Neighbour:
     def __init__(self, device: DeviceProperties, deadline: float = 30.0) -> None:
         from tilestream.sweep.hold import PIECE
 
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            raise ValueError(
+                "CUDA_LAUNCH_BLOCKING is set: the launch of a neighbour would return when it has left; unset it"
+            )
         self.units, self._pieces, self._deadline = device.workers, device.shared // PIECE, deadline
         #: The SMs that it holds, or held last.
         self.held: frozenset[int] = frozenset()
