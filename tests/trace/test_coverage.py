@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilestream as ts
-from tilestream.trace import faults, record
+from tilestream.trace import draw, export, faults, load, record
 
 KINDS = ("static", "dynamic", "stream_k")
 
@@ -73,3 +73,16 @@ def test_many_faults_are_summed_up():
     found = faults(launch, plan.schedule)
     assert len(found) == 9
     assert found[-1] == "and 56 more"
+
+
+def test_a_launch_whose_arrivals_are_unknown_is_drawn_and_exported(make_launch, tmp_path):
+    """A GPU says when a gate was passed, not when each chunk's signal was written."""
+    pytest.importorskip("matplotlib")
+    launch = make_launch()
+    launch.arrivals = {0: (None,) * 8}
+    launch.started = {}
+    assert draw(launch, tmp_path / "launch.png").stat().st_size > 5000
+    (back,) = load(export(launch, tmp_path / "launch.json"))
+    assert back.arrivals == launch.arrivals
+    assert [span.kind for span in back.spans] == [span.kind for span in launch.spans]
+    assert launch.waited > 0
