@@ -185,3 +185,12 @@ def test_who_is_told_what_is_left_is_compiled_for_that(monkeypatch):
     monkeypatch.setattr(run, "plan", lambda *given, **how: asked.append(how["workers"]) or make(*given, **how))
     sweep(ways(["static"]), (3,), suite=Suite("one", "float32", SUITE.shapes[:1]), taker=Telling())
     assert asked == [5, None], "before the block for what will be left; inside it the plan asks for itself"
+
+
+def test_what_a_sample_launches_is_loaded_before_anything_is_taken(monkeypatch):
+    seen = []
+    monkeypatch.setattr(CpuClock, "_sample", lambda self, call: seen.append(call) or 1.0)
+    taker = Nobody()
+    Runner(taker, device(), 3)
+    assert len(seen) == 1
+    assert not taker.took
