@@ -168,7 +168,7 @@ def main() -> int:
     begin, refused = time.monotonic(), 0
     given.folder.mkdir(parents=True, exist_ok=True)
     if not given.dry:
-        compile_ahead([name for name in names if name != "nccl"] or names, 0.4 * given.budget)
+        compile_ahead(names, 0.4 * given.budget)
     for at, name in enumerate(names):
         left = given.budget - (time.monotonic() - begin)
         share = SECTIONS[name].seconds / sum(SECTIONS[other].seconds for other in names[at:])
