@@ -8,6 +8,7 @@
 | `idle`  | what a queue costs on an idle GPU: shapes of many waves, static beside dynamic             | 15      |
 | `split` | what stream_k gains there: shapes of fewer than four waves, beside the better of the two   | 15      |
 | `green` | green contexts of 96, 64 and 32 SMs, beside a kernel that is told the number               | 20      |
+| `queues`| 1, 2 and 8 queues, with and without a neighbour                                            | 10      |
 | `nccl`  | beside an all-reduce of 256 MiB; two GPUs                                                  | 60      |
 
 Each writes ``FOLDER/gpu_neighbours_SECTION.json`` (``..._h200.json`` on an H200) and a CSV anew after each point, and
@@ -45,6 +46,7 @@ class Section(NamedTuple):
     ways: tuple[str, ...]
     shapes: tuple[Shape, ...]
     seconds: int
+    queues: tuple[int, ...] = (1,)
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
@@ -71,6 +73,9 @@ SECTIONS = {
         _shapes("4096x4096x4096 2048x2560x8192 3072x3072x8192 2304x4096x16384 2816x4096x8192 1536x4096x16384"), 15,
     ),
     "green": Section("green", (0, 36, 68, 100), ("dynamic", "told", "torch"), FOUR, 20),
+    "queues": Section(
+        "neighbour", (0, 8, 32), ("dynamic", "torch"), _shapes("4096x4096x4096 8192x8192x1024"), 10, (1, 2, 8)
+    ),
     "nccl": Section("nccl", (4, 8, 16), ("static", "dynamic", "torch"), FOUR[:1] + FOUR[3:], 60),
 }  # fmt: skip
 
@@ -84,7 +89,7 @@ def dry(section: Section) -> Section:
 
 def todo_of(section: Section) -> list[Way]:
     """Its ways that can be run here."""
-    return ways(name for name in section.ways if sweeping.installed(name))
+    return ways((name for name in section.ways if sweeping.installed(name)), section.queues)
 
 
 def measure(name: str, section: Section, folder: Path, end: float, is_dry: bool) -> int:

@@ -166,6 +166,22 @@ def green(sweep: Sweep) -> str:
     )  # fmt: skip
 
 
+def queues(sweep: Sweep) -> str:
+    """Several queues."""
+    labels = list(dict.fromkeys(point.label for point in sweep.points))
+    rows = [
+        [shape, str(taken), *(f"{ways[label].tflops:.0f}" if label in ways else "-" for label in labels)]
+        for shape, by_taken in by_shape(sweep).items() for taken, ways in by_taken.items()
+    ]  # fmt: skip
+    return "\n\n".join(
+        [
+            f"### Several queues, {sweep.about['device']}",
+            f"Own queue first, then the fullest ({where(sweep)}). TFLOP/s.",
+            *refused(sweep), table(["M x N x K", "SMs held", *labels], rows),
+        ]
+    )  # fmt: skip
+
+
 def nccl(sweep: Sweep) -> str:
     """Beside a collective."""
     rows = [
@@ -189,7 +205,7 @@ def nccl(sweep: Sweep) -> str:
     )  # fmt: skip
 
 
-SECTIONS = {"held": held, "idle": idle, "split": split, "green": green, "nccl": nccl}
+SECTIONS = {"held": held, "idle": idle, "split": split, "green": green, "queues": queues, "nccl": nccl}
 
 
 def _records(results: Path, name: str) -> list[Sweep]:

@@ -88,6 +88,13 @@ def test_green_contexts_and_collectives(render: ModuleType) -> None:
     assert "all-reduce of 256 MiB" in text
 
 
+def test_several_queues(render: ModuleType) -> None:
+    points = [point("dynamic", 700 + count, taken, queues=count) for taken in (0, 8) for count in (1, 8)]
+    text = render.queues(Sweep(ABOUT, points))
+    assert "| M x N x K | SMs held | dynamic | dynamic, 8 queues |" in text
+    assert [line.split("|")[3:5] for line in text.splitlines()[-2:]] == [[" 701 ", " 708 "]] * 2
+
+
 def test_records_are_found_and_drawn(render: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert render.sections(tmp_path) == []
@@ -104,12 +111,12 @@ def test_records_are_found_and_drawn(render: ModuleType, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu_neighbours.py", "held,idle,split,nccl", tmp_path, "--dry"],
+        [sys.executable, ROOT / "benchmarks" / "gpu_neighbours.py", "held,idle,split,queues,nccl", tmp_path, "--dry"],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert len(render.sections(tmp_path)) == 5
-    assert len(list(tmp_path.glob("*.csv"))) == 4
+    assert len(render.sections(tmp_path)) == 6
+    assert len(list(tmp_path.glob("*.csv"))) == 5
 
 
 # The pictures of docs/scheduling.md ---------------------------------------------------------------------------------
