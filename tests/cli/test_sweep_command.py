@@ -69,6 +69,14 @@ def test_peers_that_are_not_installed_are_left_out(cli, tmp_path, monkeypatch):
     assert {point.implementation for point in record.read(out).points} == {"torch"}
 
 
+def test_nothing_to_run_is_said_before_anything_is(cli, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
+    result = cli("sweep", "--backend", "cpu", "--ways", "quack,quack-dynamic")
+    assert (result.exit_code, "--ways quack,quack-dynamic: not installed here" in result.stderr) == (2, True)
+
+
 def test_refused_points_end_with_status_1(cli, tmp_path, monkeypatch):
     from tilestream.sweep import run
 
@@ -114,6 +122,7 @@ def test_a_device_that_is_not_ours_is_one_line(cli, tmp_path, monkeypatch):
         (["--backend", "cpu", "--taken", "0:4:0"], "--taken 0:4:0: give numbers"),
         (["--backend", "cpu", "--taken", "1000"], "--taken 1000: the device has"),
         (["--plot", "none.json"], "none.json: No such file"),
+        (["--out", "no_such_folder/x.json"], "--out no_such_folder/x.json: there is no folder no_such_folder"),
     ],
 )
 def test_bad_input(cli, given, what):

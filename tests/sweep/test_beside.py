@@ -43,3 +43,10 @@ def test_two_ranks(collective):
 def test_ranks_that_do_not_end_are_ended():
     with pytest.raises(RuntimeError, match=r"beside all_reduce: the ranks have not ended in 0\.1 s"):
         beside.sweep_beside(SUITE, [0], ways(["torch"]), rounds=3, backend="gloo", deadline=0.1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_told_of():
+    bad = Suite("bad", "int1", SUITE.shapes)
+    with pytest.raises(RuntimeError, match="beside all_reduce: a rank failed: "):
+        beside.sweep_beside(bad, [0], ways(["torch"]), rounds=3, backend="gloo")

@@ -61,7 +61,7 @@ def test_what_is_wrong_with_a_file(text, what, tmp_path):
 
 
 def test_a_suite_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match=r"suite '16k': give a \.yaml file, or one of 8k"):
+    with pytest.raises(ValueError, match=r"suite '16k': give a \.yaml file, or one of 8k, cpu"):
         suite.load("16k")
     with pytest.raises(FileNotFoundError):
         suite.load(str(tmp_path / "none.yaml"))

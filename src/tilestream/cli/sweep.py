@@ -15,7 +15,9 @@ def sweep(
     only_plot: Annotated[
         bool, typer.Option("--plot", help="Draw the records that are named; measure nothing.")
     ] = False,
-    suite: Annotated[str, typer.Option(help="A suite of the package, or your own .yaml file.")] = "8k",
+    suite: Annotated[
+        str | None, typer.Option(help="A suite of the package, or your own .yaml file; default: 8k, on the CPU cpu.")
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="MxNxK, instead of a suite; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="Of --shape: bfloat16, float16 or float32.")] = "bfloat16",
     ways: Annotated[
@@ -37,6 +39,9 @@ def sweep(
     """
     from tilestream.sweep import record
 
+    out = out.with_suffix(".json")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if only_plot:
         if not plot:
             raise ValueError("--plot: name the records to draw")
@@ -55,10 +60,15 @@ def sweep(
         raise ValueError(f"--by {by}: with --backend {backend} it is one of {', '.join(known)}")
     if dtype not in suites.DTYPES:
         raise ValueError(f"--dtype {dtype}: it is one of {', '.join(suites.DTYPES)}")
-    given = suites.Suite("shapes", dtype, tuple(map(suites.Shape.parse, shape))) if shape else suites.load(suite)
+    if shape:
+        given = suites.Suite("shapes", dtype, tuple(map(suites.Shape.parse, shape)))
+    else:
+        given = suites.load(suite or {"gpu": "8k", "cpu": "cpu"}[backend])
     named = ways.split(",")
     missing = [name for name in named if not run.installed(name)]
     todo = run.ways([name for name in named if name not in missing], numbers("--queues", queues))
+    if not todo:
+        raise ValueError(f"--ways {ways}: not installed here")
     try:
         device = run.device_of(backend)
     except NotImplementedError:

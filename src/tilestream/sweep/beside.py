@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from tilestream.sweep.check import Check
 from tilestream.sweep.clock import Call, GpuClock, Timing, quartiles
@@ -112,6 +112,8 @@ def sweep_beside(
             while not context.join(timeout=1.0):
                 if time.monotonic() > end:
                     raise RuntimeError(f"beside {collective}: the ranks have not ended in {deadline:g} s")
+        except ProcessException as error:
+            raise RuntimeError(f"beside {collective}: a rank failed: {error}") from error
         finally:
             for process in context.processes:
                 process.kill()

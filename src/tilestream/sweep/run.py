@@ -170,16 +170,16 @@ class Runner:
             for way in prepared:
                 refuse(way, error)
             return
+        points = []
         for way, one in prepared.items():
             try:
                 errors = check(one.out)
-                sweep.points.append(self._point(way, one, shape, dtype, count, left, timing, errors["max"]))
+                points.append(self._point(way, one, shape, dtype, count, left, timing, errors["max"]))
             except AssertionError as error:
                 refuse(way, error)
-        best = ", ".join(
-            f"{point.label} {point.tflops:.4g}" for point in sweep.points[-len(prepared) :] if point.taken == count
-        )
-        self.tell(f"{shape}, {count} of {self.taker.units} taken: TFLOP/s: {best}")
+        sweep.points += points
+        rates = ", ".join(f"{point.label} {point.tflops:.4g}" for point in points)
+        self.tell(f"{shape}, {count} of {self.taker.units} taken: TFLOP/s: {rates}")
 
     def _timed(
         self, prepared: dict[Way, Prepared], shape: Shape, dtype: str, count: int, left: int, a: torch.Tensor,
