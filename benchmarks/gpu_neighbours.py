@@ -139,7 +139,6 @@ def compile_ahead(names: Sequence[str], limit: float) -> None:
 def compile_share(names: Sequence[str], index: int, count: int) -> None:
     """The part of `compile_ahead` that one of ``count`` processes does."""
     device = sweeping.device_of("gpu")
-    runner = Runner(taker("green", device), device)
     jobs = {
         (shape, way, device.workers - taken if way.implementation == "told" else device.workers)
         for name in names
@@ -150,7 +149,7 @@ def compile_share(names: Sequence[str], index: int, count: int) -> None:
     }
     for shape, way, left in sorted(jobs, key=str)[index::count]:
         a, w = (torch.empty(rows, shape.k, device="cuda", dtype=torch.bfloat16) for rows in (shape.m, shape.n))
-        runner._prepare(way, shape, "bfloat16", left, a, w.t()).call()
+        sweeping.prepare(way, shape, "bfloat16", left, a, w.t()).call()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

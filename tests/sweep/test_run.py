@@ -89,16 +89,16 @@ def test_the_peak_is_that_of_the_units_left(monkeypatch):
 
 
 def test_a_wrong_answer_is_refused_and_the_others_go_on(monkeypatch):
-    prepare = Runner._prepare
+    prepare = run.prepare
 
-    def broken(self, way, *given, **how):
-        one = prepare(self, way, *given, **how)
+    def broken(way, *given, **how):
+        one = prepare(way, *given, **how)
         if way.implementation == "static":
             good = one.call
             one.call = lambda: good().mul_(1.01)
         return one
 
-    monkeypatch.setattr(Runner, "_prepare", broken)
+    monkeypatch.setattr(run, "prepare", broken)
     made, *_ = sweep(ways(["static", "dynamic"]), (0,))
     assert {point.implementation for point in made.points} == {"dynamic"}
     assert {refused["way"] for refused in made.refused} == {"static"}
@@ -117,15 +117,15 @@ def test_an_answer_that_is_wrong_only_beside_the_neighbour_is_refused(monkeypatc
                 yield left
             inside.pop()
 
-    prepare = Runner._prepare
+    prepare = run.prepare
 
-    def broken(self, *given, **how):
-        one = prepare(self, *given, **how)
+    def broken(*given, **how):
+        one = prepare(*given, **how)
         good = one.call
         one.call = lambda: good().fill_(float("nan")) if inside else good()
         return one
 
-    monkeypatch.setattr(Runner, "_prepare", broken)
+    monkeypatch.setattr(run, "prepare", broken)
     made, *_ = sweep(ways(["dynamic"]), (2,), taker=Somebody())
     assert not made.points
     assert "not finite" in made.refused[0]["why"] or "wrong answer" in made.refused[0]["why"]
@@ -155,18 +155,16 @@ def test_ways():
         ways(["dynamic"], [0])
 
 
-def test_operands_are_a_weights():
+def test_operands_are_a_weights(monkeypatch):
     """B is the transpose of a row-major matrix, as in a Linear layer."""
-    seen = []
+    seen, prepare = [], run.prepare
 
-    class Spy(Runner):
-        def _prepare(self, way, shape, dtype, left, a, b, out=None, told=False):
-            seen.append((a.is_contiguous(), b.t().is_contiguous(), a.dtype, b.shape))
-            return super()._prepare(way, shape, dtype, left, a, b, out, told)
+    def spy(way, shape, dtype, left, a, b, *given, **how):
+        seen.append((a.is_contiguous(), b.t().is_contiguous(), a.dtype, b.shape))
+        return prepare(way, shape, dtype, left, a, b, *given, **how)
 
-    Spy(Nobody(), device(), 3).run(
-        Sweep({}), Suite("x", "bfloat16", (Shape(16, 32, 48),)), [0], ways(["torch"]), lambda: None
-    )
+    monkeypatch.setattr(run, "prepare", spy)
+    sweep(ways(["torch"]), [0], suite=Suite("x", "bfloat16", (Shape(16, 32, 48),)))
     assert set(seen) == {(True, True, torch.bfloat16, (48, 32))}
 
 

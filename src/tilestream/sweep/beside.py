@@ -24,30 +24,17 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+from tilestream.plan.device import DeviceProperties
 from tilestream.sweep.check import Check
 from tilestream.sweep.clock import Call, GpuClock, Timing, quartiles
 from tilestream.sweep.record import Point, Sweep, read
-from tilestream.sweep.run import CpuClock, Runner, Way, about, device_of
+from tilestream.sweep.run import CpuClock, Way, about, answer, device_of, prepare
 from tilestream.sweep.suite import Shape, Suite
 from tilestream.sweep.takers import refuse_count
 
 COLLECTIVES = ("all_reduce", "all_gather")
 #: Seconds after which ranks that have not ended are ended.
 DEADLINE = 300.0
-
-
-class Beside:
-    """A `Taker` by name only: whoever takes SMs here is told how many, and is itself what is measured."""
-
-    name, shares, tells = "nccl", True, False
-
-    def __init__(self, units: int) -> None:
-        self.units = units
-
-    def left(self, count: int) -> int:
-        """As `tilestream.sweep.takers.Taker.left`."""
-        refuse_count(self, count)  # type: ignore[arg-type]
-        return self.units - count
 
 
 def floor(comm: float, matmul: float, taken: int, units: int) -> float:
@@ -143,13 +130,13 @@ def _rank(
     properties = device_of("cpu" if backend == "gloo" else "gpu")
     sweep = Sweep(about(properties) | {"world": world, "collective": collective, "megabytes": megabytes})
     for count in taken:
-        group = _group(backend, count)
+        refuse_count(properties.workers, count)
         clock = _CpuClock() if backend == "gloo" else _GpuClock()
-        clock.group = group
-        runner = Runner(Beside(properties.workers), properties)  # type: ignore[arg-type]
-        runner.clock = clock
+        clock.group = _group(backend, count)
         for shape in suite.shapes:
-            _points(sweep, runner, shape, suite.dtype, count, todo, collective, megabytes << 20, rounds, device)
+            _points(
+                sweep, clock, properties, shape, suite.dtype, count, todo, collective, megabytes << 20, rounds, device
+            )
     if rank == 0:
         sweep.write(path)
     dist.barrier()
@@ -167,12 +154,13 @@ def _group(backend: str, count: int) -> dist.ProcessGroup:
 
 
 def _points(
-    sweep: Sweep, runner: Runner, shape: Shape, dtype: str, count: int, todo: Sequence[Way], collective: str,
-    size: int, rounds: int, device: str,
+    sweep: Sweep, clock: _CpuClock | _GpuClock, properties: DeviceProperties, shape: Shape, dtype: str, count: int,
+    todo: Sequence[Way], collective: str, size: int, rounds: int, device: str,
 ) -> None:  # fmt: skip
     how = {"device": device, "dtype": getattr(torch, dtype)}
     a, w = (torch.randn(rows, shape.k, **how) for rows in (shape.m, shape.n))
-    check, group = Check.of_product(a, w.t(), torch.mm(a, w.t())), runner.clock.group  # type: ignore[attr-defined]
+    check, group = Check.of_product(a, w.t(), torch.mm(a, w.t())), clock.group
+    units, left = properties.workers, properties.workers - count
     data = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
     part = torch.zeros_like(data[: len(data) // dist.get_world_size(group)])
 
@@ -189,27 +177,27 @@ def _points(
 
         return both
 
-    left, prepared = runner.taker.left(count), {}
+    prepared = {}
     for way in todo:
-        prepared[way] = runner._prepare(way, shape, dtype, left, a, w.t())
-        check(runner._answer(prepared[way]))
+        prepared[way] = prepare(way, shape, dtype, left, a, w.t())
+        check(answer(prepared[way]))
     calls: dict[str, Call] = {"comm": lambda: communicate().wait()}
     for way, one in prepared.items():
         calls |= {str(way): one.call, f"{way} beside": beside(one.call)}
-    timing = _slowest(runner.clock.interleave(calls, rounds=rounds))
+    timing = _slowest(clock.interleave(calls, rounds=rounds))
     for way, one in prepared.items():
-        beside(lambda one=one: runner._answer(one))()  # type: ignore[misc]
+        beside(lambda one=one: answer(one))()  # type: ignore[misc]
         errors, comm, alone = check(one.out), timing.median("comm"), timing.median(str(way))
         seconds = timing.median(f"{way} beside")
         low, high = quartiles(timing.seconds[f"{way} beside"])
         rate = shape.operations / seconds
-        if rate > runner._peak(dtype, runner.taker.units):
+        if rate > properties.peak(dtype, units):
             raise AssertionError(f"{shape}, {way}: {rate / 1e12:.4g} TFLOP/s, above the device's peak")
         more = {
-            "comm": comm, "matmul": alone, "floor": floor(comm, alone, count, runner.taker.units),
+            "comm": comm, "matmul": alone, "floor": floor(comm, alone, count, units),
         }  # fmt: skip
         sweep.points.append(Point(
-            str(shape), shape.name, dtype, "nccl", count, left, runner.taker.units, way.implementation, way.queues,
+            str(shape), shape.name, dtype, "nccl", count, left, units, way.implementation, way.queues,
             seconds, low, high, timing.rounds, rate / 1e12, one.plan, errors["max"], more,
         ))  # fmt: skip
 

@@ -87,6 +87,45 @@ class Prepared:
     tiles: int = 0
 
 
+def prepare(
+    way: Way, shape: Shape, dtype: str, left: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None,
+    told: bool = False,
+) -> Prepared:  # fmt: skip
+    """A way of computing ``a @ b``, planned for where it is asked for.
+
+    Parameters
+    ----------
+    left
+        Units that there will be: for the ways that are told.
+    out
+        ``[m, n]``; None: a new one.
+    told
+        Plan for ``left`` whatever the way is.
+    """
+    if out is None:
+        out = a.new_empty((shape.m, shape.n))
+    name = way.implementation
+    if name == "torch":
+        return Prepared(lambda: torch.mm(a, b, out=out), out)
+    if name.startswith("quack"):
+        from quack.gemm_interface import gemm
+
+        return Prepared(lambda: gemm(a, b, tuned=False, dynamic_scheduler=name == "quack-dynamic"), out)
+    schedule = {"auto": "auto", "told": "dynamic"}.get(name, name)
+    found = plan(
+        shape.m, shape.n, shape.k, dtype=dtype, device=a.device.type, layout="nt", schedule=schedule,
+        workers=left if told or name == "told" else None, queues=way.queues if way.queues > 1 else None,
+    )  # fmt: skip
+    return Prepared(lambda: found.run(a, b, out=out), out, found.label, found.schedule.grid.tiles)
+
+
+def answer(one: Prepared) -> torch.Tensor:
+    """One more answer, into what was NaN; some ways make an output of their own."""
+    one.out.fill_(float("nan"))
+    one.out = one.call()
+    return one.out
+
+
 class CpuClock(WallClock):
     """The host's clock, for as many rounds as it is asked."""
 
@@ -156,8 +195,8 @@ class Runner:
         for way in todo:
             try:
                 # Where plans will know what is left, those are compiled: a module belongs to one context.
-                prepared[way] = one = self._prepare(way, shape, dtype, left, a, b, told=self.taker.tells)
-                check(self._answer(one))
+                prepared[way] = one = prepare(way, shape, dtype, left, a, b, told=self.taker.tells)
+                check(answer(one))
                 one.call()  # what it allocates is there from now on
             except Exception as error:
                 prepared.pop(way, None)
@@ -186,48 +225,18 @@ class Runner:
         b: torch.Tensor,
     ) -> tuple[Timing, int]:  # fmt: skip
         """The samples, and one more answer of each way, made while the units are taken."""
-        expected = shape.operations / self._peak(dtype, left)
+        expected = shape.operations / self.device.peak(dtype, left)
         rounds = self.rounds or max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / (2 * expected + 1e-3))))
         with self.taker.taking(count) as there:
             for way, one in prepared.items():
                 # Asked for again: where the taker tells those who ask, the plan is one for what is left.
-                prepared[way] = self._prepare(way, shape, dtype, left, a, b, one.out)
+                prepared[way] = prepare(way, shape, dtype, left, a, b, one.out)
             calls = {str(way): one.call for way, one in prepared.items()}
             timing = self.clock.interleave(calls, rounds=rounds, warmup=2)
             for one in prepared.values():
-                self._answer(one)
+                answer(one)
             self.clock.synchronize()
         return timing, there
-
-    def _prepare(
-        self, way: Way, shape: Shape, dtype: str, left: int, a: torch.Tensor, b: torch.Tensor,
-        out: torch.Tensor | None = None, told: bool = False,
-    ) -> Prepared:  # fmt: skip
-        if out is None:
-            out = a.new_empty((shape.m, shape.n))
-        name = way.implementation
-        if name == "torch":
-            return Prepared(lambda: torch.mm(a, b, out=out), out)
-        if name.startswith("quack"):
-            from quack.gemm_interface import gemm
-
-            return Prepared(lambda: gemm(a, b, tuned=False, dynamic_scheduler=name == "quack-dynamic"), out)
-        schedule = {"auto": "auto", "told": "dynamic"}.get(name, name)
-        found = plan(
-            shape.m, shape.n, shape.k, dtype=dtype, device=self.clock.device, layout="nt", schedule=schedule,
-            workers=left if told or name == "told" else None, queues=way.queues if way.queues > 1 else None,
-        )  # fmt: skip
-        return Prepared(lambda: found.run(a, b, out=out), out, found.label, found.schedule.grid.tiles)
-
-    @staticmethod
-    def _answer(one: Prepared) -> torch.Tensor:
-        """One more answer, into what was NaN; some ways make an output of their own."""
-        one.out.fill_(float("nan"))
-        one.out = one.call()
-        return one.out
-
-    def _peak(self, dtype: str, units: int) -> float:
-        return self.device.peak(dtype, units)
 
     def _point(
         self, way: Way, one: Prepared, shape: Shape, dtype: str, count: int, left: int, timing: Timing, error: float
@@ -235,7 +244,7 @@ class Runner:
         seconds = timing.median(str(way))
         low, high = quartiles(timing.seconds[str(way)])
         rate, units = shape.operations / seconds, self.taker.units if self.taker.shares else left
-        if rate > (peak := self._peak(dtype, units)):
+        if rate > (peak := self.device.peak(dtype, units)):
             raise AssertionError(
                 f"{rate / 1e12:.4g} TFLOP/s, above the peak of {peak / 1e12:.4g} of the {units} units that were left: "
                 "the answer or the timing is wrong"

@@ -52,12 +52,10 @@ class Taker(Protocol):
         """
 
 
-def refuse_count(taker: Taker, count: int) -> None:
-    """Raise unless ``count`` units can be taken, and one is left."""
-    if not 0 <= count < taker.units:
-        raise ValueError(
-            f"{count} taken of {taker.units}: from 0 to {taker.units - 1} can be, so that one is left to measure on"
-        )
+def refuse_count(units: int, count: int) -> None:
+    """Raise unless ``count`` of ``units`` can be taken, and one is left."""
+    if not 0 <= count < units:
+        raise ValueError(f"{count} taken of {units}: from 0 to {units - 1} can be, so that one is left to measure on")
 
 
 class Neighbour:
@@ -96,13 +94,13 @@ class Neighbour:
 
     def left(self, count: int) -> int:
         """As `Taker.left`."""
-        refuse_count(self, count)
+        refuse_count(self.units, count)
         return self.units - count
 
     @contextlib.contextmanager
     def taking(self, count: int) -> Iterator[int]:
         """As `Taker.taking`; each SM is one that the kernel says that it holds."""
-        refuse_count(self, count)
+        refuse_count(self.units, count)
         if not count:
             yield self.units
             return
@@ -183,7 +181,7 @@ class GreenContext:
     @contextlib.contextmanager
     def taking(self, count: int) -> Iterator[int]:
         """As `Taker.taking`. The driver rounds up to what it can split SMs by; what is left is what it says."""
-        refuse_count(self, count)
+        refuse_count(self.units, count)
         if not count:
             yield self.units
             return
@@ -228,13 +226,13 @@ class BusyCores:
 
     def left(self, count: int) -> int:
         """As `Taker.left`."""
-        refuse_count(self, count)
+        refuse_count(self.units, count)
         return self.units - count
 
     @contextlib.contextmanager
     def taking(self, count: int) -> Iterator[int]:
         """As `Taker.taking`."""
-        refuse_count(self, count)
+        refuse_count(self.units, count)
         cores = sorted(os.sched_getaffinity(0))[-count:] if count else []
         busy: list[subprocess.Popen[str]] = []
         begin = time.monotonic()
