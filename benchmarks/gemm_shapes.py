@@ -197,13 +197,6 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The values a quarter and three quarters up."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return ordered[round(last / 4)], ordered[round(3 * last / 4)]
-
-
 def verdict(ratio: float, band: Sequence[float]) -> str:
     """``won``, ``lost``, or ``even`` where 1 lies between the quartiles of the rounds' ratios."""
     low, high = band

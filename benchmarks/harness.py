@@ -21,6 +21,7 @@ import torch
 
 import tilestream as ts
 from tilestream.plan import cpu_properties
+from tilestream.sweep.check import errors as errors
 
 RESULTS = Path(__file__).parent / "results"
 #: Dense bf16 of an H100 or H200, TFLOP/s, rounded up: a figure above it is an error.
@@ -63,30 +64,6 @@ def interleave(
 def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Milliseconds."""
     return {name: statistics.median(samples) * 1e3 for name, samples in seconds.items()}
-
-
-def errors(got: torch.Tensor, peer: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """Maximum and Frobenius error of both against an fp64 reference, relative to its scale.
-
-    Raises
-    ------
-    AssertionError
-        If ours is more than twice the peer's plus one unit in the last place: then no time of it counts.
-    """
-    scale, norm = reference.abs().max().item(), reference.norm().item()
-    figures = {
-        "max": ((got.double() - reference).abs().max() / scale).item(),
-        "frobenius": ((got.double() - reference).norm() / norm).item(),
-        "peer_max": ((peer.double() - reference).abs().max() / scale).item(),
-        "peer_frobenius": ((peer.double() - reference).norm() / norm).item(),
-    }
-    ulp = torch.finfo(got.dtype).eps
-    for kind in ("max", "frobenius"):
-        if not figures[kind] <= 2 * figures[f"peer_{kind}"] + ulp:
-            raise AssertionError(
-                f"wrong answer: {kind} error {figures[kind]:.3g}, the peer's {figures[f'peer_{kind}']:.3g}"
-            )
-    return figures
 
 
 def refuse_impossible(name: str, operations: int, milliseconds: float, dtype: str = "float32") -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import render_gemm
+import render_neighbours
 from render_gemm import table
 
 ROOT = Path(__file__).parent.parent
@@ -193,7 +194,7 @@ def page() -> str:
     ):
         path = RESULTS / f"{name}.json"
         if section is None:
-            sections += render_gemm.sections(RESULTS)
+            sections += render_gemm.sections(RESULTS) + render_neighbours.sections(RESULTS)
         elif path.exists():
             sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
     return "\n\n".join(part.strip() for part in sections) + "\n"
@@ -210,6 +211,7 @@ def main() -> None:
     if path.exists():
         plot_stream(json.loads(path.read_text(encoding="utf-8")))
     render_gemm.plots(RESULTS, IMAGES)
+    render_neighbours.plots(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":

@@ -99,9 +99,9 @@ def test_geometric_mean(shapes: ModuleType) -> None:
     assert math.isnan(shapes.geomean([]))
 
 
-def test_quartiles_and_verdict(shapes: ModuleType) -> None:
-    assert shapes.quartiles([5, 1, 4, 2, 3]) == (2, 4)
-    assert shapes.quartiles([7]) == (7, 7)
+def test_quartiles_and_verdict(shapes: ModuleType, clock: ModuleType) -> None:
+    assert clock.quartiles([5, 1, 4, 2, 3]) == (2, 4)
+    assert clock.quartiles([7]) == (7, 7)
     assert shapes.verdict(1.01, (0.99, 1.02)) == "even"
     assert shapes.verdict(1.05, (1.02, 1.08)) == "won"
     assert shapes.verdict(0.97, (0.95, 0.99)) == "lost"

@@ -17,6 +17,7 @@ from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, Tilestrea
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in
     from tilestream.ops import addmm, bmm, linear, matmul, mm
+    from tilestream.ops.limit import worker_limit
     from tilestream.runtime.channel import check
 
 _LAZY = {
@@ -28,6 +29,7 @@ _LAZY = {
     "linear": "tilestream.ops",
     "matmul": "tilestream.ops",
     "mm": "tilestream.ops",
+    "worker_limit": "tilestream.ops.limit",
 }
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "plan",
     "stream_in",
     "trace",
+    "worker_limit",
 ]
 
 

@@ -7,7 +7,7 @@ import tilestream
 from tilestream import cli as package
 from tilestream.runtime.errors import ArrivalTimeout
 
-COMMANDS = ("demo", "verify", "plan", "trace", "doctor")
+COMMANDS = ("demo", "verify", "plan", "sweep", "trace", "doctor")
 
 
 def python(code, *arguments):
@@ -38,7 +38,9 @@ def test_unknown_command_is_status_2(cli):
     assert cli("sing").exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"], ["plan", "64", "64", "64"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["demo", "--help"], ["plan", "64", "64", "64"], ["sweep", "--help"]]
+)
 def test_torch_is_not_imported_before_something_is_computed(arguments):
     done = python(
         "import sys\nfrom tilestream.cli import main\n"

@@ -46,12 +46,13 @@ STAND_IN = DeviceProperties(
 
 
 class Job(NamedTuple):
-    """A launch: its plan and layout, addresses modulo 16 of a, b and out, whether there is a probe."""
+    """A launch: its plan and layout, addresses modulo 16 of a, b and out, whether there is a probe, or a trace."""
 
     plan: Plan
     layout: Layout
     address: tuple[int, int, int] = (0, 0, 0)
     probe: bool = False
+    trace: bool = False
 
 
 def job(
@@ -158,6 +159,17 @@ def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:
         yield job(device, case)
 
 
+def of_schedule_tests(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_schedules`."""
+    import schedule_cases as schedules
+
+    strides = (0, schedules.K, 1), (0, 1, schedules.K), (0, schedules.N, 1)
+    for plan, trace in itertools.product(schedules.plans(device), (False, True)):
+        yield Job(plan, Layout(*strides), (0, 0, 0), trace=trace)
+    for kind in (*KINDS, "auto"):
+        yield job(device, Case(schedules.M, schedules.N, schedules.K, layout="nt", schedule=kind))
+
+
 def of_hopper_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_hopper_arrival`."""
     import hopper_cases as hopper
@@ -187,6 +199,7 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
 
 SECTIONS = {
     "tests": (of_matmul_tests, of_hopper_tests),
+    "schedules": (of_schedule_tests,),
     "arrival": (of_arrival_tests, of_hopper_arrival_tests),
     "benchmarks": (of_benchmarks,),
 }
@@ -198,8 +211,8 @@ SECTIONS = {
 def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Options and arguments of a launch, of no address."""
     if job.plan.backend == "hopper":
-        return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe)
-    plan, layout, address, probe = job
+        return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace)
+    plan, layout, address, probe, trace = job
     problem, schedule = plan.problem, plan.schedule
     words = schedule.kind != "static" or plan.gate is not None
     addend = "bfloat16" if problem.fp8 else problem.dtype
@@ -208,12 +221,13 @@ def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
     def pointer(there: Any, dtype: str) -> Any:
         return Pointer(dtype) if there else None
 
-    arguments = Arguments(plan, layout, probe)
+    arguments = Arguments(plan, layout, probe, trace)
     return arguments.options, arguments.fill(
         *(Pointer(dtype, at) for dtype, at in zip((*problem.dtypes, problem.out_dtype), address, strict=True)),
         pointer(layout.bias, addend), pointer(layout.residual, addend),
         pointer(schedule.slots, "float32"), pointer(schedule.slots, "int32"), pointer(words, "int64"),
-        pointer(schedule.raster.table, "int32"), pointer(probe, "int32"), 0, 0, 1.5, 0.5,
+        pointer(schedule.raster.table, "int32"),
+        pointer(probe or trace, "int64" if trace else "int32"), 0, 0, 1.5, 0.5,
         capacity=4096 if probe else 0, gate=gate_arguments(plan), scales=(scale, scale),
     )  # fmt: skip
 

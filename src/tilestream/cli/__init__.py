@@ -1,4 +1,4 @@
-"""The command line: ``tilestream demo | verify | plan | isa | trace | doctor``.
+"""The command line: ``tilestream demo | verify | plan | isa | sweep | trace | doctor``.
 
 Needs the extra ``cli``. Nothing here imports torch until a command computes something, so that ``--help`` is quick.
 """

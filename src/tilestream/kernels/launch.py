@@ -11,6 +11,7 @@ from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_table
 from tilestream.kernels.portable.schedule import RECORD
+from tilestream.kernels.spans import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
@@ -82,7 +83,7 @@ class Launch:
 
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-        incoming: Incoming | None = None, probe: Probe | None = None,
+        incoming: Incoming | None = None, probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
         device = a.device
@@ -100,7 +101,7 @@ class Launch:
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | None,
+        incoming: Incoming | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """Launch the kernel on ``stream``, with ``words`` to work on."""
         raise NotImplementedError

@@ -17,15 +17,18 @@ from torch.autograd import forward_ad
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
+from tilestream.plan import limit as limits
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.properties import allows_tf32
+from tilestream.runtime.properties import allows_tf32, context_units
+from tilestream.trace.record import current
 
 if TYPE_CHECKING:
+    from tilestream.kernels.launch import Launch
     from tilestream.ops.operands import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: By all that the checks and the plan depend on.
-_known: dict[object, gpu.Launch] = {}
+_known: dict[object, Launch] = {}
 _MOST = 4096
 
 
@@ -52,8 +55,9 @@ def remember(a: torch.Tensor, b: torch.Tensor, options: Options, result: torch.T
         _known.clear()
     scales = canonical_scales(options.op, options.scale_a, options.scale_b, a.shape[:1], (), result.shape)
     _known[key] = gpu.find(
-        a, b, result, _epilogue(options, *scales), options.schedule, options.workers or 0, fast_accum=options.fast_accum
-    )
+        a, b, result, _epilogue(options, *scales), options.schedule, options.workers or 0,
+        fast_accum=options.fast_accum, limit=limits.limit(),
+    )  # fmt: skip
 
 
 def _epilogue(options: Options, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
@@ -72,6 +76,7 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         or options.out is not None
         or options.residual is not None
         or options.arriving
+        or current() is not None  # traced
         or a.device.index != torch.cuda.current_device()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -96,6 +101,7 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         None if scale_b is None else _scale_key(scale_b),
         options.fast_accum,
         options.alpha, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
+        limits.limit(), context_units(a.device.index),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtype
+from tilestream.plan import limit as limits
 from tilestream.plan.ask import SCALES
 from tilestream.plan.problem import Problem, Scales, dtype_name
 from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
@@ -151,6 +152,7 @@ def run_plan(
     for name, given in (("a", a), ("b", b), *tensors.items()):
         if not isinstance(given, torch.Tensor) and (given is not None or name in ("a", "b")):
             raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
+    _check_limit(plan)
     problem = plan.problem
     ndim = 3 if problem.batch != 1 or a.dim() == 3 else 2
     out_dtype = getattr(torch, problem.out_dtype)
@@ -196,6 +198,16 @@ def run_plan(
         if flat is not None:
             flat.signals("plan.run", device).clear()
     return out
+
+
+def _check_limit(plan: Plan) -> None:
+    """A plan is frozen, and so is its number of workers."""
+    limit, workers = limits.limit(), torch.get_num_threads() if plan.variant == "inline" else plan.workers
+    if limit and workers > limit:
+        raise ValueError(
+            f"plan.run: the plan has {workers} workers, and the limit is {limit} (worker_limit, or "
+            f"{limits.ENVIRONMENT}); make the plan where the limit holds"
+        )
 
 
 def _check_chunks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,15 +14,16 @@ from tilestream.plan import tma
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.properties import allows_tf32, cuda_properties
+from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
+from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.launch import Incoming
+    from tilestream.kernels.launch import Incoming, Launch
     from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue, "Incoming | None"], None]
+logger = logging.getLogger(__name__)
 
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
 _launches: dict[object, Launch] = {}
@@ -42,6 +43,7 @@ def run(
     deadline: float = DEFAULT_DEADLINE,
     op: str = "matmul",
     fast_accum: bool = True,
+    limit: int = 0,
 ) -> None:
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
@@ -59,6 +61,8 @@ def run(
         Seconds that the kernel may wait for them, and who asks.
     fast_accum
         See `tilestream.plan.problem.Problem`.
+    limit
+        On the workers: see `tilestream.plan.limit`.
 
     Raises
     ------
@@ -73,25 +77,44 @@ def run(
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():
         return
-    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum)
+    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum, limit)
     if a.device.index == torch.cuda.current_device():
-        launch(a, b, out, epilogue, incoming)
+        _issue(launch, a, b, out, epilogue, incoming, op)
     else:
         with torch.cuda.device(a.device):
-            launch(a, b, out, epilogue, incoming)
+            _issue(launch, a, b, out, epilogue, incoming, op)
+
+
+def _issue(
+    launch: Launch, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
+    incoming: Incoming | None, op: str,
+) -> None:  # fmt: skip
+    """Launch; where somebody records, with a log of who did which item when."""
+    recorder = current()
+    if recorder is None:
+        launch(a, b, out, epilogue, incoming)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        logger.warning("%s: a launch that is captured into a graph is not recorded: trace an eager one", op)
+        launch(a, b, out, epilogue, incoming)
+        return
+    from tilestream.kernels.spans import traced
+
+    traced(recorder, op, launch.plan, a.device, lambda log: launch(a, b, out, epilogue, incoming, log))
 
 
 def find(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
-    chunking: tuple[object, ...] = (), fast_accum: bool = True,
+    chunking: tuple[object, ...] = (), fast_accum: bool = True, limit: int = 0,
 ) -> Launch:  # fmt: skip
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     bias, residual = epilogue.bias, epilogue.residual
     scale_a, scale_b = epilogue.scale_a, epilogue.scale_b
     key = (
         a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, b.dtype, out.dtype, a.device,
-        schedule, workers, id(plan), a.dtype == torch.float32 and allows_tf32(),
+        schedule, workers, limit, id(plan), 0 if plan is not None else context_units(a.device.index),
+        a.dtype == torch.float32 and allows_tf32(),
         # What the compiled kernel assumes of addresses.
         a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
         None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
@@ -102,7 +125,7 @@ def find(
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum)
+        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum, limit)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -111,7 +134,7 @@ def find(
 
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
-    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool,
+    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool, limit: int,
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
@@ -144,7 +167,7 @@ def _make(
             scales=epilogue.scales,
             fast_accum=fast_accum or a.dtype not in FP8_DTYPES,
         )  # fmt: skip
-        plan = plan_problem(problem, workers or None, schedule, device=device)
+        plan = plan_problem(problem, workers or None, schedule, device=device, limit=limit)
     elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
         raise ValueError(
             f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"

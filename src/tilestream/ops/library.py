@@ -21,6 +21,7 @@ from tilestream.ops.execute import execute, make_epilogue, problem_of
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, check_pair, refuse_gradients
+from tilestream.plan import limit as limits
 from tilestream.plan.ask import SCHEDULES
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.problem import dtype_name, result_name
@@ -34,15 +35,16 @@ _ARRIVING = (
     "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline, str op"
 )
 # Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
-_SCALED = "Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True"
+# worker_limit: of the blocks of `tilestream.worker_limit` around the call; 0: none.
+_OPTIONAL = "Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
 
 library = torch.library.Library("tilestream", "DEF")
-library.define(f"gemm({_OPERANDS}, {_HOW}, {_SCALED}) -> Tensor")
-library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out, {_SCALED}) -> ()")
+library.define(f"gemm({_OPERANDS}, {_HOW}, {_OPTIONAL}) -> Tensor")
+library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out, {_OPTIONAL}) -> ()")
 # A graph that torch.compile captures by itself would replay without the signals, which are issued outside of it.
 _alone = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}, {_SCALED}) -> Tensor", tags=_alone)
-library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out, {_SCALED}) -> ()", tags=_alone)
+library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}, {_OPTIONAL}) -> Tensor", tags=_alone)
+library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out, {_OPTIONAL}) -> ()", tags=_alone)
 library.define("clear_signals(Tensor(a!) signals) -> ()")
 
 gemm_op = torch.ops.tilestream.gemm.default
@@ -90,12 +92,13 @@ class _Arriving(NamedTuple):
     op: str = "matmul"
 
 
-class _Scaled(NamedTuple):
-    """The schema's `_SCALED`."""
+class _Optional(NamedTuple):
+    """The schema's `_OPTIONAL`."""
 
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
     fast_accum: bool = True
+    worker_limit: int = 0
 
 
 def _run(
@@ -113,11 +116,11 @@ def _run(
     workers: int,
     *,
     arriving: _Arriving,
-    scaled: _Scaled,
+    optional: _Optional,
 ) -> None:
     """What every op does, given its arguments in the schema's order."""
     row_signals, row_arrival, column_signals, column_arrival, deadline, op = arriving
-    scale_a, scale_b, fast_accum = scaled
+    scale_a, scale_b, fast_accum, worker_limit = optional
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     epilogue = make_epilogue(out, bias, residual, alpha, beta, activation, scale_a, scale_b)
@@ -125,35 +128,39 @@ def _run(
         refuse_overlap(out, epilogue, a=a, b=b)
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
+    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
+    bound = limits.tighter(worker_limit, limits.limit())
     if out.is_cuda:
-        gpu.run(a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op, fast_accum)
+        gpu.run(
+            a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op, fast_accum, bound
+        )
         return
     a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
     problem = problem_of(a3, b3, out.dtype, rows, columns, epilogue.scales)
-    plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads())
+    plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads(), limit=bound)
     execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op)
 
 
-# torch leaves out arguments that are the schema's defaults: those of `_Scaled`, all or the last ones.
+# torch leaves out arguments that are the schema's defaults: those of `_Optional`, all or the last ones.
 _COMMON, _ALL = 8, 8 + len(_Arriving._fields)
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
     out = _output(a, b, others[5])
-    _run(out, True, a, b, *others[:_COMMON], arriving=_Arriving(), scaled=_Scaled(*others[_COMMON:]))
+    _run(out, True, a, b, *others[:_COMMON], arriving=_Arriving(), optional=_Optional(*others[_COMMON:]))
     return out
 
 
 def _gemm_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
     out = others[_COMMON]
     _check_out(out, a, b, others[5])
-    _run(out, False, a, b, *others[:_COMMON], arriving=_Arriving(), scaled=_Scaled(*others[_COMMON + 1 :]))
+    _run(out, False, a, b, *others[:_COMMON], arriving=_Arriving(), optional=_Optional(*others[_COMMON + 1 :]))
 
 
 def _gemm_arriving(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
     out = _output(a, b, others[5])
     arriving = _Arriving(*others[_COMMON:_ALL])
-    _run(out, True, a, b, *others[:_COMMON], arriving=arriving, scaled=_Scaled(*others[_ALL:]))
+    _run(out, True, a, b, *others[:_COMMON], arriving=arriving, optional=_Optional(*others[_ALL:]))
     return out
 
 
@@ -161,7 +168,7 @@ def _gemm_arriving_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
     out = others[_ALL]
     _check_out(out, a, b, others[5])
     arriving = _Arriving(*others[_COMMON:_ALL])
-    _run(out, False, a, b, *others[:_COMMON], arriving=arriving, scaled=_Scaled(*others[_ALL + 1 :]))
+    _run(out, False, a, b, *others[:_COMMON], arriving=arriving, optional=_Optional(*others[_ALL + 1 :]))
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
@@ -209,7 +216,7 @@ def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers, *others = inputs
-    scale_a, scale_b, ctx.fast_accum = others[-3:]
+    scale_a, scale_b, ctx.fast_accum, ctx.worker_limit = others[-4:]
     refuse_gradients("gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     # What the derivative of the activation needs: relu's is in the output; the others' input is computed once more
     # in the backward pass, which costs a matmul and keeps no [M, N] tensor alive.
@@ -224,12 +231,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b, output, bias, residual, scale_a, scale_b = ctx.saved_tensors
-    how = (ctx.schedule, ctx.workers)
+    how, plain = (ctx.schedule, ctx.workers), (None, None, True, ctx.worker_limit)
     if ctx.activation == "relu":
         grad = torch.ops.aten.threshold_backward(grad, output, 0)
     elif ctx.activation != "none":
         wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-        scaled = (scale_a, scale_b, ctx.fast_accum)
+        scaled = (scale_a, scale_b, ctx.fast_accum, ctx.worker_limit)
         before = gemm_op(a, b, bias, residual, ctx.alpha, ctx.beta, "none", wide, *how, *scaled)
         grad = _activation_backward(ctx.activation, grad.to(wide), before)
     grad_a = grad_b = grad_bias = grad_residual = None
@@ -239,14 +246,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             product = product if scale is None else product * scale
         narrow = product.to(a.dtype)
         if ctx.needs_input_grad[0]:
-            grad_a = gemm_op(narrow, b.mT, None, None, ctx.alpha, 1.0, "none", None, *how)
+            grad_a = gemm_op(narrow, b.mT, None, None, ctx.alpha, 1.0, "none", None, *how, *plain)
         if ctx.needs_input_grad[1]:
-            grad_b = gemm_op(a.mT, narrow, None, None, ctx.alpha, 1.0, "none", None, *how)
+            grad_b = gemm_op(a.mT, narrow, None, None, ctx.alpha, 1.0, "none", None, *how, *plain)
     if ctx.bias is not None and ctx.needs_input_grad[2]:
         grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias[1])
     if ctx.residual is not None and ctx.needs_input_grad[3]:
         grad_residual = (ctx.beta * grad).to(ctx.residual)
-    return grad_a, grad_b, grad_bias, grad_residual, *([None] * 9)
+    return grad_a, grad_b, grad_bias, grad_residual, *([None] * 10)
 
 
 def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -63,7 +63,8 @@ def matmul(
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`.
     workers
-        Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM.
+        Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM. No more than `tilestream.worker_limit`
+        and TILESTREAM_WORKERS allow.
     deadline
         Seconds from the call's start (on a GPU: from the kernel's) after which it waits for no chunk any more; default
         30. One bound for all waits, not for each: a stream that takes longer than that needs a longer deadline.

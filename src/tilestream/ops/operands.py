@@ -21,6 +21,7 @@ from tilestream.ops.library import (
     gemm_out_op,
     result_dtype,
 )
+from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_pair, check_scale_dtype, refuse_gradients
 from tilestream.plan.ask import SCHEDULES
 from tilestream.plan.problem import dtype_name
@@ -231,7 +232,7 @@ def _call(
         a, b, options.bias, residual, float(options.alpha), float(options.beta), options.activation or "none",
         options.out_dtype, options.schedule, options.workers or 0,
     )  # fmt: skip
-    scaled = (*scales, options.fast_accum)
+    optional = (*scales, options.fast_accum, limit())
     out = options.out
     into = None if out is None else _view(out, canonical)
     if options.arriving:
@@ -241,17 +242,17 @@ def _call(
             arriving += [flat.words, flat.ints] if flat is not None else [None, []]
         deadline = check_deadline(options.deadline)
         if into is None:
-            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline, options.op, *scaled)
+            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline, options.op, *optional)
         else:
-            gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into, *scaled)
+            gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into, *optional)
             result = into
         for words in (arriving[0], arriving[2]):
             if isinstance(words, torch.Tensor) and not words.is_cuda:  # there the launch does it
                 clear_signals_op(words)
     elif into is None:
-        result = gemm_op(*operands, *scaled)
+        result = gemm_op(*operands, *optional)
     else:
-        gemm_out_op(*operands, into, *scaled)
+        gemm_out_op(*operands, into, *optional)
         result = into
     return result
 

@@ -11,6 +11,7 @@ from tilestream.plan import cdna_tiles, hopper, tma
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.known import KNOWN, named
+from tilestream.plan.limit import limit
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
 from tilestream.schedule.order import TileOrder
@@ -66,7 +67,8 @@ def plan(
         (``"h100"``, ``"h200"``, ``"mi300x"``, ``"mi325x"``, ``"mi350x"``, ``"mi355x"``) or its `DeviceProperties`.
     workers
         Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
-        torch has not been imported.
+        torch has not been imported; on a GPU the SMs that the current context has (a green context has fewer). No more
+        than `tilestream.worker_limit` and TILESTREAM_WORKERS allow.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"``, or ``"auto"`` for the one the cost model favours.
     tile
@@ -153,10 +155,11 @@ def plan(
     if order is not None:
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
         return plan_problem.__wrapped__(
-            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
-        )
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
+            limit(),
+        )  # fmt: skip
     return plan_problem(
-        problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages
+        problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages, limit()
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import get_args
 
 from tilestream.plan import cdna, cdna_tiles, cpu, hopper, portable
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.limit import ENVIRONMENT, within
 from tilestream.plan.plan import Plan, Refusal, of_candidate
 from tilestream.plan.problem import Problem
 from tilestream.schedule.order import TileOrder
@@ -20,6 +22,10 @@ logger = logging.getLogger(__name__)
 NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
 #: Why the kernel for AMD's CDNA is not what runs where nobody asks for it.
 NOT_RUN = "compiled and checked, not run on a GPU yet: backend='cdna' takes it"
+#: What a queue may cost on an idle device, as a share, before a static grid is taken: a static one loses 40 % where a
+#: neighbour holds a few SMs.
+QUEUE_MAY_COST = 0.01
+NO_STATIC = "no faster than a queue here, and a late worker would hold up its tiles"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,11 +42,16 @@ def plan_problem(
     backend: str | None = None,
     variant: str | None = None,
     stages: int | None = None,
+    limit: int = 0,
 ) -> Plan:
-    """`plan` for a `Problem`; the same object for the same question."""
+    """`plan` for a `Problem`; the same object for the same question. ``limit``: see `tilestream.plan.limit`."""
     device = device or cpu_properties()
     kinds, refused = _kinds(schedule, queues, shares)
-    count = workers or default_workers or device.workers
+    own = default_workers or device.workers
+    asked, workers = workers, within(limit, workers, own)
+    count = workers or own
+    if count < (asked or own):
+        refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
     beside = cdna.workers_beside_producers(problem, device, count)
     if beside < count:
         refused += (Refusal(f"{count} workers", "an operand arrives: a CU of each shader engine is its producers'"),)
@@ -72,6 +83,8 @@ def plan_problem(
             queues=queues, shares=shares, variant=variant, stages=stages,
         )  # fmt: skip
         best = _best(found)
+        if name == "hopper" and schedule == "auto":
+            refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
         refused += _other_tiles(best, found)
         if name == "portable" and not problem.aligned:
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
@@ -108,8 +121,8 @@ def _on_gpu(
         else:
             found = list(
                 hopper.candidates(
-                    problem, device, workers, kinds=kinds, auto=auto, tile=tile, order=order, queues=queues,
-                    shares=shares, variant=variant, stages=stages,
+                    problem, device, workers, kinds=("static", *kinds) if auto and len(kinds) > 1 else kinds, auto=auto,
+                    tile=tile, order=order, queues=queues, shares=shares, variant=variant, stages=stages,
                 )
             )  # fmt: skip
         if found:
@@ -128,7 +141,31 @@ def _on_gpu(
 
 
 def _best(found: list[Candidate]) -> Candidate:
-    return min(found, key=lambda candidate: candidate.seconds)
+    """The fastest; but a queue instead of a static grid of several waves, where that costs next to nothing."""
+    best = min(found, key=lambda candidate: candidate.seconds)
+    if best.schedule.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
+        return best
+    queues = [c for c in found if c.schedule.kind != "static"]
+    queue = min(queues, key=lambda candidate: candidate.seconds, default=best)
+    return queue if queue.seconds <= (1 + QUEUE_MAY_COST) * best.seconds else best
+
+
+def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
+    """Why the other one of the two not."""
+    other = "dynamic" if best.schedule.kind == "static" else "static"
+    seconds = min((c.seconds for c in found if c.schedule.kind == other and c.block == best.block), default=math.inf)
+    if other == "dynamic":
+        if best.schedule.grid.tiles <= best.schedule.workers:
+            return Refusal(other, "a worker has one tile at most: there is nothing for a queue to even out")
+        return Refusal(
+            other, f"{seconds / best.seconds - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
+        )
+    if seconds >= best.seconds:
+        return Refusal(other, NO_STATIC)
+    gain = best.seconds / seconds - 1
+    return Refusal(
+        other, f"{gain:.1%} faster by the cost model on an idle device, and a late worker holds up its tiles"
+    )
 
 
 def _other_variant(best: Candidate, found: list[Candidate], arriving: bool, forced: list[str]) -> Refusal:
@@ -169,9 +206,7 @@ def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple
             or (kind == "stream_k" and shares is not None)
         ):
             return (kind,), ()
-    return ("dynamic", "stream_k"), (
-        Refusal("static", "no faster than a queue here, and a late worker would hold up its tiles"),
-    )
+    return ("dynamic", "stream_k"), (Refusal("static", NO_STATIC),)
 
 
 def _no_stream_k(problem: Problem, backend: str, best: Candidate, found: list[Candidate]) -> Refusal:

@@ -52,9 +52,12 @@ DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
 #: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
 #: partial results; of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
-#: What L2's way to the SMs takes more where a queue deals out the tiles: neighbours of a texture processing cluster no
-#: longer share operands.
+#: What L2's way to the SMs takes more where there are several waves: neighbours of a texture processing cluster no
+#: longer share operands. A static grid drifts apart as a queue does: see the next.
 SCATTERED = 1.2
+#: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
+#: of 8 K steps (benchmarks/results/gpu_neighbours_idle.json: 0.999 to 1.006 of static's throughput).
+TICKET_SECONDS = 0.0
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.147, 0.075
 #: Bytes of an operand that L2 keeps beside the other's.
@@ -291,7 +294,7 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
-    if schedule.kind != "static":
+    if schedule.kind == "stream_k" or schedule.grid.tiles > schedule.workers:
         feed *= SCATTERED
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
@@ -303,7 +306,7 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
     if problem.n * ITEMSIZE[problem.out_dtype] % 16:
         epilogue += (DIRECT_SWAPPED_SECONDS if swapped else DIRECT_SECONDS) * tile.registers
-    item, tail = grid.k_steps * step + epilogue, 0.0
+    item, tail = grid.k_steps * step + epilogue + (TICKET_SECONDS if schedule.kind != "static" else 0.0), 0.0
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
         item, tail = max(grid.k_steps * step, item / 2), epilogue
     if schedule.kind == "stream_k" and schedule.remainder:

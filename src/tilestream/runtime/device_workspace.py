@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilestream.runtime.driver import context_id
 from tilestream.schedule.schedule import Schedule
 
 #: 8-byte words from one counter to the next; `tilestream.kernels.portable.schedule.LINE` says why.
@@ -110,16 +111,20 @@ class _Slab:
 
 
 _lock = threading.Lock()
-_workspaces: dict[tuple[int | None, int], DeviceWorkspace] = {}
+_workspaces: dict[tuple[int | None, int, int], DeviceWorkspace] = {}
 _slabs: dict[int | None, _Slab] = {}
 
 
 def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
-    """The workspace of ``stream`` (its handle) of ``device``, which is the current one."""
-    found = _workspaces.get((device.index, stream))
+    """The workspace of ``stream`` (its handle) of ``device``, which is the current one.
+
+    The default streams of two contexts have one handle, and run beside each other: so the context counts there.
+    """
+    key = (device.index, stream, 0 if stream else context_id())
+    found = _workspaces.get(key)
     if found is None:
         with _lock:
-            found = _workspaces.setdefault((device.index, stream), DeviceWorkspace(device))
+            found = _workspaces.setdefault(key, DeviceWorkspace(device))
             if device.index not in _slabs:
                 _slabs[device.index] = _Slab(device)
     return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.known import made, published
+from tilestream.runtime.driver import context_id, context_sms
 
 #: Taken where the driver does not say.
 _ASSUMED_KHZ = 1.8e6
@@ -15,13 +17,46 @@ _ASSUMED_BYTES = 2e12
 _ASSUMED_SHARED = 64 * 1024
 
 
-@functools.cache
+#: SMs of a context of a device, by the context's number, which none after it has.
+_units: dict[tuple[int, int], int] = {}
+
+
 def cuda_properties(index: int | None = None) -> DeviceProperties:
-    """The GPU with this index (None: the current one). The first call starts CUDA."""
+    """The GPU with this index (None: the current one), as the current context may use it. The first call starts CUDA.
+
+    A green context has a part of the SMs, and a plan for it is one for so many workers.
+    """
     if not torch.cuda.is_available():
         raise NotImplementedError("device='cuda': torch sees no GPU here; use device='cpu'")
     if index is None:
-        return cuda_properties(torch.cuda.current_device())
+        index = torch.cuda.current_device()
+    return _restricted(index, context_units(index))
+
+
+def context_units(index: int) -> int:
+    """The SMs that the current context has of this GPU, where that is not all of them; else 0. Asked once a context."""
+    number = context_id()
+    if not number:
+        return 0
+    found = _units.get((index, number))
+    if found is None:
+        # A context is of the current device: of another one nothing is known, but that torch makes it whole.
+        sms = context_sms() if index == torch.cuda.current_device() else 0
+        found = _units[index, number] = sms if sms < _device(index).workers else 0
+    return found
+
+
+@functools.cache
+def _restricted(index: int, units: int) -> DeviceProperties:
+    whole = _device(index)
+    if not units:
+        return whole
+    return replace(whole, workers=units, source=f"{whole.source}; this context has {units} of {whole.workers}")
+
+
+@functools.cache
+def _device(index: int) -> DeviceProperties:
+    """All of a GPU."""
     found = torch.cuda.get_device_properties(index)
     if torch.version.hip is None:
         arch, bytes_ = f"sm_{found.major}{found.minor}", getattr(found, "shared_memory_per_block_optin", 0)

@@ -1,7 +1,8 @@
 """Who did which tile when; drawn, and exported for Perfetto."""
 
+from tilestream.trace.coverage import faults
 from tilestream.trace.draw import draw
 from tilestream.trace.perfetto import export, load
 from tilestream.trace.record import LaunchTrace, Recorder, Span, record
 
-__all__ = ["LaunchTrace", "Recorder", "Span", "draw", "export", "load", "record"]
+__all__ = ["LaunchTrace", "Recorder", "Span", "draw", "export", "faults", "load", "record"]

@@ -168,6 +168,8 @@ class _Writer:
         }  # fmt: skip
         if span.chunk >= 0:
             args |= {"chunk": span.chunk, "operand": _OPERANDS[span.operand]}
+        if span.unit >= 0:
+            args["unit"] = span.unit
         self._slice(name, span.kind, _WORKERS + span.worker, span.begin, span.end, args)
 
     def _slice(self, name: str, category: str, tid: int, begin: float, end: float, args: dict[str, Any]) -> None:
@@ -237,6 +239,6 @@ def _launch(pid: int, header: Mapping[str, Any], events: Iterable[Mapping[str, A
             operand = _OPERANDS.index(args.get("operand", "A"))
             launch.by_worker[worker].append(Span(
                 worker, event["cat"], begin, end, args["batch"], args["pm"], args["pn"], args["k_begin"], args["k_end"],
-                args.get("chunk", -1), operand,
+                args.get("chunk", -1), operand, args.get("unit", -1),
             ))  # fmt: skip
     return launch

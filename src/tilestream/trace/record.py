@@ -1,7 +1,8 @@
 """Recording who did which tile when.
 
 Off by default, and free when off: a launch asks once whether somebody is recording. `record` turns it on for the calls
-made inside its ``with`` block, in this thread and what it awaits.
+made inside its ``with`` block, in this thread and what it awaits. On a GPU another kernel is launched then, which
+writes down each work item's worker, SM and times; that is read when the block ends.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -35,6 +36,8 @@ class Span(NamedTuple):
         The chunk it waited for, or the last one the tile needed; -1 without arrival.
     operand
         0 where that chunk is one of A's rows, 1 where it is one of B's columns.
+    unit
+        GPUs: the SM; -1 where the device does not say.
     """
 
     worker: int
@@ -48,6 +51,7 @@ class Span(NamedTuple):
     k_end: int
     chunk: int = -1
     operand: int = 0
+    unit: int = -1
 
 
 @dataclass
@@ -102,11 +106,34 @@ class LaunchTrace:
         return sum(span.end - span.begin for span in self.spans if span.kind == "wait")
 
 
+class Zero(NamedTuple):
+    """A moment by two clocks: the host's, in seconds, and a device's, in nanoseconds.
+
+    It is the first launch's: so a device's launches lie right to each other, and as right to the host's as it is known
+    when that launch began.
+    """
+
+    host: float
+    device: int
+
+    def seconds(self, when: int) -> float:
+        """A device's moment by the host's clock. Differences first: its nanoseconds have more digits than a float."""
+        return self.host + 1e-9 * (when - self.device)
+
+
 @dataclass
 class Recorder:
-    """What a ``with record() as recorder`` block saw: its launches, in order."""
+    """What a ``with record() as recorder`` block saw: its launches, in order; those on GPUs once it has ended.
+
+    Attributes
+    ----------
+    zeros
+        For each device: see `Zero`.
+    """
 
     launches: list[LaunchTrace] = field(default_factory=list)
+    zeros: dict[Hashable, Zero] = field(default_factory=dict)
+    _later: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, op: str, label: str, workers: int, tiles: int) -> LaunchTrace:
@@ -115,6 +142,16 @@ class Recorder:
         with self._lock:
             self.launches.append(launch)
         return launch
+
+    def later(self, read: Callable[[], None]) -> None:
+        """Have ``read`` called when the block ends."""
+        with self._lock:
+            self._later.append(read)
+
+    def finish(self) -> None:
+        """Read what was left for later."""
+        while self._later:
+            self._later.pop(0)()
 
 
 _current: ContextVar[Recorder | None] = ContextVar("tilestream_recorder", default=None)
@@ -129,6 +166,9 @@ def current() -> Recorder | None:
 def record() -> Iterator[Recorder]:
     """Record the launches of this block.
 
+    Launches on a GPU are read, and so waited for, when the block ends. What is captured into a graph runs later, and is
+    not recorded; a warning says so.
+
     Examples
     --------
     >>> with ts.trace.record() as recorder:  # doctest: +SKIP
@@ -142,3 +182,4 @@ def record() -> Iterator[Recorder]:
         yield recorder
     finally:
         _current.reset(token)
+        recorder.finish()

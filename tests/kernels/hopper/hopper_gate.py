@@ -66,7 +66,7 @@ def described(made: Map | None, dtype: str) -> TensorDescriptor | None:
 
 
 def fill(
-    plan: Plan, layout: Layout, out_address: int = 0, bias_address: int = 0, probe: bool = False
+    plan: Plan, layout: Layout, out_address: int = 0, bias_address: int = 0, probe: bool = False, trace: bool = False
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What `tilestream.kernels.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
 
@@ -75,7 +75,7 @@ def fill(
     out_address, bias_address
         Modulo 16.
     """
-    arguments = Arguments(plan, layout, out_address % 16 == 0, probe)
+    arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace)
     problem, schedule = plan.problem, plan.schedule
     x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
     parts = ((arguments.x, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
@@ -91,7 +91,7 @@ def fill(
         Pointer("int32") if schedule.slots else None,
         None if schedule.kind == "static" and plan.gate is None else Pointer("int64"),
         None if schedule.raster.table is None else Pointer("int32"),
-        Pointer("int32") if probe else None,
+        Pointer("int64") if trace else Pointer("int32") if probe else None,
     )  # fmt: skip
     gate = gate_arguments(plan)
     return arguments.options, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate)

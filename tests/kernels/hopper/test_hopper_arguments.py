@@ -25,6 +25,7 @@ from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
 from tilestream.kernels.hopper.launch import GemmLaunch, described_by
 from tilestream.kernels.launch import Incoming, Probe
 from tilestream.kernels.portable.arguments import Layout
+from tilestream.kernels.spans import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import hopper as policy
@@ -456,6 +457,19 @@ def test_a_launch_with_a_probe_is_compiled_apart(written):
     assert (plain.arguments["PROBE"], probed.arguments["PROBE"]) == (False, True)
     assert probed.arguments["capacity"] == 50
     assert probed.calls[0]["probe"] == probe.words.data_ptr()
+
+
+def test_a_launch_that_is_traced_is_compiled_apart(written):
+    plan = make()
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    launch, log = GemmLaunch(plan, layout()), SpanLog(plan, a.device)
+    for probe in (None, log, None):
+        launch(a, b, out, Epilogue(), probe=probe)
+    plain, traced = written
+    assert [(one.arguments["PROBE"], one.arguments["TRACE"]) for one in written] == [(False, False), (False, True)]
+    assert [len(one.calls) for one in (plain, traced)] == [2, 1]
+    assert traced.calls[0]["probe"] == log.words.data_ptr()
+    assert len(log.words) >= plan.schedule.grid.tiles + plan.schedule.slots
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65])

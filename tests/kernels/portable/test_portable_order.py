@@ -104,6 +104,18 @@ def test_counters_are_never_cleared():
     assert LINE.value == workspaces.LINE
 
 
+def test_counters_are_a_cache_line_apart():
+    """Two workers that take from two queues must not write to one line, of 128 bytes."""
+    workspaces._workspaces.clear()
+    a, b = rand(70, 40), rand(40, 130)
+    plan = plan_for(a, b, "dynamic", 5, queues=8)
+    run(plan, a, b, nan_like(a, b))
+    (space,) = workspaces._workspaces.values()
+    used = space._counters.nonzero().flatten().tolist()
+    assert used == [queue * 16 for queue in range(8)]
+    assert workspaces.LINE * space._counters.element_size() == 128
+
+
 def test_words_grow_and_keep_their_base():
     space = DeviceWorkspace(torch.device("cpu"))
     small, large = (make("dynamic", Raster(), 3, queues) for queues in (1, 9))

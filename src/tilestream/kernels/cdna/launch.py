@@ -26,6 +26,14 @@ class GemmLaunch(PortableLaunch):
         self._aligned = aligned
         super().__init__(plan, layout)
 
-    def arguments(self, probe: bool = False) -> Arguments:
-        """As `PortableLaunch.arguments`."""
+    def arguments(self, probe: bool = False, trace: bool = False) -> Arguments:
+        """As `PortableLaunch.arguments`.
+
+        Raises
+        ------
+        NotImplementedError
+            If the launch is to be traced.
+        """
+        if trace:
+            raise NotImplementedError("the CDNA kernel writes no trace; backend='portable' does")
         return Arguments(self.plan, self.layout, self._aligned, probe)

@@ -57,7 +57,9 @@ class Arguments:
         How the kernel is compiled.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False
+    ) -> None:
         self.plan, self.layout = plan, layout
         problem, swapped = plan.problem, plan.swapped
         block_m, block_n, block_k = plan.block
@@ -98,7 +100,7 @@ class Arguments:
         )  # fmt: skip
         self._chunks = chunk_numbers(plan)
         self._chained = _CHAINED and plan.gate is None
-        self._constants = tuple(self._made(probe).values())
+        self._constants = tuple(self._made(probe, trace).values())
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
@@ -119,7 +121,7 @@ class Arguments:
             *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
-    def _made(self, probe: bool) -> dict[str, Any]:
+    def _made(self, probe: bool, trace: bool) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         plan, layout = self.plan, self.layout
         problem, schedule = plan.problem, plan.schedule
@@ -159,6 +161,7 @@ class Arguments:
             "ROW_CHUNKS": row_chunks,
             "COLUMN_CHUNKS": column_chunks,
             "PROBE": probe,
+            "TRACE": trace,
         }
 
     def _strip(self) -> int:

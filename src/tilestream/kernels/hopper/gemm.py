@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilestream.kernels.hopper.compat import tma_load, viewed
+from tilestream.kernels.hopper.compat import barrier, tma_load, viewed
 from tilestream.kernels.hopper.epilogue import (
     add_up,
     finish_strip,
@@ -57,6 +57,7 @@ from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.multiply import product
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
+from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
@@ -103,7 +104,7 @@ def load_loop(
     BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
     TRANSPOSED: gl.constexpr, PROBE: gl.constexpr, CHAINED: gl.constexpr,
-    ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
+    ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, passes their gates, hands them on, and loads their K steps into the ring."""
     GATED: gl.constexpr = ROW_CHUNKS != "none" or COLUMN_CHUNKS != "none"
@@ -144,6 +145,11 @@ def load_loop(
             pr, pc = pn, pm
         else:
             pr, pc = pm, pn
+        if TRACE:
+            place = zero
+            if found != 0:
+                place = place_of(batch, pm, pn, parts, partial, batches, num_m, num_n)
+                begin_span(probe, place, worker)
         if GATED:
             if found != 0:
                 carried, k_begin, k_end, noted = pass_item(
@@ -152,6 +158,9 @@ def load_loop(
                     probe, capacity, noted, COLUMNS if SWAPPED else ROWS, ROWS if SWAPPED else COLUMNS,
                     ROW_CHUNKS, COLUMN_CHUNKS, PROBE,
                 )  # fmt: skip
+        if TRACE:
+            if found != 0:
+                ready_span(probe, place)
         mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
         put(slots, slot, 0, (k_end - k_begin) * found, 1)
         put(slots, slot, 1, pr, 1)
@@ -162,6 +171,8 @@ def load_loop(
             put(slots, slot, 4, parts, 1)
             put(slots, slot, 5, part, 1)
             put(slots, slot, 6, partial, 1)
+        if TRACE:
+            put(slots, slot, 7, place, 1)
         mbarrier.arrive(item_full.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
@@ -199,7 +210,7 @@ def math_loop(
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr,
     SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
-    GATED: gl.constexpr,
+    GATED: gl.constexpr, probe, TRACE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
     if CHAINED:
@@ -227,6 +238,8 @@ def math_loop(
             parts = get(slots, slot, 4, 4)
             part = get(slots, slot, 5, 4)
             partial = get(slots, slot, 6, 4)
+        if TRACE:
+            place = get(slots, slot, 7, 4)
         mbarrier.arrive(item_empty.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         mine = steps > 0
@@ -278,6 +291,9 @@ def math_loop(
                         HALF_ROWS, STRIP, STORE, FLIPPED, BATCHED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL,
                         ACTIVATION,
                     )  # fmt: skip
+            if TRACE:
+                barrier()
+                end_span(probe, place, WHO if HALVES == 2 else 0, finishes & (steps > 0))  # not of what is void
         if CONSUMERS == "ping_pong":
             if not mine:
                 ahead = steps
@@ -311,7 +327,7 @@ def gemm(
     EIGHTS: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
-    PROBE: gl.constexpr,
+    PROBE: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -360,7 +376,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
-                GATED,
+                GATED, probe, TRACE,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -369,7 +385,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
-                GATED,
+                GATED, probe, TRACE,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -377,7 +393,7 @@ def gemm(
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity, gate, rows, columns,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS, TRACE,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -389,7 +405,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
-                GATED,
+                GATED, probe, TRACE,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -397,6 +413,6 @@ def gemm(
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity, gate, rows, columns,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS, TRACE,
             )),
         ], [1], [LOAD_REGISTERS])  # fmt: skip

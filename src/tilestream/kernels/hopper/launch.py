@@ -14,6 +14,7 @@ from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.launch import Incoming, Launch, Probe
 from tilestream.kernels.portable.arguments import Layout
+from tilestream.kernels.spans import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.launcher import VARIES, Descriptor, Launcher
@@ -48,15 +49,14 @@ class GemmLaunch(Launch):
     def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True) -> None:
         super().__init__(plan)
         self._arguments = Arguments(plan, layout, out_aligned)
-        self._probing: Arguments | None = None
         self._out_aligned = out_aligned
         self._layout = layout
-        self._launchers: dict[bool, Launcher] = {}
+        self._launchers: dict[type, Launcher] = {}
         self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | None,
+        incoming: Incoming | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
         swapped = self.plan.swapped
@@ -66,9 +66,9 @@ class GemmLaunch(Launch):
             self.table.on(a.device), None if probe is None else probe.words,
         )  # fmt: skip
         gate = self.gate(a.device, incoming)
-        launcher = self._launchers.get(probe is not None)
+        launcher = self._launchers.get(type(probe))
         if launcher is None:
-            launcher = self._launchers[probe is not None] = self._compiled(a, b, out, given, gate, epilogue, probe)
+            launcher = self._launchers[type(probe)] = self._compiled(a, b, out, given, gate, epilogue, probe)
         x, y = (b, a) if swapped else (a, b)
         maps = (out.data_ptr(),) if self._stored_by_map else ()
         pointers, numbers = (given, ()) if incoming is None else ((*given, *gate[:8]), gate[8:])
@@ -80,11 +80,13 @@ class GemmLaunch(Launch):
 
     def _compiled(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
-        gate: GateArguments, epilogue: Epilogue, probe: Probe | None,
+        gate: GateArguments, epilogue: Epilogue, probe: Probe | SpanLog | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         arguments, capacity = self._arguments, 0
-        if probe is not None:
+        if isinstance(probe, SpanLog):
+            arguments = Arguments(self.plan, self._layout, self._out_aligned, trace=True)
+        elif probe is not None:
             arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probe=True), probe.capacity
         x, y = (b, a) if self.plan.swapped else (a, b)
         maps = (arguments.x, x.dtype), *((part, y.dtype) for part in arguments.y), (arguments.out, out.dtype)

@@ -68,7 +68,7 @@ def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride:
 class Arguments:
     """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
 
-    def __init__(self, plan: Plan, layout: Layout, probe: bool = False) -> None:
+    def __init__(self, plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> None:
         problem, schedule = plan.problem, plan.schedule
         grid, raster = schedule.grid, schedule.raster
         self._numbers = (
@@ -80,7 +80,7 @@ class Arguments:
             schedule.queues, raster.group, raster.first, raster.band,
             schedule.first_batch,
         )  # fmt: skip
-        self._constants = tuple(constants(plan, layout, probe).values())
+        self._constants = tuple(constants(plan, layout, probe, trace).values())
         #: How the kernel is compiled.
         self.options = options(plan)
 
@@ -112,7 +112,7 @@ def options(plan: Plan) -> dict[str, int]:
     return made
 
 
-def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]:
+def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     problem, schedule = plan.problem, plan.schedule
     block_m, block_n, block_k = plan.block
@@ -142,6 +142,7 @@ def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]
         "ROWS": rows,
         "COLUMNS": columns,
         "PROBE": probe,
+        "TRACE": trace,
     }
 
 

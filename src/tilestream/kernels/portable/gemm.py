@@ -20,6 +20,7 @@ from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
 from tilestream.kernels.portable.schedule import LINE, enter, leave, take
+from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
@@ -131,7 +132,7 @@ def gemm(
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
     SCALED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)``, one resident program a worker.
 
@@ -149,7 +150,8 @@ def gemm(
     table
         Tile ids by position, where the raster is a table.
     probe, capacity
-        Records a worker, and room for how many.
+        Records a worker, and room for how many. Where ``TRACE``, a record an item: see
+        `tilestream.kernels.portable.spans`.
     row_signals, row_epoch, row_quarantine, row_key, row_chunks, rows_per_chunk, row_unread, row_table
         How A's rows arrive, where ``ROWS`` says that they do (``"uniform"``, ``"ragged"``): see
         `tilestream.kernels.portable.gate`. The same for B's columns.
@@ -202,6 +204,9 @@ def gemm(
             KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
         )  # fmt: skip
         if found != 0:
+            if TRACE:
+                place = place_of(batch, pm, pn, parts, slot, batches, num_m, num_n)
+                begin_span(probe, place, worker)
             if GATED:
                 over, row_low, row_high, column_low, column_high, noted = pass_gate(
                     over, worker, batch, pm, pn, (batch * num_m + pm) * num_n + pn, tl.where(batches > 1, batch, -1),
@@ -212,6 +217,9 @@ def gemm(
                     BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
                 )  # fmt: skip
                 k_end = tl.where(over != 0, k_begin, k_end)
+            if TRACE:
+                ready_span(probe, place)
+                complete = (parts == 1) & (over == 0)
             acc = product(
                 a, b, batch, pm, pn, k_begin, k_end, m, n, k,
                 stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
@@ -230,6 +238,8 @@ def gemm(
                 size: tl.constexpr = BLOCK_M * BLOCK_N
                 hand_in(acc, partials + slot.to(tl.int64) * size, BLOCK_M, BLOCK_N, STRIP)
                 if count_in(counts + slot - part, parts):
+                    if TRACE:
+                        complete = over == 0
                     # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
                     at = partials + (slot - part).to(tl.int64) * size
                     for strip in range(BLOCK_N // STRIP):
@@ -240,6 +250,9 @@ def gemm(
                             scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, alpha, beta,
                             BLOCK_M, STRIP, STRIP, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
                         )  # fmt: skip
+            if TRACE:
+                tl.debug_barrier()  # all threads' stores
+                end_span(probe, place, 0, complete)
     if GATED:
         leave_gate(
             counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begin, allowed,

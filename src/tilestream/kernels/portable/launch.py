@@ -13,6 +13,7 @@ from tilestream.kernels.launch import Incoming, Launch, Probe, address
 from tilestream.kernels.portable.arguments import Arguments, Layout
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.kernels.portable.jit import INTERPRETED
+from tilestream.kernels.spans import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.launcher import watched
@@ -34,13 +35,13 @@ class GemmLaunch(Launch):
         self._grid = (plan.schedule.workers, 1, 1)
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
 
-    def arguments(self, probe: bool = False) -> Any:
+    def arguments(self, probe: bool = False, trace: bool = False) -> Any:
         """What the kernel is launched with, but for addresses: of another kernel that takes the same, that one's."""
-        return Arguments(self.plan, self.layout, probe)
+        return Arguments(self.plan, self.layout, probe, trace)
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | None,
+        incoming: Incoming | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
         gate = self.gate(a.device, incoming)
@@ -51,9 +52,11 @@ class GemmLaunch(Launch):
         )  # fmt: skip
         scales = epilogue.scale_a, epilogue.scale_b
         if probe is not None:
-            probing = self.arguments(probe=True)
+            traced = isinstance(probe, SpanLog)
+            arguments = self.arguments(probe=not traced, trace=traced)
+            capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
             self.kernel[self._grid](
-                *probing.fill(*operands, capacity=probe.capacity, gate=gate, scales=scales), **probing.options
+                *arguments.fill(*operands, capacity=capacity, gate=gate, scales=scales), **arguments.options
             )
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.

@@ -1,0 +1,135 @@
+"""``tilestream sweep``: throughput while somebody else holds a part of the device."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilestream.cli import ui
+
+_BY = "neighbour: a kernel holds SMs; green: green contexts; nccl: beside a real collective; busy: cores (cpu)."
+
+
+def sweep(
+    plot: Annotated[list[Path] | None, typer.Argument(help="With --plot: records to lay over one another.")] = None,
+    only_plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the records that are named; measure nothing.")
+    ] = False,
+    suite: Annotated[
+        str | None, typer.Option(help="A suite of the package, or your own .yaml file; default: 8k, on the CPU cpu.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="MxNxK, instead of a suite; may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of --shape: bfloat16, float16 or float32.")] = "bfloat16",
+    ways: Annotated[
+        str, typer.Option(help="Of auto, static, dynamic, stream_k, told, torch, quack, quack-dynamic; with commas.")
+    ] = "static,dynamic,stream_k,torch,quack,quack-dynamic",
+    queues: Annotated[str, typer.Option(help="Numbers of queues of dynamic, with commas.")] = "1",
+    by: Annotated[str | None, typer.Option(help=_BY)] = None,
+    taken: Annotated[str, typer.Option(help="SMs (cores) taken away: 4,8,16 or FIRST:LAST:STEP.")] = "",
+    rounds: Annotated[int | None, typer.Option(min=3, help="Samples of each; default: by the time they take.")] = None,
+    backend: Annotated[str, typer.Option(help="gpu or cpu.")] = "gpu",
+    collective: Annotated[str, typer.Option(help="With nccl: all_reduce or all_gather.")] = "all_reduce",
+    megabytes: Annotated[int, typer.Option(min=1, help="With nccl: MiB of its tensor.")] = 256,
+    out: Annotated[Path, typer.Option(help="The record, .json; CSV and PNG beside it.")] = Path("sweep.json"),
+) -> None:
+    """Measure schedules and peers while a part of the device is taken away.
+
+    Every point's answer is checked, and figures above the peak of what is left are refused. Writes JSON, CSV and, where
+    matplotlib is installed, a picture.
+    """
+    from tilestream.sweep import record
+
+    out = out.with_suffix(".json")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if only_plot:
+        if not plot:
+            raise ValueError("--plot: name the records to draw")
+        _draw([(path.stem, record.read(path)) for path in plot], out.with_suffix(".png"))
+        return
+    if plot:
+        raise ValueError(f"{plot[0]}: records are named for --plot")
+    from tilestream.sweep import run
+    from tilestream.sweep import suite as suites
+
+    if backend not in ("gpu", "cpu"):
+        raise ValueError(f"--backend {backend}: it is gpu or cpu")
+    by = by or ("neighbour" if backend == "gpu" else "busy")
+    known = ("neighbour", "green", "nccl") if backend == "gpu" else ("busy",)
+    if by not in known:
+        raise ValueError(f"--by {by}: with --backend {backend} it is one of {', '.join(known)}")
+    if dtype not in suites.DTYPES:
+        raise ValueError(f"--dtype {dtype}: it is one of {', '.join(suites.DTYPES)}")
+    if shape:
+        given = suites.Suite("shapes", dtype, tuple(map(suites.Shape.parse, shape)))
+    else:
+        given = suites.load(suite or {"gpu": "8k", "cpu": "cpu"}[backend])
+    named = ways.split(",")
+    missing = [name for name in named if not run.installed(name)]
+    todo = run.ways([name for name in named if name not in missing], numbers("--queues", queues))
+    if not todo:
+        raise ValueError(f"--ways {ways}: not installed here")
+    try:
+        device = run.device_of(backend)
+    except NotImplementedError:
+        raise ValueError("there is no GPU here: sweep on one, draw records with --plot, or try --backend cpu") from None
+    counts = numbers("--taken", taken or ("0,4,8,16,32,64" if backend == "gpu" else f"0:{device.workers - 1}:1"))
+    for count in counts:
+        if count >= device.workers:
+            raise ValueError(f"--taken {count}: the device has {device.workers}, and one must be left")
+    console = ui.console()
+    if missing:
+        console.print(f"not installed here, and left out: {', '.join(missing)}", markup=False)
+    told = lambda line: console.print(line, markup=False)  # noqa: E731
+    made = record.Sweep({**run.about(device), "suite": given.name, "by": by})
+    try:
+        if by == "nccl":
+            from tilestream.sweep.beside import sweep_beside
+
+            made = sweep_beside(given, counts, todo, collective=collective, megabytes=megabytes, rounds=rounds or 15)
+            made.write(out)
+        else:
+            from tilestream.sweep.takers import taker
+
+            runner = run.Runner(taker(by, device), device, rounds, told)
+            runner.run(made, given, counts, todo, lambda: made.write(out))
+    except RuntimeError as error:  # something else runs on the GPU, or a rank failed
+        if ui.state.debug:
+            raise
+        ui.fail(ui.one_line(error), ui.FAILED)
+    for refused in made.refused:
+        console.print(f"refused: {refused}", markup=False)
+    if not made.points:
+        ui.fail("no point was measured: see what was refused", ui.FAILED)
+    console.print(f"record: {out}, {out.with_suffix('.csv')}", markup=False)
+    _draw([(out.stem, made)], out.with_suffix(".png"), optional=True)
+    if made.refused:
+        ui.fail(f"{len(made.refused)} points were refused", ui.FAILED)
+
+
+def _draw(sweeps: list, path: Path, optional: bool = False) -> None:  # type: ignore[type-arg]
+    from tilestream.sweep.plot import draw
+
+    try:
+        draw(sweeps, path)
+    except ImportError as error:
+        if not optional:
+            raise
+        ui.console().print(f"no picture: {error}", markup=False)
+    else:
+        ui.console().print(f"picture: {path}", markup=False)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """``"4,8,16"``, or ``"FIRST:LAST:STEP"`` with both ends in."""
+    try:
+        if ":" in text:
+            first, last, step = map(int, text.split(":"))
+            found = list(range(first, last + 1, step))
+        else:
+            found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise ValueError(f"{option} {text}: give numbers as 4,8,16, or FIRST:LAST:STEP with a positive step")
+    return found

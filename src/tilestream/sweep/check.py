@@ -1,0 +1,96 @@
+"""The check that what is timed gives right answers: the error rule, on a sample of rows where the whole is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+#: Takes rows of a product in float64, and their numbers.
+Finish = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def errors(got: torch.Tensor, peer: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+    """Maximum and Frobenius error of both against an fp64 reference, relative to its scale.
+
+    Raises
+    ------
+    AssertionError
+        If ours is more than twice the peer's plus one unit in the last place: then no time of it counts.
+    """
+    scale, norm = reference.abs().max().item(), reference.norm().item()
+    figures = {
+        "max": ((got.double() - reference).abs().max() / scale).item(),
+        "frobenius": ((got.double() - reference).norm() / norm).item(),
+        "peer_max": ((peer.double() - reference).abs().max() / scale).item(),
+        "peer_frobenius": ((peer.double() - reference).norm() / norm).item(),
+    }
+    ulp = torch.finfo(got.dtype).eps
+    for kind in ("max", "frobenius"):
+        if not figures[kind] <= 2 * figures[f"peer_{kind}"] + ulp:
+            raise AssertionError(
+                f"wrong answer: {kind} error {figures[kind]:.3g}, the peer's {figures[f'peer_{kind}']:.3g}"
+            )
+    return figures
+
+
+def sampled_rows(m: int, most: int = 256) -> torch.Tensor:
+    """Row numbers over all of ``m``, the first and the last among them."""
+    rows: torch.Tensor = torch.linspace(0, m - 1, min(m, most), dtype=torch.float64).round().long().unique()
+    return rows
+
+
+class Check:
+    """The error rule on a sample of rows, and all of the answer against the peer's.
+
+    Parameters
+    ----------
+    peer
+        ``[M, N]``, the same maths by torch in the same dtype.
+    rows
+        Which rows ``reference`` has.
+    reference
+        ``[len(rows), N]`` float64.
+    """
+
+    def __init__(self, peer: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor) -> None:
+        self.peer, self.rows, self.reference = peer, rows.to(peer.device), reference
+
+    @classmethod
+    def of_product(cls, a: torch.Tensor, b: torch.Tensor, peer: torch.Tensor, finish: Finish | None = None) -> Check:
+        """For ``finish(a @ b)``, where ``finish`` takes float64 rows and their numbers."""
+        rows = sampled_rows(a.shape[0]).to(a.device)
+        few = a[rows].double()
+        parts = [few @ part.double() for part in b.split(8192, dim=1)]
+        reference = torch.cat(parts, dim=1)
+        return cls(peer, rows, reference if finish is None else finish(reference, rows))
+
+    def __call__(self, got: torch.Tensor) -> dict[str, float]:
+        """The errors.
+
+        Raises
+        ------
+        AssertionError
+            If an element is not finite, the sampled rows break the error rule, or the rest is further from the peer
+            than two answers that keep it can be.
+        """
+        figures = errors(got[self.rows], self.peer[self.rows], self.reference)
+        scale, ulp = self.reference.abs().max().item(), torch.finfo(got.dtype).eps
+        largest = apart = norm = 0.0
+        for mine, theirs in zip(got.split(2048), self.peer.split(2048), strict=True):
+            if not torch.isfinite(mine).all().item():
+                raise AssertionError(f"wrong answer: {int((~torch.isfinite(mine)).sum())} elements are not finite")
+            difference = mine.float() - theirs.float()
+            largest = max(largest, difference.abs().max().item())
+            apart += difference.double().square().sum().item()
+            norm += theirs.double().square().sum().item()
+        found = {"max": largest / scale, "frobenius": (apart / norm) ** 0.5}
+        for kind, value in found.items():
+            if not value <= 3 * figures[f"peer_{kind}"] + (4 if kind == "max" else 1) * ulp:
+                raise AssertionError(f"wrong answer: {kind} distance of all rows to the peer's answer is {value:.3g}")
+        return {name: float(f"{value:.3g}") for name, value in figures.items()}
+
+
+def poison(m: int, n: int, dtype: torch.dtype, device: str) -> None:
+    """Leave NaN where the next output of this shape will most likely be allocated."""
+    torch.full((m, n), float("nan"), dtype=dtype, device=device)

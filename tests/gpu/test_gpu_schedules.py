@@ -1,0 +1,331 @@
+"""Schedules when the GPU is not all theirs: any number of workers, neighbours that hold SMs, queues, traces.
+
+Nothing here waits without a bound: a neighbour leaves at its deadline, and what is launched beside it needs one SM.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from schedule_cases import BACKENDS, HELD, KINDS, WORKERS, K, M, N, plan_of
+
+import tilestream as ts
+from error_rule import Maths, check
+from tilestream.plan import choose
+from tilestream.runtime.properties import cuda_properties
+from tilestream.sweep.takers import GreenContext, Neighbour
+from tilestream.trace import draw, export, faults, load, record
+
+by_kind = pytest.mark.parametrize(("kind", "queues"), KINDS, ids=[f"{k}-{q or 1}" for k, q in KINDS])
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Operands, B as in a Linear weight, and the answer with how far it may be off: checked once by the error rule."""
+    torch.manual_seed(1)
+    a, w = (torch.randn(rows, K, device="cuda", dtype=torch.bfloat16) for rows in (M, N))
+    maths = Maths(a, w.t())
+    want = torch.mm(a, w.t())
+    check(want, maths)
+    return SimpleNamespace(a=a, b=w.t(), maths=maths, want=want.float())
+
+
+@pytest.fixture(scope="module")
+def neighbour():
+    return Neighbour(cuda_properties(), deadline=20.0)
+
+
+def skip_other(backend: str) -> None:
+    if backend == "hopper" and cuda_properties().arch != "sm_90":
+        pytest.skip("needs Hopper")
+
+
+def run(plan, data, out=None):
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16) if out is None else out
+    out.fill_(float("nan"))
+    return plan.run(data.a, data.b, out=out)
+
+
+def wrong(out, data) -> torch.Tensor:
+    """Whether an answer is another than torch's, but for a rounding; nothing is waited for."""
+    return ((out.float() - data.want).abs().nan_to_num(1e9) > 0.01 * data.want.abs() + 1.0).any()
+
+
+# Workers -------------------------------------------------------------------------------------------------------------
+
+
+@by_backend
+@by_kind
+def test_any_number_of_workers(backend, kind, queues, data):
+    skip_other(backend)
+    found = {}
+    for workers in WORKERS:
+        plan = plan_of("cuda", backend, kind, queues, workers)
+        assert plan.workers in (workers, plan.schedule.grid.tiles), "no more than there is work for"
+        found[workers] = wrong(run(plan, data), data)
+    torch.cuda.synchronize()
+    assert not [workers for workers, one in found.items() if one]
+    check(run(plan, data), data.maths)
+
+
+@by_backend
+def test_a_limit_leaves_the_other_sms_alone(backend, data):
+    skip_other(backend)
+    with ts.worker_limit(40):
+        plan = plan_of("cuda", backend, "dynamic")
+        run(plan, data)
+        with record() as recorder:
+            run(plan, data)
+    (launch,) = recorder.launches
+    assert launch.workers == plan.workers == 40
+    assert len({span.unit for span in launch.spans}) <= 40
+
+
+# Traces --------------------------------------------------------------------------------------------------------------
+
+
+@by_backend
+@by_kind
+def test_coverage_from_the_trace(backend, kind, queues, data):
+    skip_other(backend)
+    plan = plan_of("cuda", backend, kind, queues, 50)
+    run(plan, data)
+    with record() as recorder:
+        answers = [run(plan, data) for _ in range(3)]
+    for out, launch in zip(answers, recorder.launches, strict=True):
+        assert not faults(launch, plan.schedule)
+        check(out, data.maths)
+        assert 0 < launch.end - launch.begin < 0.1
+        for own in launch.by_worker:
+            assert len({span.unit for span in own}) <= 1, "a worker stays where it is"
+            assert all(0 <= span.unit < cuda_properties().workers for span in own)
+            assert all(launch.begin <= span.begin <= span.end <= launch.end for span in own)
+    assert recorder.launches[0].end <= recorder.launches[1].begin + 1e-6
+
+
+@by_backend
+def test_static_order_is_the_hosts_and_deterministic(backend, data):
+    skip_other(backend)
+    plan = plan_of("cuda", backend, "static", workers=37)
+    with record() as recorder:
+        run(plan, data)
+    grid = plan.schedule.grid
+    for worker, own in enumerate(recorder.launches[0].by_worker):
+        items = [plan.schedule.ticket(0, at)[0] for at in range(worker, grid.tiles, 37)]
+        assert [(span.pm, span.pn) for span in own] == [(item.pm, item.pn) for item in items]
+
+
+@by_backend
+@pytest.mark.parametrize("queues", [2, 8])
+def test_a_worker_begins_in_its_own_queue(backend, queues, data):
+    skip_other(backend)
+    plan = plan_of("cuda", backend, "dynamic", queues, 16)
+    assert plan.schedule.split == "columns"
+    with record() as recorder:
+        run(plan, data)
+    mine = {
+        queue: {plan.schedule.ticket(queue, ticket)[0].pn for ticket in range(plan.schedule.queue_size(queue))}
+        for queue in range(queues)
+    }
+    firsts = [(worker, own[0].pn) for worker, own in enumerate(recorder.launches[0].by_worker) if own]
+    assert len(firsts) == 16
+    assert all(column in mine[worker % queues] for worker, column in firsts)
+
+
+@by_backend
+def test_a_mutant_with_pools_that_nobody_visits_is_caught(backend, data, monkeypatch):
+    """Without stealing, the queues that are no worker's own are never emptied: their tiles stay NaN."""
+    skip_other(backend)
+    if backend == "hopper":
+        from tilestream.kernels.hopper.arguments import Arguments
+
+        made = Arguments._made
+        monkeypatch.setattr(Arguments, "_made", lambda *given: {**made(*given), "STEAL": False})
+    else:
+        from tilestream.kernels.portable import arguments
+
+        constants = arguments.constants
+        monkeypatch.setattr(arguments, "constants", lambda *given: {**constants(*given), "STEAL": False})
+    # Not from the cache: another launch of this plan steals.
+    choose.plan_problem.cache_clear()
+    plan = plan_of("cuda", backend, "dynamic", 8, 3)
+    with record() as recorder:
+        out = run(plan, data)
+    assert torch.isnan(out).any()
+    assert any("done never" in fault for fault in faults(recorder.launches[0], plan.schedule))
+    choose.plan_problem.cache_clear()
+
+
+def test_a_trace_is_drawn_and_exported(data, tmp_path):
+    pytest.importorskip("matplotlib")
+    with record() as recorder:
+        ts.mm(data.a, data.b)
+        ts.matmul(data.a, data.b, schedule="stream_k", workers=100)
+    assert draw(recorder.launches[0], tmp_path / "launch.png").stat().st_size > 5000
+    path = export(recorder.launches, tmp_path / "launches.json")
+    assert len(json.loads(path.read_text())["traceEvents"]) > 80
+    for before, after in zip(recorder.launches, load(path), strict=True):
+        assert [span.unit for span in before.spans] == [span.unit for span in after.spans]
+
+
+def test_what_is_captured_is_not_recorded(data, caplog):
+    ts.mm(data.a, data.b)
+    graph = torch.cuda.CUDAGraph()
+    with record() as recorder, torch.cuda.graph(graph):
+        out = ts.mm(data.a, data.b)
+    assert not recorder.launches
+    assert "captured" in caplog.text
+    out.fill_(float("nan"))
+    graph.replay()
+    check(out, data.maths)
+
+
+# Neighbours ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_neighbour_says_which_sms_it_holds_and_leaves_when_it_is_told(neighbour):
+    for count in (1, 66, 131):
+        with neighbour.taking(count) as left:
+            assert left == 132 - count
+            assert len(neighbour.held) == count
+            assert neighbour.held <= set(range(132))
+    with pytest.raises(ValueError, match="132 taken of 132"), neighbour.taking(132):
+        pass
+
+
+def test_a_block_that_outlasts_the_neighbour_counts_for_nothing():
+    brief = Neighbour(cuda_properties(), deadline=0.2)
+
+    def outlast() -> None:
+        with brief.taking(3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(20):
+                torch.cuda._sleep(40_000_000)
+            end.record()
+            end.synchronize()
+            assert begin.elapsed_time(end) > 250
+
+    with pytest.raises(RuntimeError, match="left after its deadline"):
+        outlast()
+
+
+@by_backend
+@by_kind
+def test_beside_a_neighbour_on_1_to_131_sms(backend, kind, queues, data, neighbour):
+    """Right answers, all items once, and none of it on an SM that is held."""
+    skip_other(backend)
+    plan, short = (plan_of("cuda", backend, kind, queues, workers) for workers in (None, 20))
+    outs = [torch.empty(M, N, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    for one, out in itertools.product((plan, short), outs):  # compiled and loaded, traced and not
+        with record():
+            run(one, data, out)
+        run(one, data, out)
+    wrong(outs[0], data)
+    for held in HELD:
+        with neighbour.taking(held):
+            with record() as recorder:
+                run(plan, data, outs[0])
+            run(short, data, outs[1])
+            torch.cuda.current_stream().synchronize()
+        (launch,) = recorder.launches
+        assert not faults(launch, plan.schedule)
+        units = {span.unit for span in launch.spans}
+        assert not units & neighbour.held
+        assert len(units) <= 132 - held
+        for out in outs:
+            check(out, data.maths)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_a_graph_is_replayed_beside_a_neighbour(kind, data, neighbour):
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    ts.matmul(data.a, data.b, out=out, schedule=kind)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ts.matmul(data.a, data.b, out=out, schedule=kind)
+    graph.replay()
+    bad = wrong(out, data)
+    bad |= wrong(out, data)  # every kernel is loaded before the neighbour comes: loading waits for it
+    with neighbour.taking(100):
+        for _ in range(50):
+            out.fill_(float("nan"))
+            graph.replay()
+            bad |= wrong(out, data)
+        torch.cuda.current_stream().synchronize()
+    assert not bad.item()
+    check(out, data.maths)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+def test_two_streams_beside_a_neighbour(kind, data, neighbour):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [torch.empty(M, N, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    plan = plan_of("cuda", "portable", kind)
+    bads = []
+    for stream, out in zip(streams, outs, strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            bads.append(wrong(run(plan, data, out), data))
+            bads[-1] |= wrong(out, data)
+    torch.cuda.synchronize()
+    with neighbour.taking(64):
+        for _ in range(50):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    bads[i] |= wrong(run(plan, data, outs[i]), data)
+        for stream in streams:
+            stream.synchronize()
+    assert not any(bad.item() for bad in bads)
+
+
+# Many launches -------------------------------------------------------------------------------------------------------
+
+
+@by_backend
+def test_ten_thousand_launches_on_one_workspace(backend, data):
+    from tilestream.runtime import device_workspace as workspaces
+
+    skip_other(backend)
+    plans = [
+        plan_of("cuda", backend, kind, queues, workers)
+        for (kind, queues), workers in itertools.product(KINDS[1:], (132, 17, 101, 1))
+        if workers > 1 or kind == "dynamic"
+    ]
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    want = [run(plan, data).clone() for plan in plans]
+    before = len(workspaces._workspaces)
+    bad = torch.zeros((), dtype=torch.bool, device="cuda")
+    for i in range(10_000):
+        number = i * 7 % len(plans)
+        if i % 10 == 0:
+            out.fill_(float("nan"))
+        plans[number].run(data.a, data.b, out=out)
+        bad |= (out != want[number]).any()  # the same bits each time, of stream_k too
+    assert not bad.item()
+    assert not any(wrong(one, data).item() for one in want)
+    assert len(workspaces._workspaces) == before
+
+
+# Green contexts ------------------------------------------------------------------------------------------------------
+
+
+@by_backend
+@pytest.mark.parametrize("taken", [36, 68, 100])
+def test_a_green_context_is_a_device_with_fewer_sms(backend, taken, data):
+    skip_other(backend)
+    green = GreenContext(cuda_properties())
+    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    for kind, queues in KINDS:
+        run(plan_of("cuda", backend, kind, queues), data, out)
+        with green.taking(taken) as left:
+            assert 132 - taken <= left < 132 - taken + 16
+            plan = plan_of("cuda", backend, kind, queues)
+            assert plan.workers in (left, plan.schedule.grid.tiles)
+            run(plan, data, out)
+        check(out, data.maths)

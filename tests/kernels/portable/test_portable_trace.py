@@ -1,0 +1,145 @@
+"""The trace of the portable kernel: each item once, with its worker and times; off, nothing is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import nan_like, plan_for, run, small_tiles
+
+from error_rule import Maths, check, rand
+from tilestream.arrival.chunks import Chunks
+from tilestream.kernels import spans as log_of
+from tilestream.kernels.spans import SpanLog, traced
+from tilestream.trace import Recorder, faults
+from tilestream.trace.record import Zero
+
+#: Clocks as a GPU has them: nanoseconds since 1970.
+EPOCH = 1_790_000_000_123_456_789
+ZERO = Zero(0.0, EPOCH)
+KINDS = ("static", "dynamic", "stream_k")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    small_tiles(monkeypatch)
+
+
+def record(plan, a, b, recorder=None):
+    recorder, out = recorder or Recorder(), nan_like(a, b)
+    traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, out, probe=log))
+    recorder.finish()
+    check(out, Maths(a, b))
+    return recorder.launches[-1]
+
+
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("dynamic", {"queues": 3})])
+def test_each_item_once_and_its_worker(kind, more):
+    a, b = rand(2, 70, 80), rand(2, 80, 50)
+    plan = plan_for(a, b, kind, 7, **more)
+    launch = record(plan, a, b)
+    assert not faults(launch, plan.schedule)
+    assert launch.tiles_done == plan.schedule.grid.tiles
+    for worker, own in enumerate(launch.by_worker):
+        assert all(span.worker == worker and span.unit == -1 for span in own)
+        edges = [edge for span in own for edge in (span.begin, span.end)]
+        assert edges == sorted(edges), "a worker does one thing at a time"
+        assert all(launch.begin <= edge <= launch.end for edge in edges)
+    if kind == "static":
+        mine = [(s.batch, s.pm, s.pn) for s in launch.by_worker[2]]
+        items = [plan.schedule.ticket(0, at)[0] for at in range(2, plan.schedule.grid.tiles, 7)]
+        assert mine == [(item.batch, item.pm, item.pn) for item in items]
+    if kind == "stream_k":
+        assert sum(span.kind == "reduce" for span in launch.spans) == plan.schedule.remainder > 0
+
+
+def test_launches_of_one_recorder_share_a_clock():
+    a, b = rand(40, 40), rand(40, 40)
+    recorder = Recorder()
+    first, second = (record(plan_for(a, b), a, b, recorder) for _ in range(2))
+    assert first.begin < first.end < second.begin < second.end
+    assert len(recorder.zeros) == 1
+
+
+def test_pools_that_nobody_visits_are_seen(monkeypatch):
+    """Five queues and three workers: without stealing, two queues are nobody's, and their tiles stay NaN."""
+    from tilestream.kernels.portable import arguments
+
+    made = arguments.constants
+    monkeypatch.setattr(arguments, "constants", lambda *given: {**made(*given), "STEAL": False})
+    a, b = rand(70, 40), rand(40, 60)
+    plan, out, recorder = plan_for(a, b, "dynamic", 3, queues=5), nan_like(a, b), Recorder()
+    traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, out, probe=log))
+    recorder.finish()
+    found = faults(recorder.launches[0], plan.schedule)
+    assert found
+    assert all("done never" in line or line.startswith("and ") for line in found)
+    assert torch.isnan(out).any()
+
+
+def test_no_output_no_spans():
+    a, b = rand(0, 40), rand(40, 40)
+    plan, recorder = plan_for(a, b), Recorder()
+    traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, nan_like(a, b), probe=log))
+    recorder.finish()
+    assert recorder.launches[0].end == recorder.launches[0].begin
+    assert not recorder.launches[0].spans
+
+
+# What is made of the device's log -----------------------------------------------------------------------------------
+
+
+def done(plan, **more):
+    """The plan's first items as worker 0 did them, 100 ns each, taken one item ahead."""
+    items = list(plan.schedule.items())[:3]
+    return [
+        log_of.Done(item, 1, 0, 17, *[EPOCH + 1000 + 100 * (i - 1)] * 2, EPOCH + 1100 + 100 * i, 1)._replace(**more)
+        for i, item in enumerate(items)
+    ]
+
+
+def times(spans):
+    return [(span.kind, round(1e9 * span.begin), round(1e9 * span.end)) for span in spans]
+
+
+def test_items_that_were_taken_ahead_do_not_overlap():
+    plan = plan_for(rand(64, 32), rand(32, 64))
+    spans = list(log_of.spans(done(plan), None, ZERO))
+    assert times(spans) == [("tile", 900, 1100), ("tile", 1100, 1200), ("tile", 1200, 1300)]
+    assert {span.unit for span in spans} == {17}
+
+
+def test_an_item_that_was_taken_twice_has_two_spans():
+    plan = plan_for(rand(64, 32), rand(32, 64))
+    assert len(list(log_of.spans(done(plan, times=2), None, ZERO))) == 6
+
+
+def test_waits_are_told_from_work(monkeypatch):
+    from tilestream.arrival.gate import Gate
+
+    plan = plan_for(rand(64, 32), rand(32, 64))
+    gate = Gate(64, 64, 16, 16, Chunks.uniform(64, 32), None)
+    late = [one._replace(ready=one.ready + 150) for one in done(plan)]
+    spans = list(log_of.spans(late, gate, ZERO))
+    assert times(spans)[:2] == [("wait", 900, 1050), ("tile", 1050, 1100)]
+    assert spans[0].chunk == 0
+    void = list(log_of.spans(done(plan, complete=0), gate, ZERO))
+    assert {span.kind for span in void} == {"wait"}, "what was handed in as NaN was not done"
+
+
+def test_half_tiles_are_ended_by_the_later_one():
+    plan = plan_for(rand(16, 32), rand(32, 16))
+    log = SpanLog(plan, torch.device("cpu"))
+    log.words[0] = torch.tensor([1, 3, 9, 10, 11, 2 * 20 + 1, 2 * 30 + 1, 0])
+    (one,) = log.done()
+    assert one[1:] == (1, 3, 9, 10, 11, 30, 2)
+
+
+def test_a_tile_whose_halves_two_workers_complete_is_completed_once():
+    plan = plan_for(rand(16, 64), rand(64, 16), "stream_k", 2)
+    parts = list(plan.schedule.items())
+    assert [item.parts for item in parts] == [2, 2]
+    made = [log_of.Done(item, 1, at, 17, 100, 100, 200 + at, 1) for at, item in enumerate(parts)]
+    kinds = [(span.kind, span.worker) for span in log_of.spans(made, None, ZERO, halves=2)]
+    assert kinds == [("part", 0), ("part", 1), ("reduce", 1)]
+    made[1] = made[1]._replace(complete=0)
+    assert "reduce" not in [span.kind for span in log_of.spans(made, None, ZERO, halves=2)]

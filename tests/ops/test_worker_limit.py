@@ -1,0 +1,172 @@
+"""`tilestream.worker_limit` as users meet it: in every op, in threads, compiled, in the backward pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch._dynamo
+
+import tilestream as ts
+from tilestream.ops import library
+from tilestream.trace import record
+
+
+@pytest.fixture(autouse=True)
+def _small(small_tiles, monkeypatch):
+    """Many small tiles; more threads than this machine may have, so that there is something to limit."""
+    from tilestream.plan import limit
+
+    monkeypatch.delenv(limit.ENVIRONMENT, raising=False)
+    limit._of_environment.cache_clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+    limit._of_environment.cache_clear()
+
+
+def operands():
+    return torch.randn(100, 40), torch.randn(40, 90)
+
+
+def workers_of(call) -> list[int]:
+    """Workers of each launch that ``call`` makes; the result is checked."""
+    a, b = operands()
+    with record() as recorder:
+        torch.testing.assert_close(call(a, b), a @ b)
+    return [launch.workers for launch in recorder.launches]
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])
+@pytest.mark.parametrize("asked", [None, 1, 2, 3, 9])
+def test_launches_have_no_more_workers_than_the_limit(schedule, asked):
+    def call(a, b):
+        return ts.mm(a, b, schedule=schedule, workers=asked)
+
+    for bound in (1, 2, 3, 8):
+        with ts.worker_limit(bound):
+            assert workers_of(call) == [min(bound, asked or 4)]
+    assert workers_of(call) == [asked or 4]
+
+
+def test_without_workers_torchs_own_threads_are_not_taken():
+    """The plan that runs in the calling thread uses all of torch's."""
+    with ts.worker_limit(2):
+        made = ts.plan(8, 8, 8)
+    assert (made.variant, made.workers) == ("workers", 2)
+    assert "the limit is 2" in made.explain()
+    with ts.worker_limit(4):
+        assert ts.plan(8, 8, 8).variant == "inline"
+
+
+def test_blocks_nest_and_the_tightest_counts():
+    limit = ts.worker_limit(3)
+    with limit:
+        with ts.worker_limit(2), limit:
+            assert workers_of(ts.matmul) == [2]
+        with ts.worker_limit(100):
+            assert workers_of(ts.matmul) == [3], "what the block around has set aside is not given away"
+    with pytest.raises(ZeroDivisionError), ts.worker_limit(1):
+        raise ZeroDivisionError
+    assert ts.plan(8, 8, 8).variant == "inline"
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "4", None, True])
+def test_a_limit_is_a_positive_whole_number(count):
+    with pytest.raises(ValueError, match=r"worker_limit\(.*\): the number of workers is a positive whole number"):
+        ts.worker_limit(count)
+
+
+def test_other_threads_have_their_own():
+    seen = []
+    with ts.worker_limit(1):
+        other = threading.Thread(target=lambda: seen.append(ts.plan(64, 64, 64, schedule="dynamic").workers))
+        other.start()
+        other.join(60)
+    assert seen == [4]
+
+
+def test_a_frozen_plan_is_refused_where_it_would_break_the_limit():
+    a, b = operands()
+    made = ts.plan(100, 90, 40, workers=3)
+    with ts.worker_limit(2), pytest.raises(ValueError, match="the plan has 3 workers, and the limit is 2"):
+        made.run(a, b)
+    with ts.worker_limit(3):
+        torch.testing.assert_close(made.run(a, b), a @ b)
+    inline = ts.plan(8, 8, 8)
+    with ts.worker_limit(3), pytest.raises(ValueError, match="the plan has 4 workers"):
+        inline.run(torch.ones(8, 8), torch.ones(8, 8))
+
+
+def test_the_environment(tmp_path):
+    program = (
+        "import torch, tilestream as ts; torch.set_num_threads(4)\n"
+        "print(ts.plan(64, 64, 64, workers=3).workers, ts.plan(64, 64, 64).workers)\n"
+        "print(torch.equal(ts.mm(torch.eye(9), torch.eye(9)), torch.eye(9)))"
+    )
+
+    def run(value):
+        import os
+
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+            env={**os.environ, "TILESTREAM_WORKERS": value},
+        )  # fmt: skip
+
+    assert run("2").stdout.split() == ["2", "2", "True"]
+    assert "TILESTREAM_WORKERS='none': it is a positive whole number" in run("none").stderr
+
+
+# The registered op's argument ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The limits that launches were planned with."""
+    limits, plan = [], library.plan_problem
+    monkeypatch.setattr(
+        library, "plan_problem", lambda *args, limit=0, **how: limits.append(limit) or plan(*args, limit=limit, **how)
+    )
+    return limits
+
+
+def test_it_is_an_argument_of_the_op(seen):
+    a, b = operands()
+    arguments = (a, b, None, None, 1.0, 1.0, "none", None, "dynamic", 0, None, None, True)
+    torch.ops.tilestream.gemm(*arguments, 2)
+    torch.ops.tilestream.gemm(*arguments)
+    with ts.worker_limit(3):
+        torch.ops.tilestream.gemm(*arguments, 2)
+        torch.ops.tilestream.gemm(*arguments, 7)
+    assert seen == [2, 0, 2, 3]
+
+
+def test_the_backward_pass_keeps_to_the_forwards_limit(seen):
+    a, b = (x.requires_grad_() for x in operands())
+    with ts.worker_limit(2):
+        y = ts.matmul(a, b, activation="gelu")
+    y.sum().backward()
+    assert seen == [2] * 4, "the product, the activation's input once more, and both gradients"
+
+
+def test_compiled(seen):
+    torch._dynamo.reset()
+    a, b = operands()
+
+    def inside(a, b, bound):
+        with ts.worker_limit(bound), ts.worker_limit(7):
+            x = ts.mm(a, b)
+        return x + ts.mm(a, b)
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(a, b, 3), 2 * (a @ b))
+    assert seen == [3, 0]
+    seen.clear()
+    with ts.worker_limit(2):  # around it: nothing is compiled anew
+        compiled(a, b, 3)
+    assert seen == [2, 2]
+    torch._dynamo.reset()

@@ -1,0 +1,83 @@
+"""Which schedule when: `schedule="auto"` for the Hopper kernel, from the cost model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilestream.plan import DeviceProperties, choose, hopper, plan
+from tilestream.plan.choose import plan_problem
+
+HERTZ = 1.755e9
+H100 = DeviceProperties(
+    "an H100", "portable", 132, 256 * HERTZ, 3.35e12, "a stub", "sm_90", 232448,
+    (("float16", 4096 * HERTZ), ("bfloat16", 4096 * HERTZ), ("fp8", 8192 * HERTZ)),
+)  # fmt: skip
+
+
+def asked(m, n, k, **how):
+    return plan(m, n, k, dtype="bfloat16", device=H100, layout="nt", **how)
+
+
+def why(made, what):
+    return next(refusal.why for refusal in made.refused if refusal.what == what)
+
+
+@pytest.fixture
+def ticket(monkeypatch):
+    """Set what a ticket costs."""
+
+    def set_(seconds):
+        monkeypatch.setattr(hopper, "TICKET_SECONDS", seconds)
+        plan_problem.cache_clear()
+
+    yield set_
+    plan_problem.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(8192, 8192, 8192), (4096, 14336, 4096), (8192, 8192, 1024), (8192, 8192, 512)])
+def test_many_waves_are_a_queues(shape):
+    made = asked(*shape)
+    assert made.schedule.grid.tiles > 2 * made.workers
+    assert made.schedule.kind != "static", "a queue, also in front of stream_k's remainder"
+    assert why(made, "static") == choose.NO_STATIC or "late worker" in why(made, "static")
+
+
+def test_a_wave_that_is_hardly_filled_is_split():
+    made = asked(8192, 8192, 8192)
+    assert made.schedule.kind == "stream_k"
+    assert made.schedule.remainder
+
+
+def test_one_item_each_needs_no_queue():
+    made = asked(256, 4096, 4096)
+    assert made.schedule.grid.tiles <= made.workers
+    assert made.schedule.kind == "static"
+    assert "nothing for a queue" in why(made, "dynamic")
+
+
+def test_a_queue_that_costs_less_than_one_percent_is_taken(ticket):
+    ticket(0.0)
+    free = asked(8192, 8192, 1024)
+    step = free.predicted / 40  # far more than a step, far less than an item
+    ticket(4 * step)
+    costly = asked(8192, 8192, 1024)
+    assert free.schedule.kind != "static"
+    assert costly.schedule.kind == "static"
+    assert costly.schedule.grid.tiles > costly.workers
+    assert "slower by the cost model, more than 1%" in why(costly, "dynamic")
+    statics = asked(8192, 8192, 1024, schedule="static")
+    assert costly.predicted == statics.predicted
+
+
+def test_the_price_of_a_queue_is_named(ticket, monkeypatch):
+    monkeypatch.setattr(choose, "QUEUE_MAY_COST", 10.0)
+    ticket(10e-6)
+    made = asked(8192, 8192, 1024)
+    assert made.schedule.kind != "static"
+    assert "faster by the cost model on an idle device, and a late worker holds up its tiles" in why(made, "static")
+
+
+def test_shares_may_be_forced_and_are_told():
+    made = asked(4096, 4096, 4096, schedule="stream_k", shares=40, tile=(128, 256), workers=100)
+    assert made.schedule.num_shares == 40
+    assert "12 tiles split along K into 40 shares" in made.explain()
