@@ -41,9 +41,7 @@ def rows_of(cumulative, sequence, sequences, rows):
 
 
 @triton.jit
-def measured(
-    sequence, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS: tl.constexpr
-):
+def measured(sequence, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS: tl.constexpr):
     """``(tiles, keys)`` of some sequences; 0 and 0 of those that there are not."""
     there = sequence < sequences
     last = sequence == sequences - 1
@@ -85,9 +83,7 @@ def list_sequences(
         Query positions of a tile.
     """
     mine = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
-    my_tiles, my_keys = measured(
-        mine, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS
-    )
+    _, my_keys = measured(mine, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS)
     entry = tl.zeros([PLACED], tl.int32)
     start = tl.zeros([PLACED], tl.int32)
     total = tl.cast(0, tl.int32)

@@ -19,7 +19,7 @@ from tilestream.runtime.launcher import watched
 from tilestream.runtime.record import op_number
 
 #: The longest deadline that a kernel can count to in nanoseconds: 30 years.
-_LONGEST_SECONDS = 1e9
+LONGEST_SECONDS = 1e9
 
 
 class GemmLaunch(Launch):
@@ -63,7 +63,7 @@ class GemmLaunch(Launch):
         else:
             filled = self._arguments.fill(*operands, gate=gate, scales=scales)
             kernel = gemm[self._grid](*filled, **self._arguments.options)
-            self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
+            self._compiled = None if INTERPRETED else direct(kernel, self._grid)
 
     def _gate(self, device: torch.device, incoming: Incoming) -> GateArguments:
         rows, columns = (
@@ -73,11 +73,11 @@ class GemmLaunch(Launch):
         return GateArguments(
             rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
             report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
-            int(1e9 * min(incoming.deadline, _LONGEST_SECONDS)), op_number(incoming.op),
+            int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
         )  # fmt: skip
 
 
-def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
+def direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
     """A compiled kernel's own launcher, without what Triton does around it each time."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
 
