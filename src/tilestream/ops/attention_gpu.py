@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,16 +11,21 @@ from tilestream.kernels.attention import Operands
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.ops.flat import FlatArrival
 from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.hopper_attention import refuse_strides
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
     from tilestream.kernels.portable.attention_arguments import AttentionLayout
+    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.kernels.portable.attention_launch import AttentionLaunch
+    from tilestream.plan.attention_plan import AttentionPlan
+
+    AnyLaunch = AttentionLaunch | HopperAttentionLaunch
 
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
-_launches: dict[object, AttentionLaunch] = {}
+_launches: dict[object, AnyLaunch] = {}
 _MOST_LAUNCHES = 4096
 
 
@@ -57,7 +63,7 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
             launch(operands, incoming)
 
 
-def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> AttentionLaunch:
+def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> AnyLaunch:
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     key = (
         *((y.shape, y.stride(), y.data_ptr() % 16) for y in (x.q, x.k, x.v, x.out)), x.q.dtype, x.q.device,
@@ -74,14 +80,26 @@ def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> Atte
     return launch
 
 
-def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> AttentionLaunch:
+def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> AnyLaunch:
     # Triton is imported when a GPU computes something, not before.
-    from tilestream.kernels.portable.attention_launch import AttentionLaunch
-
     device = cuda_properties(x.q.device.index)
     tf32 = x.q.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
-    plan = plan_attention(problem_of(t, s, keys, tf32=tf32), s.workers or None, s.schedule, device=device)
-    return AttentionLaunch(plan, layout_of(x))
+    layout = layout_of(x)
+    problem = problem_of(t, s, keys, tf32=tf32)
+    no_tma = refuse_strides(problem, layout.q, layout.k, layout.v, layout.out, x.out.data_ptr() % 16)
+    plan = plan_attention(replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device)
+    return launch_of(plan, layout)
+
+
+def launch_of(plan: AttentionPlan, layout: AttentionLayout) -> AnyLaunch:
+    """The launch of a plan's backend."""
+    if plan.backend == "hopper":
+        from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+
+        return HopperAttentionLaunch(plan, layout)
+    from tilestream.kernels.portable.attention_launch import AttentionLaunch
+
+    return AttentionLaunch(plan, layout)
 
 
 def layout_of(x: Operands) -> AttentionLayout:

@@ -343,5 +343,5 @@ def problem_of(t: Tensors, s: Settings, keys: FlatArrival | None = None, *, tf32
             x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])
             for x in (t.q, t.k, t.v)
         ),
-        None if keys is None else keys.incoming(keys_in_rows),
+        keys=None if keys is None else keys.incoming(keys_in_rows),
     )  # fmt: skip

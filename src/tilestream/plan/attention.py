@@ -80,6 +80,8 @@ class AttentionProblem:
         Whether float32 may be rounded to tf32 for the matrix units.
     aligned
         Whether rows begin at multiples of 16 bytes.
+    no_tma
+        Why TMA cannot address an operand; empty if it can.
     keys
         How keys and values arrive, as rows of all sequences one behind the other; None where they are there.
     """
@@ -109,6 +111,7 @@ class AttentionProblem:
     positive: bool = True
     tf32: bool = False
     aligned: bool = True
+    no_tma: str = ""
     keys: Incoming | None = None
 
     def __post_init__(self) -> None:

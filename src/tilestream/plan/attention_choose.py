@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import cpu_attention, portable_attention
+from tilestream.plan import cpu_attention, hopper_attention, portable_attention
 from tilestream.plan.ask import device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
@@ -55,11 +55,9 @@ def plan_attention(
         why = "least of the candidates in the cost model"
         refused += (Refusal("GPU backends", "the operands are on the CPU"),)
     else:
-        name = "portable"
-        found = list(portable_attention.candidates(problem, device, count, kind=kind))
+        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend)
         why = f"least of {len(found)} candidates in the cost model"
-        if backend not in (None, name):
-            raise NotImplementedError(f"backend={backend!r}: attention has {name!r} here; leave backend= away")
+        refused += (elsewhere,)
     best = min(found, key=lambda candidate: candidate.seconds)
     others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.seconds)
     refused += tuple(
@@ -73,6 +71,24 @@ def plan_attention(
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
+
+
+def _on_gpu(
+    problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None
+) -> tuple[str, list[AttentionCandidate], Refusal]:
+    """Which backend, its candidates, and why not the other one."""
+    if backend not in (None, "hopper", "portable"):
+        raise ValueError(f"backend={backend!r}; attention has 'hopper' and 'portable' on GPUs")
+    why = hopper_attention.refusal(problem, device)
+    if backend != "portable" and not why:
+        found = list(hopper_attention.candidates(problem, device, workers, kind=kind))
+        if found:
+            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+        why = "no tile of it fits"
+    if backend == "hopper":
+        raise NotImplementedError(f"backend='hopper': {why}; leave backend= away")
+    found = list(portable_attention.candidates(problem, device, workers, kind=kind))
+    return "portable", found, Refusal("hopper", why or "backend='portable' given")
 
 
 def attention_plan(

@@ -131,14 +131,22 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
             return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
     if p.page_size and p.page_size < LEAST_PAGE:
         return f"pages of {p.page_size} keys; a copy brings {LEAST_PAGE} at least"
-    return "" if p.aligned else "a stride or an address is no multiple of 16 bytes, TMA's rule"
+    if p.rows * p.heads_q >= 2**31:
+        return f"{p.rows} rows of {p.heads_q} heads; it counts log-sum-exps in 31 bits"
+    return p.no_tma or ("" if p.aligned else "a stride or an address is no multiple of 16 bytes, TMA's rule")
 
 
 def refuse_strides(
-    problem: AttentionProblem, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], out: tuple[int, ...]
-) -> str:
-    """Why TMA cannot address operands of such strides, those of sequence or page, row and head; empty if it can."""
+    problem: AttentionProblem, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], out: tuple[int, ...],
+    out_address: int = 0,
+) -> str:  # fmt: skip
+    """Why TMA cannot address operands of such strides, those of sequence or page, row and head; empty if it can.
+
+    ``out_address`` is the output's, modulo 16.
+    """
     p = problem
+    if out_address:
+        return f"out begins {out_address} bytes behind a multiple of {_STEP}: TMA's rule"
     several = p.batch > 1 and not p.varlen, p.seqlen_q > 1 or p.varlen, p.heads_q > 1
     keys = (p.pages if p.page_size else p.batch * (not p.tokens_k)) > 1, True, p.heads_kv > 1
     ragged = bool(p.tokens_k or p.page_size or p.lengths)
@@ -210,7 +218,9 @@ def _seconds(problem: AttentionProblem, device: DeviceProperties, tile: Tile, ti
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
     # Of a row on average, and half a block at each masked end.
     keys = cdiv(problem.pairs, max(problem.rows, 1))
-    blocks = keys / tile.block + (0.5 if problem.left is not None else 0.0) + (0.5 if problem.right is not None else 0.0)
+    blocks = (
+        keys / tile.block + (0.5 if problem.left is not None else 0.0) + (0.5 if problem.right is not None else 0.0)
+    )
     total = (max(blocks, 1.0) * step + TILE_SECONDS) * tiles / min(workers, tiles)
     # Tiles differ: what the last of them leaves undone is on average half of one.
     tail = 0.5 * step * blocks if tiles > workers else 0.0

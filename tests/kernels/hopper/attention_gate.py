@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from hopper_gate import DEVICE, Pointer, _sass, build, described, no_gpu, triton
 
 from tilestream.kernels.hopper.attention import attend
-from tilestream.kernels.hopper.attention_arguments import AttentionArguments, Strides
+from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 
 
-def strides_of(p: AttentionProblem, table: int = 4) -> Strides:
+def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
     """Of contiguous operands."""
 
     def lying(rows: int, heads: int, columns: int) -> tuple[int, int, int]:
@@ -31,16 +32,16 @@ def strides_of(p: AttentionProblem, table: int = 4) -> Strides:
     rows_q = 0 if p.varlen else p.seqlen_q
     rows_k = p.page_size or (0 if p.tokens_k else p.seqlen_k)
     lse = (0, p.heads_q, 1) if p.varlen else (p.heads_q * p.seqlen_q, 1, p.seqlen_q)
-    return Strides(
+    return AttentionLayout(
         lying(rows_q, p.heads_q, p.head_dim), lying(rows_k, p.heads_kv, p.head_dim),
         lying(rows_k, p.heads_kv, p.head_dim_v), lying(rows_q, p.heads_q, p.head_dim_v),
         lse if p.return_lse else None, table if p.page_size else 0,
     )  # fmt: skip
 
 
-def fill(plan: AttentionPlan, strides: Strides) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def fill(plan: AttentionPlan, layout: AttentionLayout) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What `tilestream.kernels.hopper.attention_launch.AttentionLaunch` has compiled."""
-    made, p = AttentionArguments(plan, strides), plan.problem
+    made, p = HopperAttentionArguments(plan, layout), plan.problem
     maps = [described(m, p.out_dtype if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]
     ints = Pointer("int32")
     given = (
@@ -88,7 +89,11 @@ def configurations(what: str) -> Iterator[Configuration]:
                 for found in made:
                     consumers = found.block[0] // 64
                     name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
-                    if what == "all" or (what == "quick" and (how, dims, variant, consumers) in QUICK) or name.startswith(what):
+                    if (
+                        what == "all"
+                        or (what == "quick" and (how, dims, variant, consumers) in QUICK)
+                        or name.startswith(what)
+                    ):
                         yield Configuration(name, of_candidate(problem, DEVICE, "hopper", found, "the gate's", ()))
 
 
@@ -115,7 +120,7 @@ def one(made: Configuration) -> dict[str, Any]:
     """Compiled, and reported on."""
     start = time.perf_counter()
     try:
-        found = report(made, *build(*fill(made.plan, strides_of(made.plan.problem)), kernel=attend))
+        found = report(made, *build(*fill(made.plan, layout_of(made.plan.problem)), kernel=attend))
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from tilestream.kernels.hopper.attention_load import load_loop, place
-from tilestream.kernels.hopper.attention_softmax import capped, finished, limits, masked, softmax
+from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
 from tilestream.kernels.hopper.compat import tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, step

@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.hopper.attention.attend` is launched with: the part that a plan and strides decide.
+"""What `tilestream.kernels.hopper.attention.attend` is launched with: the part that a plan and a layout decide.
 
 No torch here, as in `tilestream.kernels.hopper.arguments`, whose `Map` it takes.
 """
@@ -6,9 +6,10 @@ No torch here, as in `tilestream.kernels.hopper.arguments`, whose `Map` it takes
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilestream.kernels.hopper.arguments import Map
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.hopper_attention import BEYOND, ROWS, columns_of, out_buffers, parts_of, registers, width
 from tilestream.plan.problem import ITEMSIZE
@@ -23,29 +24,8 @@ _AROUND = 2**34
 _LOG2_E = math.log2(math.e)
 
 
-class Strides(NamedTuple):
-    """How operands lie, in elements: of sequence (or page), row and head, the last of a column being 1.
-
-    Attributes
-    ----------
-    q, k, v, out
-        Packed ones have 0 for sequences.
-    lse
-        Of sequence, row and head; None where nobody asks for it.
-    table
-        From the pages of a sequence to those of the next.
-    """
-
-    q: tuple[int, int, int]
-    k: tuple[int, int, int]
-    v: tuple[int, int, int]
-    out: tuple[int, int, int]
-    lse: tuple[int, int, int] | None = None
-    table: int = 0
-
-
-class AttentionArguments:
-    """The kernel's arguments for one plan and one set of strides, but for addresses and what changes from call to call.
+class HopperAttentionArguments:
+    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
 
     Attributes
     ----------
@@ -55,8 +35,8 @@ class AttentionArguments:
         How the kernel is compiled.
     """
 
-    def __init__(self, plan: AttentionPlan, strides: Strides) -> None:
-        self.plan, self.strides = plan, strides
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        self.plan, self.layout = plan, layout
         p = plan.problem
         self._consumers = plan.block[0] // ROWS
         self._ragged_q = p.varlen
@@ -65,11 +45,11 @@ class AttentionArguments:
         high = min(plan.block[1], p.page_size or plan.block[1])
         tile = ROWS // plan.pack, plan.pack
         keys = p.batch, p.seqlen_k, p.heads_kv
-        self.q = _map(strides.q, (p.batch, p.seqlen_q, p.heads_q), p.head_dim, (*tile, wide), self._ragged_q)
-        self.k = _map(strides.k, keys, p.head_dim, (high, 1, wide), self._ragged_k)
-        self.v = _map(strides.v, keys, p.head_dim_v, (high, 1, wide), self._ragged_k)
+        self.q = _map(layout.q, (p.batch, p.seqlen_q, p.heads_q), p.head_dim, (*tile, wide), self._ragged_q)
+        self.k = _map(layout.k, keys, p.head_dim, (high, 1, wide), self._ragged_k)
+        self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, wide), self._ragged_k)
         strip = 128 // ITEMSIZE[p.out_dtype]
-        self.out = _map(strides.out, (p.batch, p.seqlen_q, p.heads_q), p.head_dim_v, (*tile, strip), self._ragged_q)
+        self.out = _map(layout.out, (p.batch, p.seqlen_q, p.heads_q), p.head_dim_v, (*tile, strip), self._ragged_q)
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": _CHAINED}
 
     def scales(self, scale: float) -> tuple[float, float]:
@@ -90,7 +70,7 @@ class AttentionArguments:
         return (*given, *self._extents(), scale, inner, *self._constants().values())
 
     def _extents(self) -> tuple[int, ...]:
-        plan, p, s = self.plan, self.plan.problem, self.strides
+        plan, p, s = self.plan, self.plan.problem, self.layout
         grid = plan.schedule.grid
         columns = p.heads_q // plan.pack
         per_page, per_sequence = (1, 0) if p.page_size else (0, int(p.batch > 1 and not p.tokens_k))

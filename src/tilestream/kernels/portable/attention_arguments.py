@@ -14,7 +14,6 @@ from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.portable import has_fp8_units
 from tilestream.plan.problem import ITEMSIZE
-from tilestream.schedule.integers import cdiv
 
 _INT31 = 2**31
 _LOG2_E = math.log2(math.e)
@@ -105,11 +104,6 @@ class AttentionArguments:
         self._cap = problem.softcap
         #: How the kernel is compiled.
         self.options = {"num_warps": plan.warps, "num_stages": plan.stages, **registers(plan.device.arch, plan.warps)}
-        #: Elements of either half of a packed call's list; 0 for others.
-        self.listed = problem.batch + 2 if problem.varlen else 0
-        self._list = (
-            problem.batch + 1, problem.tokens_q, problem.tokens_k, problem.seqlen_k, packs, plan.positions,
-        )  # fmt: skip
 
     def fill(self, *operands: Any, gate: KeyGate = NO_KEY_GATE) -> tuple[Any, ...]:
         """All arguments of the kernel, in its order.
@@ -125,12 +119,6 @@ class AttentionArguments:
             *tensors, *gate[:5], base, reset, *gate[5:], *self._numbers, scale * _LOG2_E, self._cap, *self._layout,
             *self._constants,
         )  # fmt: skip
-
-    def fill_list(
-        self, cu_seqlens_q: Any, cu_seqlens_k: Any, seqlens_k: Any, starts: Any, order: Any
-    ) -> tuple[Any, ...]:
-        """All arguments of `attention_list.list_sequences`."""
-        return (cu_seqlens_q, cu_seqlens_k, seqlens_k, starts, order, *self._list)
 
 
 def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
@@ -177,8 +165,3 @@ def _wide(plan: AttentionPlan, layout: AttentionLayout) -> bool:
     rows = max(plan.block)
     tiles = (layout.q, layout.out)
     return any(rows * strides[1] + problem.heads_q * strides[2] >= _INT31 for strides in (*tiles, layout.k, layout.v))
-
-
-def list_programs(plan: AttentionPlan, placed: int) -> int:
-    """Programs of `attention_list.list_sequences`, each of which places ``placed`` sequences."""
-    return cdiv(plan.problem.batch + 1, placed)

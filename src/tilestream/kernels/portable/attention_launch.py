@@ -15,7 +15,6 @@ from tilestream.kernels.portable.attention_arguments import (
     AttentionArguments,
     AttentionLayout,
     KeyGate,
-    list_programs,
 )
 from tilestream.kernels.portable.attention_list import PLACED, list_sequences
 from tilestream.kernels.portable.jit import INTERPRETED
@@ -24,6 +23,7 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.record import op_number
+from tilestream.schedule.integers import cdiv
 
 
 class IncomingKeys(NamedTuple):
@@ -44,6 +44,36 @@ class IncomingKeys(NamedTuple):
     op: str = "attention"
 
 
+class ListLaunch:
+    """Makes the list of packed sequences that a plan's tiles are found in: see `attention_list`.
+
+    Attributes
+    ----------
+    listed
+        Elements of either half of it; 0 where queries are not packed.
+    """
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        p = plan.problem
+        self.listed = p.batch + 2 if p.varlen else 0
+        self._grid = (cdiv(p.batch + 1, PLACED.value), 1, 1)
+        packs = max(1, p.heads_q // plan.pack)
+        self._numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, packs, plan.positions)
+        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+
+    def __call__(self, stream: int, x: Operands, words: Words) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``(starts, order)``, which a launch on ``stream`` will find made; None where there is no list."""
+        if words.listed is None:
+            return None, None
+        lists = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *words.listed)
+        if self._compiled is not None:
+            self._compiled(stream, (*map(address, lists), *self._numbers))
+        else:
+            kernel = list_sequences[self._grid](*lists, *self._numbers)
+            self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+        return words.listed
+
+
 class AttentionLaunch:
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
 
@@ -57,11 +87,10 @@ class AttentionLaunch:
         keys = plan.problem.keys
         ragged = keys is not None and not keys.chunks.rows_per_chunk
         self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
-        self._list_grid = (list_programs(plan, PLACED.value), 1, 1)
+        self._list = ListLaunch(plan)
         wordless = plan.schedule.kind == "static" and keys is None and not plan.problem.varlen
         self._schedule = None if wordless else plan.schedule
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
-        self._compiled_list: Callable[[int, tuple[Any, ...]], None] | None = None
 
     def __call__(self, operands: Operands, incoming: IncomingKeys | None = None) -> None:
         """Issue the launch on the current stream of the current device, which is the operands'."""
@@ -69,13 +98,10 @@ class AttentionLaunch:
         def issue(stream: int, words: Words) -> None:
             self._issue(stream, operands, words, incoming)
 
-        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._arguments.listed)
+        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed)
 
     def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
-        starts = order = None
-        if words.listed is not None:
-            starts, order = words.listed
-            self._list(stream, (x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, starts, order))
+        starts, order = self._list(stream, x, words)
         gate = NO_KEY_GATE if incoming is None else self._gate(x.q.device, incoming)
         operands = (
             x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
@@ -91,13 +117,6 @@ class AttentionLaunch:
         filled = self._arguments.fill(*operands, words.base, words.reset, x.scale, gate=gate)
         kernel = attention[self._grid](*filled, **self._arguments.options)
         self._compiled = None if INTERPRETED else direct(kernel, self._grid)
-
-    def _list(self, stream: int, lists: tuple[torch.Tensor | None, ...]) -> None:
-        if self._compiled_list is not None:
-            self._compiled_list(stream, self._arguments.fill_list(*map(address, lists)))
-            return
-        kernel = list_sequences[self._list_grid](*self._arguments.fill_list(*lists))
-        self._compiled_list = None if INTERPRETED else direct(kernel, self._list_grid)
 
     def _gate(self, device: torch.device, incoming: IncomingKeys) -> KeyGate:
         words = incoming.signals.use()

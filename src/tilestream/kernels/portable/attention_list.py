@@ -59,7 +59,10 @@ def measured(sequence, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, 
     return tl.where(there, cdiv(end - first, POSITIONS) * columns, 0), length
 
 
-@triton.jit(do_not_specialize=("sequences", "rows_q", "rows_k", "keys", "columns"))
+@triton.jit(
+    do_not_specialize=("sequences", "rows_q", "rows_k", "keys", "columns"),
+    do_not_specialize_on_alignment=("cu_queries", "cu_keys", "lengths"),
+)
 def list_sequences(
     cu_queries, cu_keys, lengths, starts, order, sequences, rows_q, rows_k, keys, columns, POSITIONS: tl.constexpr
 ):
