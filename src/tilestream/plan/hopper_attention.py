@@ -57,26 +57,32 @@ class Tile(NamedTuple):
     ----------
     columns
         Of values, and of queries and keys, at most.
+    busy
+        For scores that are capped, or masked at both ends: they take more registers, and smaller blocks less.
     """
 
     columns: int
     consumers: int
     block: int
+    busy: bool = False
 
 
-#: Registers of a thread are 240 with two consumers, 160 with three. Scores of 64 rows take a register for each two
+#: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
 #: keys, their weights half of that, the accumulator one for each two columns of V.
 TILES = (
-    Tile(64, 3, 128),
     Tile(64, 2, 128),
+    Tile(64, 3, 64),
+    Tile(64, 2, 64, busy=True),
     Tile(128, 2, 128),
+    Tile(128, 2, 64, busy=True),
     Tile(256, 2, 64),
+    Tile(256, 2, 32, busy=True),
 )
 
 
 def registers(consumers: int) -> tuple[int, int]:
     """Of a thread: of the math warps, and of the load warp's group. Together they are what an SM has."""
-    return (232, 40) if consumers == 2 else (160, 32)
+    return (232, 48) if consumers == 2 else (160, 32)
 
 
 def width(problem: AttentionProblem) -> int:
@@ -191,11 +197,12 @@ def candidates(
     if why:
         raise NotImplementedError(why)
     columns = max(columns_of(problem), 64 * cdiv(problem.head_dim, 64) if problem.head_dim > 128 else 0)
+    busy = problem.left is not None or problem.softcap > 0
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
         fits = tile.columns // 2 < columns <= tile.columns or (columns == 192 and tile.columns == 256)
         stages = stages_of(problem, tile, device.shared)
-        if not fits or stages < 2:
+        if not fits or stages < 2 or tile.busy != busy:
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows)
