@@ -135,7 +135,9 @@ def attention_by_torch(
         of_q, of_k, of_v = (x.to(q.dtype)[:, None, None] for x in scales)
         q, k, v = q * of_q, k * of_k.repeat_interleave(ratio, 0), v * of_v.repeat_interleave(ratio, 0)
     # A head at a time, as the ops do it: torch adds up a batch of products otherwise than one.
-    scores = torch.stack([x.contiguous() @ y.contiguous().t() for x, y in zip(q, k, strict=True)]) if len(q) else q @ k.mT
+    scores = (
+        torch.stack([x.contiguous() @ y.contiguous().t() for x, y in zip(q, k, strict=True)]) if len(q) else q @ k.mT
+    )
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
