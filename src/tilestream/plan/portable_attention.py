@@ -38,28 +38,38 @@ class AttentionTile(NamedTuple):
     efficiency: float
 
 
-#: By columns of a head, rounded up to a power of two, and bytes of an element. None spills on sm_90a: see the compile
-#: gate. Accumulators of 128 x 128 and of 128 x 256, with 8 warps, are 64 and 128 registers a thread.
+#: By columns of a head, rounded up to a power of two, and bytes of an element. None spills on sm_90a, with all that the
+#: kernel has: see the compile gate.
 TILES: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
     (64, 2): (
-        AttentionTile(128, 64, 4, 3, 0.45),
+        AttentionTile(128, 64, 8, 3, 0.45),  # with 4 warps, scores and sums are 128 registers a thread, and it spills
         AttentionTile(64, 64, 4, 3, 0.30),
         AttentionTile(16, 64, 4, 3, 0.08),
     ),
     (128, 2): (
         AttentionTile(128, 64, 8, 3, 0.50),
-        AttentionTile(64, 64, 4, 3, 0.35),
+        AttentionTile(64, 64, 8, 3, 0.33),
         AttentionTile(16, 64, 4, 3, 0.08),
     ),
     (256, 2): (
-        AttentionTile(128, 64, 8, 2, 0.45),
-        AttentionTile(64, 64, 8, 2, 0.25),
+        AttentionTile(64, 32, 8, 3, 0.25),  # 128 rows: sums alone are 128 registers a thread
         AttentionTile(16, 32, 4, 2, 0.05),
     ),
-    (64, 4): (AttentionTile(64, 32, 4, 2, 0.25), AttentionTile(16, 32, 4, 2, 0.08)),
-    (128, 4): (AttentionTile(64, 32, 8, 2, 0.25), AttentionTile(16, 32, 4, 2, 0.08)),
-    (256, 4): (AttentionTile(32, 32, 8, 2, 0.15), AttentionTile(16, 32, 8, 2, 0.06)),
+    (64, 4): (AttentionTile(64, 32, 8, 2, 0.25), AttentionTile(16, 32, 4, 2, 0.08)),
+    (128, 4): (AttentionTile(32, 32, 8, 2, 0.20), AttentionTile(16, 32, 8, 2, 0.08)),
+    (256, 4): (AttentionTile(32, 16, 8, 2, 0.13), AttentionTile(16, 16, 8, 2, 0.06)),
 }
+#: Where an element is loaded at a time: one 64-bit address each, in registers.
+UNALIGNED: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
+    (64, 2): (AttentionTile(32, 32, 4, 1, 0.05),),
+    (128, 2): (AttentionTile(32, 32, 8, 1, 0.05),),
+    (256, 2): (AttentionTile(32, 32, 8, 1, 0.04),),
+    (64, 4): (AttentionTile(32, 32, 8, 1, 0.08),),
+    (128, 4): (AttentionTile(16, 16, 8, 1, 0.05),),
+    (256, 4): (AttentionTile(16, 16, 8, 1, 0.04),),
+}
+#: Keys of a block at least. Where keys arrive a block has half as many as else: the gate needs registers, too.
+_LEAST_KEYS = 16
 #: Stages where copies go through registers.
 _HIP_STAGES = 1
 
@@ -68,10 +78,13 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     """The rows of `TILES` for a problem."""
     columns = max(problem.head_dim, problem.head_dim_v)
     size = 64 if columns <= 64 else 128 if columns <= 128 else 256
-    rows = TILES[size, max(2, ITEMSIZE[problem.dtype])]
+    itemsize = ITEMSIZE[problem.dtype]
+    rows = (TILES if problem.aligned else UNALIGNED)[size, max(2, itemsize)]
+    if problem.keys is not None:
+        rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows)
     if device.arch.startswith("gfx"):
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
-    ring = 2 * size * ITEMSIZE[problem.dtype]
+    ring = 2 * size * itemsize
     # The ring, and a tile of queries or output beside it.
     return tuple(
         row._replace(stages=max(1, min(row.stages, (device.shared - row.block_m * ring // 2) // (row.block_n * ring))))

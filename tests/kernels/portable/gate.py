@@ -17,6 +17,7 @@ each in the four layouts of the operands (the last three in one).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,13 +188,18 @@ def build(plan: Plan, layout: Layout, aligned: bool, target: str) -> Any:
         Pointer("float32") if slots else None, Pointer("int32") if slots else None, Pointer("int64") if queue else None,
         None, None, 0, 0, 1.5, 0.5, gate=gate_arguments(plan), scales=scales,
     )  # fmt: skip
+    return compiled(gemm, filled, arguments.options, target)
+
+
+def compiled(kernel: Any, filled: tuple[Any, ...], options: dict[str, int], target: str) -> tuple[Any, str]:
+    """What a launch with such arguments compiles, and what the assembler said."""
     triton.runtime.driver.set_active(_NoGpu(TARGETS[target]))
-    gemm.device_caches.clear()  # Triton takes a device's target to be for ever
+    kernel.device_caches.clear()  # Triton takes a device's target to be for ever
     with _caught() as said:
-        kernel = gemm.run(*filled, grid=(1,), warmup=True, **arguments.options)
-        if hasattr(kernel, "result"):
-            kernel = kernel.result()
-    return kernel, said[0]
+        made = kernel.run(*filled, grid=(1,), warmup=True, **options)
+        if hasattr(made, "result"):
+            made = made.result()
+    return made, said[0]
 
 
 def gate_arguments(plan: Plan) -> GateArguments:
@@ -242,17 +248,22 @@ def spilled(kernel: Any, said: str) -> dict[str, int]:
     return {key: max((int(x) for x in re.findall(rf"\.{key}:\s+(\d+)", isa)), default=0) for key in keys}
 
 
+def report(target: str, name: str, make: Callable[[], tuple[Any, str]]) -> None:
+    """Compile one configuration, and print what came out of it."""
+    found: dict[str, Any] = {"target": target, "name": name, "triton": triton.__version__}
+    try:
+        kernel, said = make()
+        found |= {"spilled": spilled(kernel, said), "shared": kernel.metadata.shared}
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"[-600:]
+    print(json.dumps(found), flush=True)
+
+
 def main() -> None:
     what, *targets = sys.argv[1:]
     for target in targets:
         for name, plan, layout, aligned in configurations(target, what):
-            found: dict[str, Any] = {"target": target, "name": name, "triton": triton.__version__}
-            try:
-                kernel, said = build(plan, layout, aligned, target)
-                found |= {"spilled": spilled(kernel, said), "shared": kernel.metadata.shared}
-            except Exception as error:
-                found["error"] = f"{type(error).__name__}: {error}"[-600:]
-            print(json.dumps(found), flush=True)
+            report(target, name, functools.partial(build, plan, layout, aligned, target))
 
 
 if __name__ == "__main__":

@@ -137,12 +137,11 @@ class AttentionBody:
             widened(q, self._wide, self._workspace) as wide_q,
             self._workspace.borrow((rows, block_n), self._wide) as b,
         ):
-            wide_q.mul_(factor)
             for block in range(seen.begin, seen.end):
                 # No key that no row sees: what has not arrived, or lies behind the last one, may be NaN.
                 begin, end = max(block * block_n, seen.low), min((block + 1) * block_n, seen.high)
                 scores = b[:, : end - begin]
-                self._products(wide_q, tile, head, begin, end, scores)
+                self._products(wide_q, factor, tile, head, begin, end, scores)
                 if not seen.plain_begin <= block < seen.plain_end:
                     self._mask(scores, seen, begin, end)
                 self._add(scores, top, total, acc, tile, head, begin, end)
@@ -151,9 +150,11 @@ class AttentionBody:
         if lse is not None:
             lse.copy_((top + total.log()).squeeze(1))
 
-    def _products(self, q: torch.Tensor, tile: Tile, head: int, begin: int, end: int, scores: torch.Tensor) -> None:
+    def _products(
+        self, q: torch.Tensor, factor: float, tile: Tile, head: int, begin: int, end: int, scores: torch.Tensor
+    ) -> None:
         with widened(self._keys(self._x.k, tile, head, begin, end), self._wide, self._workspace) as k:
-            torch.mm(q, k.t(), out=scores)
+            torch.addmm(scores, q, k.t(), beta=0, alpha=factor, out=scores)  # beta 0: what was there counts for nothing
         cap = self._plan.problem.softcap
         if cap:
             scores.div_(cap).tanh_().mul_(cap)

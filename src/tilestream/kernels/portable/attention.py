@@ -61,6 +61,21 @@ UNALIGNED = (
 
 
 @triton.jit
+def rows_of_tile(nothing, first, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
+    """``(row, position)`` of a tile's rows: see `schedule.attention.row_of`. ``nothing`` is 0."""
+    row = tl.arange(0, BLOCK_M) + nothing
+    return row, first + row // PACK
+
+
+@triton.jit
+def offset_of(row, stride_row, stride_head, PACK: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):
+    """Where a tile's rows lie, counted from its first: the heads of a position side by side."""
+    if WIDE:
+        row = row.to(tl.int64)
+    return tl.multiple_of(row // PACK * stride_row + row % PACK * stride_head, ALIGN)
+
+
+@triton.jit
 def load_block(
     at, start, low, high, table, pages, stride_page, stride_row, columns,
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, MASK: tl.constexpr,
@@ -82,7 +97,7 @@ def load_block(
     if WIDE:
         row = row.to(tl.int64)
     if (PAGE == 0) or (PAGE >= BLOCK_N):
-        pointers = at + tl.multiple_of(row * stride_row, ALIGN)[:, None] + column[None, :]
+        pointers = at + (tl.multiple_of(row * stride_row, ALIGN)[:, None] + column[None, :])
     else:
         if MASK:
             page = tl.load(table + key // PAGE, mask=real, other=0)
@@ -90,7 +105,7 @@ def load_block(
             page = tl.load(table + key // PAGE)
         page = tl.minimum(tl.maximum(page, 0), pages - 1)
         offset = page.to(tl.int64) * stride_page + (key % PAGE).to(tl.int64) * stride_row
-        pointers = at + tl.multiple_of(offset, ALIGN)[:, None] + column[None, :]
+        pointers = at + (tl.multiple_of(offset, ALIGN)[:, None] + column[None, :])
     if MASK:
         block = tl.load(pointers, mask=real[:, None] & (column < columns)[None, :], other=0.0)
     elif columns == BLOCK:
@@ -270,9 +285,6 @@ def attention(
         clock = claims + LINE
         begun = present(clock)
         over = look_at_keys(worker, epoch, quarantine, key, abort, base, records, claims, op, allowed)
-    row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_D)
-    column_v = tl.arange(0, BLOCK_DV)
     while found != 0:
         found, _, pm, pn, _, _, _, _, _, ticket, home_open, share, unit, unit_end, noted = take(
             worker, workers, ticket, home_open, share, unit, unit_end,
@@ -289,15 +301,15 @@ def attention(
         if VARLEN:
             # Tickets only grow: what comes behind the list's last tile is behind it, too, and there is no more.
             found = tl.where(pm < tl.load(starts + batch + 1), found, 0)
-            position = tl.where(found != 0, pm, 0)
-            place = place_of(position, starts, batch + 1)
+            at_tile = tl.where(found != 0, pm, 0)
+            place = place_of(at_tile, starts, batch + 1)
             sequence = tl.load(order + place)
             first_query, queries = rows_of(cu_seqlens_q, sequence, batch + 1, tokens_q)
             if PACKED_K:
                 in_keys = tl.maximum(tl.minimum(sequence, batch - 1), 0)
                 first_key, keys = rows_of(cu_seqlens_k, in_keys, batch + 1, tokens_k)
             blocks = tl.maximum(cdiv(queries, POSITIONS), 1)
-            block, pack = longest_first(position - tl.load(starts + place), blocks, packs, group)
+            block, pack = longest_first(at_tile - tl.load(starts + place), blocks, packs, group)
         if LENGTHS:
             keys = tl.minimum(tl.maximum(tl.load(seqlens_k + sequence, mask=sequence < batch, other=0), 0), keys)
         # Rows of queries behind the last sequence are one that sees no key, and has no scales.
@@ -321,20 +333,17 @@ def attention(
             begin, plain_begin, plain_end, end = key_blocks(
                 first, last, ahead, behind, to_left, to_right, keys, BLOCK_N
             )
-            position = first + row // PACK
-            real_row = position < queries
+            row, position = rows_of_tile(tl.minimum(block, 0), first, BLOCK_M, PACK)
 
             # Batches are dense: packed sequences lie one behind the other, and pages anywhere.
             at_batch = sequence.to(tl.int64)
             at_row = (first_query + first).to(tl.int64)
             if VARLEN:
                 q_at = q + at_row * stride_qs
-                out_at = out + at_row * stride_os
             else:
                 q_at = q + at_batch * stride_qb + at_row * stride_qs
-                out_at = out + at_batch * stride_ob + at_row * stride_os
-            k_at = k + tl.multiple_of(head_kv * stride_kh, ALIGN)
-            v_at = v + tl.multiple_of(head_kv * stride_vh, ALIGN)
+            k_at = k + tl.multiple_of(head_kv.to(tl.int64) * stride_kh, ALIGN)
+            v_at = v + tl.multiple_of(head_kv.to(tl.int64) * stride_vh, ALIGN)
             table = block_table
             if PAGE:
                 table = block_table + at_batch * stride_table
@@ -344,14 +353,13 @@ def attention(
             else:
                 k_at += at_batch * stride_kb
                 v_at += at_batch * stride_vb
-            nth = row // PACK
-            which = row % PACK
-            if WIDE:
-                nth = nth.to(tl.int64)
-                which = which.to(tl.int64)
-            q_at += tl.multiple_of(head * stride_qh, ALIGN)
-            q_at = q_at + tl.multiple_of(nth * stride_qs + which * stride_qh, ALIGN)[:, None] + column[None, :]
-            x = tl.load(q_at, mask=real_row[:, None] & (column < D)[None, :], other=0.0)
+            q_at += tl.multiple_of(head.to(tl.int64) * stride_qh, ALIGN)
+            offset = offset_of(row, stride_qs, stride_qh, PACK, ALIGN, WIDE)
+            column = tl.arange(0, BLOCK_D)
+            x = tl.load(
+                q_at + (offset[:, None] + column[None, :]),
+                mask=(position < queries)[:, None] & (column < D)[None, :], other=0.0,
+            )  # fmt: skip
             if PRECISION == "tf32":
                 x = to_tf32(x)
             if CONVERT:
@@ -413,14 +421,22 @@ def attention(
             if GATED:
                 acc = tl.where(over != 0, float("nan"), acc)
                 logs = tl.where(over != 0, float("nan"), logs)
-            out_at += tl.multiple_of(head * stride_oh, ALIGN)
-            out_at = out_at + tl.multiple_of(nth * stride_os + which * stride_oh, ALIGN)[:, None] + column_v[None, :]
-            tl.store(out_at, acc.to(out.dtype.element_ty), mask=real_row[:, None] & (column_v < DV)[None, :])
+            # Once more, and not the same in the compiler's eyes: kept, they would take registers that the loops want.
+            row, position = rows_of_tile(tl.minimum(sequence, 0), first, BLOCK_M, PACK)
+            out_at = out + at_row * stride_os + tl.multiple_of(head.to(tl.int64) * stride_oh, ALIGN)
+            if not VARLEN:
+                out_at += at_batch * stride_ob
+            offset = offset_of(row, stride_os, stride_oh, PACK, ALIGN, WIDE)
+            column = tl.arange(0, BLOCK_DV)
+            tl.store(
+                out_at + (offset[:, None] + column[None, :]), acc.to(out.dtype.element_ty),
+                mask=(position < queries)[:, None] & (column < DV)[None, :],
+            )  # fmt: skip
             if lse is not None:
-                lse_at = lse + at_row * stride_ls + head * stride_lh
+                lse_at = lse + at_row * stride_ls + head.to(tl.int64) * stride_lh
                 if not VARLEN:
                     lse_at += at_batch * stride_lb
-                tl.store(lse_at + nth * stride_ls + which * stride_lh, logs, mask=real_row)
+                tl.store(lse_at + offset_of(row, stride_ls, stride_lh, PACK, 1, WIDE), logs, mask=position < queries)
     if GATED:
         leave_keys(
             counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begun, allowed,
