@@ -17,8 +17,8 @@ from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.portable.attention_arguments import AttentionLayout
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.kernels.portable.attention_arguments import AttentionLayout
     from tilestream.kernels.portable.attention_launch import AttentionLaunch
     from tilestream.plan.attention_plan import AttentionPlan
 

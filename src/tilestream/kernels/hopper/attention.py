@@ -1,4 +1,4 @@
-"""Attention for Hopper: warp-specialised, persistent, in Gluon; on the schedule, the rings and the epilogue of the GEMM.
+"""Attention for Hopper: warp-specialised, persistent, in Gluon; on the GEMM's schedule, rings and epilogue.
 
 ::
 
@@ -177,8 +177,8 @@ def math_loop(
                         o, p, top, total, stage, phase, turn = math_step(
                             q_parts, k_parts, v_stages, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
                             o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
-                            since, scale, inner, WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED,
-                            ORDERED,
+                            since, scale, inner,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
                         )  # fmt: skip
                 for _ in range(plain_begin, plain_end):
                     o, p, top, total, stage, phase, turn = math_step(
@@ -190,9 +190,9 @@ def math_loop(
                     for j in range(begin, plain_begin):
                         o, p, top, total, stage, phase, turn = math_step(
                             q_parts, k_parts, v_stages, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                            o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys,
-                            until, since, scale, inner, WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED,
-                            ORDERED,
+                            o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
+                            since, scale, inner,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
                         )  # fmt: skip
                 mbarrier.arrive(q_empty.index(WHO))
                 mbarrier.wait(v_full.index(stage), phase)

@@ -1,6 +1,6 @@
 """The compile gate of the Hopper attention kernel: see `hopper_gate`, whose build and stand-ins it takes.
 
-``python attention_gate.py quick|all [processes]`` prints one JSON object a line.
+``python hopper_attention_gate.py quick|all [processes]`` prints one JSON object a line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hopper_gate import DEVICE, Pointer, _sass, build, described, no_gpu, triton
+from hopper_gate import DEVICE, Pointer, _sass, build, described, triton
 
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
@@ -68,7 +68,8 @@ HOWS: dict[str, dict[str, Any]] = {
     "packed": {"heads_q": 32, "heads_kv": 4, "seqlen_q": 16, "causal": True, "return_lse": True},
     "worst": {
         "causal": True, "window": (300, None), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192,
-        "page_size": 8, "pages": 4096, "lengths": True, "return_lse": True, "heads_q": 24, "heads_kv": 8, "seqlen_q": 32,
+        "page_size": 8, "pages": 4096, "lengths": True, "return_lse": True, "heads_q": 24, "heads_kv": 8,
+        "seqlen_q": 32,
     },
 }  # fmt: skip
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80))
