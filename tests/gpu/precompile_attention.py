@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-for _folder in ("src", "benchmarks", "tests", "tests/gpu", "tests/kernels/hopper"):
-    sys.path.insert(0, str(Path(__file__).parents[2] / _folder))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import hopper_attention_gate as gate
 import torch
