@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tilestream.kernels.portable.attention_launch import AttentionLaunch
     from tilestream.plan.attention_plan import AttentionPlan
 
-    AnyLaunch = AttentionLaunch | HopperAttentionLaunch
+    AnyLaunch: TypeAlias = AttentionLaunch | HopperAttentionLaunch
 
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
 _launches: dict[object, AnyLaunch] = {}

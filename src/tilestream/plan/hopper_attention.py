@@ -80,9 +80,14 @@ TILES = (
 )
 
 
-def registers(consumers: int) -> tuple[int, int]:
-    """Of a thread: of the math warps, and of the load warp's group. Together they are what an SM has."""
-    return (232, 48) if consumers == 2 else (160, 32)
+def registers(consumers: int, columns: int) -> tuple[int, int]:
+    """Of a thread: of the math warps, and of the load warp's group. Together they are what an SM has.
+
+    The accumulator of 256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    """
+    if consumers == 3:
+        return 160, 32
+    return (240, 32) if columns > 128 else (232, 48)
 
 
 def width(problem: AttentionProblem) -> int:

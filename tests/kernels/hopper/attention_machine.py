@@ -413,6 +413,7 @@ class Machine:
         return self.local.products[-1]
 
     def mma_wait(self, left: int, tensors: tuple[Any, ...]) -> Any:
+        self.until(lambda: True)  # others go on meanwhile, and give what is read too early another content
         while len(self.local.products) > left:
             self.local.products.pop(0).finish()
         for x in tensors:

@@ -8,10 +8,11 @@
         wait q_empty; load Q -> q_full              for each block after it, masked or plain:
         for each of its key blocks:                   wait k_full; (wait order) start S = Q K^T
           wait k_empty; load K -> k_full              wait v_full of the block before; start O += P V
-          wait v_empty; load V -> v_full              (arrive order) S is done: arrive k_empty; softmax
-                                                      O is done: arrive v_empty of the block before; scale O
-                                                    arrive q_empty; O += P V of the last block
+          wait v_empty; load V of the block           (arrive order) S is done: arrive k_empty; softmax
+            before -> v_full                          O is done: arrive v_empty of the block before; scale O
+        load V of the last block                    arrive q_empty; O += P V of the last block
                                                     O / l, drained by TMA under the next item; log-sum-exp
+                                                    arrive item_empty
 
 A tile is a query block of one head, or of several that share a K/V head (`PACK`: few queries fill a tile's rows so).
 Its key blocks run from the diagonal to the window's edge: those that some row sees in part are masked, in loops of

@@ -87,7 +87,7 @@ class HopperAttentionArguments:
     def _constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         plan, p = self.plan, self.plan.problem
-        math_registers, load_registers = registers(self._consumers)
+        math_registers, load_registers = registers(self._consumers, columns_of(p))
         return {
             "CONSUMERS": self._consumers,
             "PACK": plan.pack,

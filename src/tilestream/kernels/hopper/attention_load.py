@@ -159,7 +159,8 @@ def load_loop(
     one = tl.cast(1, tl.int32)
     zero = tl.cast(0, tl.int32)
     enter(counters, base, worker, one, reset, KIND == "static", False)
-    ticket, home_open, stage, phase, slot, slot_phase, q_phase = zero, one, zero, zero, zero, zero, zero
+    ticket, home_open, stage, phase, v_stage, v_phase = zero, one, zero, zero, zero, zero
+    slot, slot_phase, q_phase = zero, zero, zero
     found = one
     while found != 0:
         found, _, pm, pn, _, _, _, _, _, ticket, home_open, _, _, _, _ = take(
@@ -206,19 +207,23 @@ def load_loop(
             pages = table
             if PAGE:
                 pages = table + batch.to(gl.int64) * table_stride
-            for j in range(begin, end):
+            # Scores of the next block are started before this block's weights meet its values: keys go one block ahead.
+            for j in range(begin, end + 1):
                 first_key = (end - 1 - (j - begin)) * BLOCK
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), K_BYTES)
-                load_block(
-                    k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
-                    head // shared_by, pages, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
-                )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), V_BYTES)
-                load_block(
-                    v_map, v_full.index(stage), v_boxes, stage, batch, origin_v, own_keys, first_key,
-                    head // shared_by, pages, page_rows_v, BLOCK, COLUMNS, PAGE, RAGGED_K,
-                )  # fmt: skip
-                stage, phase = step(stage, phase, STAGES)
+                if j < end:
+                    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                    mbarrier.expect(k_full.index(stage), K_BYTES)
+                    load_block(
+                        k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
+                        head // shared_by, pages, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
+                    )  # fmt: skip
+                    stage, phase = step(stage, phase, STAGES)
+                if j > begin:
+                    mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
+                    mbarrier.expect(v_full.index(v_stage), V_BYTES)
+                    load_block(
+                        v_map, v_full.index(v_stage), v_boxes, v_stage, batch, origin_v, own_keys, first_key + BLOCK,
+                        head // shared_by, pages, page_rows_v, BLOCK, COLUMNS, PAGE, RAGGED_K,
+                    )  # fmt: skip
+                    v_stage, v_phase = step(v_stage, v_phase, STAGES)
     leave(counters, one, reset, workers, KIND == "static")
