@@ -112,10 +112,12 @@ CASES = {
     "out's shape": (tensors(out=torch.zeros(2, 6, 4, 8)), ValueError, r"out has shape .*; the result has \[2, 6, 4, 1"),
     "out's dtype": (tensors(out=torch.zeros(2, 6, 4, 16).half()), TypeError, r"out is torch\.float16, the result"),
     "pages arrive": (
-        paged(arrival=ts.Arrival.uniform(4, 5)), ValueError, "keys in pages arrive in no order of rows",
+        paged(arrival=ts.Arrival.uniform(4, 5)), ValueError,
+        "arrival= with block_table=; keys in pages arrive in no order of rows",
     ),
     "chunks": (
-        tensors(arrival=ts.Arrival.uniform(4, 3)), ValueError, "18 rows",
+        tensors(arrival=ts.Arrival.uniform(4, 3)), ValueError,
+        r"arrival: 3 chunks of 4 rows bring 9 to 12 rows, the input has 18",
     ),
     "nested": (
         tensors(q=torch.nested.nested_tensor([torch.zeros(3, 4, 8)])), TypeError, "q is nested: pack it",
