@@ -85,7 +85,9 @@ class Call:
         fine, plain, other = (self.references(*how) for how in ((torch.float64,), (dtype,), (dtype, True)))
         kept(case, "out", outs, *([one for one, _ in which] for which in (fine, plain, other)))
         if lse is not None:
-            kept(case, "lse", logs, *([one for _, one in which] for which in (fine, plain, other)))
+            # What it is the logarithm of was computed at the scale of 1, however near to 0 the logarithm is.
+            one = [torch.ones(1, device=out.device)]
+            kept(case, "lse", logs + one, *([x for _, x in which] + one for which in (fine, plain, other)))
         if case.packed:
             assert out.shape[0] == begin + case.extra
             assert not out[begin:].any(), "rows of no sequence are 0"
@@ -191,6 +193,7 @@ def call_of(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Ca
     elif case.how.endswith("paged"):
         tensors |= _in_pages(case, k, v, generator)
     else:
+        assert case.how == "lengths" or len(set(case.keys)) == 1, "dense sequences are of one length"
         longest = max(case.keys) + (5 if case.how == "lengths" else 0)
         tensors["k"], tensors["v"] = (
             torch.stack([_nan_padded(x, longest) for x in (parts)]) for parts in (k, v)

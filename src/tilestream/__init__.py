@@ -16,7 +16,17 @@ from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, Tilestrea
 
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in
-    from tilestream.ops import addmm, attention, bmm, linear, matmul, merge_attention, mm
+    from tilestream.ops import (
+        addmm,
+        attention,
+        bmm,
+        linear,
+        matmul,
+        merge_attention,
+        mm,
+        register_attention,
+        use_attention,
+    )
     from tilestream.runtime.channel import check
 
 _LAZY = {
@@ -30,6 +40,8 @@ _LAZY = {
     "matmul": "tilestream.ops",
     "merge_attention": "tilestream.ops",
     "mm": "tilestream.ops",
+    "register_attention": "tilestream.ops",
+    "use_attention": "tilestream.ops",
 }
 
 __all__ = [
@@ -50,8 +62,10 @@ __all__ = [
     "merge_attention",
     "mm",
     "plan",
+    "register_attention",
     "stream_in",
     "trace",
+    "use_attention",
 ]
 
 

@@ -191,6 +191,10 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k,
     )  # fmt: skip
     check_shapes(op, t)
+    if arrival is not None and block_table is not None:
+        raise ValueError(
+            f"{op}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before the call"
+        )
     needs_gradient = torch.is_grad_enabled() and _check_gradients(t, out)
     s = Settings(
         is_causal, alignment, left, right,

@@ -21,7 +21,7 @@ from tilestream.plan.attention import (
 )
 
 #: More heads than any model has: where there are more of them than rows, heads and rows have changed places.
-_MOST_HEADS = 256
+MOST_HEADS = 256
 _DEVICES = ("cpu", "cuda", "meta")
 _DTYPES = tuple(getattr(torch, name) for name in ATTENTION_DTYPES)
 
@@ -214,9 +214,9 @@ def _check_layout(op: str, layout: str, q: torch.Tensor, k: torch.Tensor, heads:
         names = "[B, S, H, D]" if layout == "bshd" else "[B, H, S, D]"
         swapped = f"{op}: layout={layout!r} is {names}, so q {list(q.shape)} has {mine} heads of {q.shape[rows]} rows"
         way = f"pass layout={other!r}, or transpose(1, 2)"
-        if mine > _MOST_HEADS and mine > q.shape[rows]:
+        if mine > MOST_HEADS and mine > q.shape[rows]:
             raise ValueError(
-                f"{swapped}; these have changed places: {way} (of that many heads, pass {_MOST_HEADS} at a time)"
+                f"{swapped}; these have changed places: {way} (of that many heads, pass {MOST_HEADS} at a time)"
             )
         if theirs and mine % theirs and k.shape[rows] and q.shape[rows] % k.shape[rows] == 0:
             raise ValueError(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 
-INTERPRETED = ["test_portable_arrival.py", "test_portable_fp8.py", "test_portable_gemm.py", "test_portable_order.py"]
+INTERPRETED = [
+    "test_portable_arrival.py", "test_portable_attention.py", "test_portable_fp8.py", "test_portable_gemm.py",
+    "test_portable_order.py",
+]  # fmt: skip
 
-collect_ignore = ["gate.py", *(INTERPRETED if os.environ.get("TRITON_INTERPRET") != "1" else [])]
+collect_ignore = ["attention_gate.py", "gate.py", *(INTERPRETED if os.environ.get("TRITON_INTERPRET") != "1" else [])]
