@@ -81,9 +81,9 @@ TILES = (
 
 
 def registers(consumers: int, columns: int) -> tuple[int, int]:
-    """Of a thread: of the math warps, and of the load warp's group. Together they are what an SM has.
+    """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
-    The accumulator of 256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of 256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
     """
     if consumers == 3:
         return 160, 32
