@@ -80,10 +80,8 @@ def test_every_head_has_a_tile_that_fits(dims, more):
         # Scores, their weights, and the accumulator, in a thread's registers beside what else it needs.
         held = block // 2 + block // 4 + columns // 2
         assert held <= (160 if consumers == 3 else 232) - 40
-        line = policy.LINE
-        boxes = policy.parts_of(problem) + columns // policy.width(problem)
-        shared = consumers * policy.ROWS * line * (policy.parts_of(problem) + policy.out_buffers(problem))
-        assert shared + one.stages * block * line * boxes <= H100.shared - 1024
+        queries = policy.queries_of(problem, consumers, block, one.stages, H100.shared)
+        assert policy.shared_bytes(problem, consumers, block, one.stages, queries) <= H100.shared
         assert one.stages >= 2
         assert columns >= problem.head_dim_v
         assert policy.parts_of(problem) * policy.width(problem) >= problem.head_dim

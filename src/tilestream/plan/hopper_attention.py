@@ -113,13 +113,24 @@ def out_buffers(problem: AttentionProblem) -> int:
     return min(2, columns_of(problem) * ITEMSIZE[problem.out_dtype] // LINE)
 
 
-def stages_of(problem: AttentionProblem, tile: Tile, shared: int) -> int:
-    """Stages that fit the shared memory beside the queries and the C buffers."""
-    line = width(problem)
-    queries = tile.consumers * ROWS * parts_of(problem) * LINE
-    out = tile.consumers * out_buffers(problem) * ROWS * LINE
-    stage = tile.block * LINE * (parts_of(problem) + columns_of(problem) // line)
-    return min(_MOST_STAGES, (shared - queries - out - _BARRIER_BYTES) // stage)
+def shared_bytes(problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int) -> int:
+    """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
+    parts = parts_of(problem)
+    rows = consumers * ROWS * (queries * parts + out_buffers(problem))
+    return LINE * (rows + stages * block * (parts + columns_of(problem) // width(problem))) + _BARRIER_BYTES
+
+
+def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int) -> int:
+    """Stages that fit the shared memory, beside the queries of one item."""
+    stages = _MOST_STAGES
+    while stages and shared_bytes(problem, consumers, block, stages, 1) > shared:
+        stages -= 1
+    return stages
+
+
+def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int) -> int:
+    """Items whose queries fit beside the stages: two, if there is room, so that the next item's come early."""
+    return 2 if shared_bytes(problem, consumers, block, stages, 2) <= shared else 1
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
@@ -206,7 +217,7 @@ def candidates(
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
         fits = tile.columns // 2 < columns <= tile.columns or (columns == 192 and tile.columns == 256)
-        stages = stages_of(problem, tile, device.shared)
+        stages = stages_of(problem, tile.consumers, tile.block, device.shared)
         if not fits or stages < 2 or tile.busy != busy:
             continue
         rows = tile.consumers * ROWS
@@ -215,7 +226,7 @@ def candidates(
         schedule = schedule_of(problem, rows // pack, pack, group, kind, workers)
         seconds = _seconds(problem, device, tile, schedule.grid.tiles, workers)
         yield AttentionCandidate(
-            variant or "turns", (rows, tile.block), schedule, seconds, pack, 4, stages
+            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4, stages
         )  # fmt: skip
 
 

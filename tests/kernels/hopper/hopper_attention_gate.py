@@ -118,10 +118,10 @@ def expected(made: Configuration) -> dict[str, Any]:
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
     math, load = hopper_attention.registers(consumers, columns)
     boxes = parts + columns // 64
-    line, rows = hopper_attention.LINE, hopper_attention.ROWS
-    out = consumers * hopper_attention.out_buffers(p) * rows * line
+    queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared)
+    shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries)
     softmaxes = 2 + (p.right is not None) + (p.left is not None)  # the first block's, and a loop for each run
-    scores = rows * block // 128
+    scores = hopper_attention.ROWS * block // 128
     # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)
     return {
@@ -130,7 +130,7 @@ def expected(made: Configuration) -> dict[str, Any]:
         "loads": consumers * parts + boxes,
         "stores": consumers * columns // 64,
         "exponentials": consumers * exponentials,
-        "shared": (consumers * parts * rows + plan.stages * block * boxes) * line + out,
+        "shared": shared,
     }
 
 

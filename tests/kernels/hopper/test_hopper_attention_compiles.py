@@ -44,7 +44,7 @@ def faults(found: dict) -> list[str]:
         "TMA stores": found["stores"] == expected["stores"],
         # The sinks' two exponentials a row are beside the loops.
         "exponentials": 0 <= found["exponentials"] - expected["exponentials"] <= 12,
-        "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK and found["shared"] <= SHARED,
+        "shared memory": -SLACK <= found["shared"] - expected["shared"] <= 0 and found["shared"] <= SHARED,
     }
     return [name for name, kept in rules.items() if not kept]
 
@@ -77,7 +77,7 @@ def test_a_sample_compiles_as_it_should(tmp_path):
 )
 def test_each_rule_is_kept(change, fault):
     right = {
-        "name": "", "spilled": 0, "stack": 0, "local": 0, "notes": [], "registers": [48, 232, 256], "shared": 1200,
+        "name": "", "spilled": 0, "stack": 0, "local": 0, "notes": [], "registers": [48, 232, 256], "shared": 800,
         "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4, "exponentials": 200,
         "expected": {
             "registers": [48, 232], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4,
