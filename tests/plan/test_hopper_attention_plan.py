@@ -146,3 +146,11 @@ def test_more_operations_cost_more():
     # The rate of the model is one that such kernels reach.
     rate = DENSE.operations / seconds()
     assert 450e12 < rate < 800e12
+
+
+@pytest.mark.parametrize("length", [512, 2048, 16384])
+@pytest.mark.parametrize(("causal", "block"), [(True, (128, 128)), (False, (192, 64))])
+def test_of_64_columns_the_tile_that_was_measured_faster(length, causal, block):
+    problem = AttentionProblem(16384 // length, 32, 32, length, length, 64, causal=causal)
+    assert plan(problem).block == block
+    assert plan(problem).variant == ("turns" if block[0] == 192 else "apart")

@@ -38,16 +38,17 @@ _MOST = 2**29
 _STEP, _MOST_STRIDE = 16, 2**40
 #: Bytes of K and V that the heads that are taken together may have, so that they stay in L2.
 L2_BYTES = 24e6
-# Constants of the cost model: the units' rates, and a fit by hand to benchmarks/gpu_attention.py, `variants`, on an H100.
+# Constants of the cost model: the units' rates, and a fit by hand to a run on an H100 (section `variants` of
+# benchmarks/gpu_attention.py).
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
 #: rounding, and the accumulator's part of the scaling.
 EXPONENTIALS, OPERATIONS, OPERATIONS_A_SCORE = 16, 128, 4.0
 #: Share of the shorter of multiplications and softmax that the longer does not hide, by consumers.
-NOT_HIDDEN = {2: 0.4, 3: 0.25}
+NOT_HIDDEN = {2: 0.38, 3: 0.25}
 #: What three consumers lose where tiles have a diagonal: measured, and not explained.
-DIAGONAL_LOSS = 1.16
+DIAGONAL_LOSS = 1.12
 #: Seconds of a tile's start and end that nothing hides; of a launch; of a key block's barriers.
-TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 20e-9
+TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 10e-9
 #: Share of the nominal rates that kernels reach.
 EFFICIENCY, MEMORY_EFFICIENCY = 0.92, 0.86
 
@@ -85,7 +86,8 @@ TILES = (
 def registers(consumers: int, columns: int) -> tuple[int, int]:
     """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
-    Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of 256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of
+    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
     """
     if consumers == 3:
         return 160, 32
@@ -228,7 +230,8 @@ def candidates(
         schedule = schedule_of(problem, rows // pack, pack, group, kind, workers)
         seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers)
         yield AttentionCandidate(
-            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4, stages
+            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4,
+            stages,
         )  # fmt: skip
 
 
@@ -243,11 +246,12 @@ def _seconds(
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
-    # Of a row on average, and half a block at each masked end.
+    if tile.consumers == 3 and problem.right is not None:
+        step *= DIAGONAL_LOSS
+    # Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
     keys = cdiv(problem.pairs, max(problem.rows, 1))
-    blocks = (
-        keys / tile.block + (0.5 if problem.left is not None else 0.0) + (0.5 if problem.right is not None else 0.0)
-    )
+    ends = (problem.left is not None) + (problem.right is not None)
+    blocks = (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
     total = (max(blocks, 1.0) * step + TILE_SECONDS) * tiles / min(workers, tiles)
     # Tiles differ: what the last of them leaves undone is on average half of one.
     tail = 0.5 * step * blocks if tiles > workers else 0.0

@@ -180,8 +180,8 @@ def math_loop(
                 if RIGHT:
                     for j in range(plain_end, last):
                         o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                            o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
                             since, scale, inner,
                             WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
                         )  # fmt: skip
@@ -194,8 +194,8 @@ def math_loop(
                 if LEFT:
                     for j in range(begin, plain_begin):
                         o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                            o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
                             since, scale, inner,
                             WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
                         )  # fmt: skip
@@ -236,10 +236,10 @@ def attend(
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
     tiles, num_m, num_n, group, scale, inner,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr,
-    RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr, MATH_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
@@ -314,8 +314,8 @@ def attend(
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT, RIGHT,
-                CHAINED,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
+                RIGHT, CHAINED,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -347,7 +347,7 @@ def attend(
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT, RIGHT,
-                CHAINED,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
+                RIGHT, CHAINED,
             )),
         ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -137,8 +137,8 @@ def load_loop(
     rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v, page_rows_k,
     page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr,
-    TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CHAINED: gl.constexpr,
+    QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
+    RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their queries, keys and values."""
     if CHAINED:
