@@ -23,7 +23,10 @@ from tilestream.plan import hopper_attention as policy
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties
+from tilestream.schedule import WorkItem
 from tilestream.schedule.integers import cdiv
+from tilestream.verify.attention_protocol import AttentionRing, LoadPlaces, MathPlaces, load_turn, math_turn
+from tilestream.verify.protocol import Get, Next
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 SCALE = 0.17
@@ -86,7 +89,8 @@ def dense(rows: list[np.ndarray], room: int, junk: float = np.nan) -> tuple[np.n
 
 
 def run(
-    case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None, **how: Any
+    case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None,
+    machines: list[Machine] | None = None, **how: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """``(outs, lses)`` by sequence, from the kernel's text."""
     p = case.problem
@@ -157,7 +161,9 @@ def run(
     owner = [shuffled.randrange(3) for _ in range(plan.schedule.full_tiles)]
     for worker in range(3):
         taken = [t for t, who in enumerate(owner) if who == worker]
-        Machine(arguments, operands, taken, SCALE, seed + worker, eager, change)
+        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change)
+        if machines is not None:
+            machines.append(machine)
     outs, lses = [], []
     first = 0
     for i, (sq, _) in enumerate(case.lengths):
@@ -349,3 +355,65 @@ def test_a_loop_that_waits_for_ever_is_a_deadlock():
 
     with pytest.raises(Deadlock):
         run(same(100, 100), change=edited)
+
+
+# What the checker explores ------------------------------------------------------------------------------------------
+
+
+def explored(turn: Any, ring: AttentionRing, *who: int, blocks: list[int]) -> list[tuple[Any, ...]]:
+    """A loop's operations in `tilestream.verify.attention_protocol` for items of so many key blocks, by name."""
+    items = [WorkItem(i, 0, 0, 0, 0, count) for i, count in enumerate(blocks)]
+    state: Any = LoadPlaces() if not who else MathPlaces()
+    log: list[tuple[Any, ...]] = []
+    for item in (*items, None):
+        loop, answer = turn(ring, *who, state), None
+        while True:
+            try:
+                op = loop.send(answer)
+            except StopIteration as end:
+                state = end.value
+                break
+            answer = item if isinstance(op, Next | Get) else 0 if log else None
+            name = type(op).__name__
+            if name in ("Next", "Done"):
+                answer = item if name == "Next" else 0
+                continue
+            of = op.barrier if name == "Copy" else op[0]
+            log.append((name, str(of) if name not in ("Put", "Get", "Retire") else of))
+            if name == "WaitBarrier":
+                log[-1] += (op.parity,)
+    return log
+
+
+def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
+    """What a loop of the kernel has done: parts of one product, copies of one load, fields of one item are one."""
+    log: list[tuple[Any, ...]] = []
+    starts = 0
+    for op in machine.logs[who]:
+        if op[:2] == ("Start", "k"):
+            starts += 1
+            if starts % parts:
+                continue
+        if not (log and log[-1] == op and op[0] in ("Copy", "Put", "Get")):
+            log.append(op)
+    return log
+
+
+@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_loops_do_what_is_explored(dim, variant):
+    # Of the queries of the second half most see nothing: items without key blocks are among them.
+    case = same(700, 300, causal=True, window=(200, None), head_dim=dim)
+    plan = plan_of(case.problem, variant=variant)
+    machines: list[Machine] = []
+    run(case, plan=plan, machines=machines)
+    machine = machines[0]
+    arguments = machine.arguments
+    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"])
+    blocks = [count - 1 for count in machine.told if count]
+    assert 0 in blocks
+    assert max(blocks) > 1
+    assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
+    assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
+    for who in range(ring.consumers):
+        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
