@@ -21,7 +21,6 @@ from tilestream.kernels.portable.attention_arguments import (
     AttentionArguments,
     AttentionLayout,
     KeyGate,
-    list_programs,
 )
 from tilestream.kernels.portable.attention_list import list_sequences
 from tilestream.plan.attention import AttentionProblem
@@ -122,13 +121,13 @@ def build(plan: AttentionPlan, layout: AttentionLayout, target: str) -> tuple[An
     return compiled(attention, filled, arguments.options, target)
 
 
-def build_list(plan: AttentionPlan, layout: AttentionLayout, target: str) -> tuple[Any, str]:
+def build_list(plan: AttentionPlan, target: str) -> tuple[Any, str]:
     """Compile the launch before, of a packed call."""
-    assert list_programs(plan, 64) == 1
     *_, cu_seqlens_q, cu_seqlens_k, _, seqlens_k = pointers(plan.problem)
-    starts = order = Pointer("int32", 4)
-    filled = AttentionArguments(plan, layout).fill_list(cu_seqlens_q, cu_seqlens_k, seqlens_k, starts, order)
-    return compiled(list_sequences, filled, {}, target)
+    lists = (cu_seqlens_q, cu_seqlens_k, seqlens_k, Pointer("int32"), Pointer("int32"))
+    p = plan.problem
+    numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, p.heads_q, plan.positions)
+    return compiled(list_sequences, (*lists, *numbers), {}, target)
 
 
 def main() -> None:
@@ -137,7 +136,7 @@ def main() -> None:
         for name, plan, layout in configurations(target, what):
             report(target, name, functools.partial(build, plan, layout, target))
             if plan.problem.varlen and plan.block[0] == 128 and plan.problem.dtype == "bfloat16":
-                report(target, f"{name}: the list", functools.partial(build_list, plan, layout, target))
+                report(target, f"{name}: the list", functools.partial(build_list, plan, target))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Prepared:
         if chunks is not None:
             flat = FlatArrival(0, 1, 0, chunks.count, chunks.rows_per_chunk, chunks.bounds, None)
         problem = problem_of(t, s, flat)
-        self.plan: AttentionPlan = plan_attention.__wrapped__(problem, workers, kind, device=DEVICE)
+        self.plan: AttentionPlan = plan_attention.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable")
         dtype = torch.bfloat16 if case.dtype == torch.float8_e4m3fn else case.dtype
         self.out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"), dtype=dtype)
         self.lse = torch.full(lse_shape(t), float("nan"))
