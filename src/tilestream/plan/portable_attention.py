@@ -82,6 +82,8 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     rows = (TILES if problem.aligned else UNALIGNED)[size, max(2, itemsize)]
     if problem.keys is not None:
         rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows)
+    if itemsize == 1 and not has_fp8_units(device.arch):
+        rows = rows[1:]  # q and k are converted in registers, of which there are too few for the largest
     if device.arch.startswith("gfx"):
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     ring = 2 * size * itemsize
