@@ -63,6 +63,7 @@ def test_a_problem_refuses(change, error, message):
     [
         ({"seqlen_q": 1.5}, ValueError, r"seqlen_q=1\.5; an extent is a whole number"),
         ({"causal": "left"}, ValueError, "causal='left'; it is False, True"),
+        ({"window": 3}, ValueError, r"window=3; it is \(left, right\)"),
         ({"workers": 0}, ValueError, "workers=0; it is a positive whole number"),
         ({"schedule": "stream_k"}, ValueError, "schedule='stream_k'; attention has auto, static, dynamic"),
         ({"device": H100, "backend": "cdna"}, ValueError, "backend='cdna'; attention has"),
