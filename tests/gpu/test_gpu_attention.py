@@ -142,7 +142,7 @@ def poisoned(call) -> tuple[torch.Tensor, torch.Tensor]:
     return answer, lse
 
 
-@pytest.mark.parametrize("case", _each())
+@pytest.mark.parametrize("case", list(_each()))
 def test_numbers(case, backend):
     call = call_of(case, "cuda")
     out, lse = poisoned(call)
