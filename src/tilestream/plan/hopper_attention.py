@@ -38,14 +38,17 @@ _MOST = 2**29
 _STEP, _MOST_STRIDE = 16, 2**40
 #: Bytes of K and V that the heads that are taken together may have, so that they stay in L2.
 L2_BYTES = 24e6
-# Constants of the cost model, by reasoning from the units' rates, and from the prototype's runs: not fitted yet.
+# Constants of the cost model: the units' rates, and a fit by hand to a run on an H100 (section `variants` of
+# benchmarks/gpu_attention.py).
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
 #: rounding, and the accumulator's part of the scaling.
 EXPONENTIALS, OPERATIONS, OPERATIONS_A_SCORE = 16, 128, 4.0
 #: Share of the shorter of multiplications and softmax that the longer does not hide, by consumers.
-NOT_HIDDEN = {2: 0.35, 3: 0.2}
+NOT_HIDDEN = {2: 0.38, 3: 0.25}
+#: What three consumers lose where tiles have a diagonal: measured, and not explained.
+DIAGONAL_LOSS = 1.12
 #: Seconds of a tile's start and end that nothing hides; of a launch; of a key block's barriers.
-TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.4e-6, 5e-6, 40e-9
+TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 10e-9
 #: Share of the nominal rates that kernels reach.
 EFFICIENCY, MEMORY_EFFICIENCY = 0.92, 0.86
 
@@ -81,9 +84,10 @@ TILES = (
 
 
 def registers(consumers: int, columns: int) -> tuple[int, int]:
-    """Of a thread: of the math warps, and of the load warp's group. Together they are what an SM has.
+    """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
-    The accumulator of 256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of
+    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
     """
     if consumers == 3:
         return 160, 32
@@ -113,13 +117,24 @@ def out_buffers(problem: AttentionProblem) -> int:
     return min(2, columns_of(problem) * ITEMSIZE[problem.out_dtype] // LINE)
 
 
-def stages_of(problem: AttentionProblem, tile: Tile, shared: int) -> int:
-    """Stages that fit the shared memory beside the queries and the C buffers."""
-    line = width(problem)
-    queries = tile.consumers * ROWS * parts_of(problem) * LINE
-    out = tile.consumers * out_buffers(problem) * ROWS * LINE
-    stage = tile.block * LINE * (parts_of(problem) + columns_of(problem) // line)
-    return min(_MOST_STAGES, (shared - queries - out - _BARRIER_BYTES) // stage)
+def shared_bytes(problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int) -> int:
+    """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
+    parts = parts_of(problem)
+    rows = consumers * ROWS * (queries * parts + out_buffers(problem))
+    return LINE * (rows + stages * block * (parts + columns_of(problem) // width(problem))) + _BARRIER_BYTES
+
+
+def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int) -> int:
+    """Stages that fit the shared memory, beside the queries of one item."""
+    stages = _MOST_STAGES
+    while stages and shared_bytes(problem, consumers, block, stages, 1) > shared:
+        stages -= 1
+    return stages
+
+
+def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int) -> int:
+    """Items whose queries fit beside the stages: two, if there is room, so that the next item's come early."""
+    return 2 if shared_bytes(problem, consumers, block, stages, 2) <= shared else 1
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
@@ -206,20 +221,23 @@ def candidates(
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
         fits = tile.columns // 2 < columns <= tile.columns or (columns == 192 and tile.columns == 256)
-        stages = stages_of(problem, tile, device.shared)
+        stages = stages_of(problem, tile.consumers, tile.block, device.shared)
         if not fits or stages < 2 or tile.busy != busy:
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows)
         group = max(1, int(L2_BYTES // bytes_of_head)) * max(1, problem.ratio // pack)
         schedule = schedule_of(problem, rows // pack, pack, group, kind, workers)
-        seconds = _seconds(problem, device, tile, schedule.grid.tiles, workers)
+        seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers)
         yield AttentionCandidate(
-            variant or "turns", (rows, tile.block), schedule, seconds, pack, 4, stages
+            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4,
+            stages,
         )  # fmt: skip
 
 
-def _seconds(problem: AttentionProblem, device: DeviceProperties, tile: Tile, tiles: int, workers: int) -> float:
+def _seconds(
+    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, tiles: int, workers: int
+) -> float:
     """What a launch takes: tiles in waves, or memory, whichever is the longer."""
     rate = device.peak(problem.dtype, 1)
     clock = rate / 4096
@@ -228,11 +246,12 @@ def _seconds(problem: AttentionProblem, device: DeviceProperties, tile: Tile, ti
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
-    # Of a row on average, and half a block at each masked end.
+    if tile.consumers == 3 and problem.right is not None:
+        step *= DIAGONAL_LOSS
+    # Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
     keys = cdiv(problem.pairs, max(problem.rows, 1))
-    blocks = (
-        keys / tile.block + (0.5 if problem.left is not None else 0.0) + (0.5 if problem.right is not None else 0.0)
-    )
+    ends = (problem.left is not None) + (problem.right is not None)
+    blocks = (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
     total = (max(blocks, 1.0) * step + TILE_SECONDS) * tiles / min(workers, tiles)
     # Tiles differ: what the last of them leaves undone is on average half of one.
     tail = 0.5 * step * blocks if tiles > workers else 0.0

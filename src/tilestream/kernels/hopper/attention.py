@@ -55,15 +55,17 @@ UNSPECIALISED = (
     "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "stride_lb", "stride_lh", "stride_lr",
     "tiles", "num_m", "num_n", "group", "scale", "inner",
 )  # fmt: skip
+#: Words and numbers that lie anywhere.
+UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table")
 
 
 @gluon.jit
-def start_scores(q_parts, k_parts, who, stage, PARTS: gl.constexpr, BLOCK: gl.constexpr):
-    """Start ``Q K^T`` of a consumer's rows and a stage: a multiplication for each part of the head's columns."""
+def start_scores(q_parts, k_parts, q_at, stage, PARTS: gl.constexpr, BLOCK: gl.constexpr):
+    """Start ``Q K^T`` of an item's rows and a stage: a multiplication for each part of the head's columns."""
     scores = gl.zeros((ROWS, BLOCK), gl.float32, mma_layout(BLOCK))
     for part in gl.static_range(PARTS):
         scores = warpgroup_mma(
-            q_parts.index(who * PARTS + part), k_parts.index(stage * PARTS + part).permute((1, 0)), scores,
+            q_parts.index(q_at * PARTS + part), k_parts.index(stage * PARTS + part).permute((1, 0)), scores,
             is_async=True, use_acc=part > 0,
         )  # fmt: skip
     return scores
@@ -77,7 +79,7 @@ def as_operand(p, COLUMNS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def math_step(
-    q_parts, k_parts, v_stages, k_full, k_empty, v_full, v_empty, order, stage, phase, turn, o, p, top, total,
+    q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn, o, p, top, total,
     position, first_key, keys, until, since, scale, inner,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
@@ -92,7 +94,7 @@ def math_step(
     if ORDERED:
         # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
         mbarrier.wait(order.index(WHO), turn ^ (WHO == 0))
-    scores = start_scores(q_parts, k_parts, WHO, next_stage, PARTS, BLOCK)
+    scores = start_scores(q_parts, k_parts, q_at, next_stage, PARTS, BLOCK)
     mbarrier.wait(v_full.index(stage), phase)
     product = warpgroup_mma(p, v_stages.index(stage), o, is_async=True)
     if ORDERED:
@@ -128,8 +130,8 @@ def math_loop(
     q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
     lse, sinks, scale, inner,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile."""
     if CHAINED:
@@ -141,6 +143,7 @@ def math_loop(
     phase = tl.cast(0, tl.int32)
     slot = tl.cast(0, tl.int32)
     slot_phase = tl.cast(0, tl.int32)
+    q_stage = tl.cast(0, tl.int32)
     q_phase = tl.cast(0, tl.int32)
     turn = tl.cast(0, tl.int32)
     going = tl.cast(1, tl.int32)
@@ -153,7 +156,8 @@ def math_loop(
             top = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
             total = gl.full([ROWS], 0.0, gl.float32, rows_layout)
             o = gl.zeros((ROWS, COLUMNS), gl.float32, out_layout)
-            mbarrier.wait(q_full.index(WHO), q_phase)
+            q_at = WHO * QUERIES + q_stage
+            mbarrier.wait(q_full.index(q_at), q_phase)
             if going > 1:
                 begin = get(slots, slot, 2, 4)
                 last = begin + going - 2
@@ -163,7 +167,7 @@ def math_loop(
                 until = get(slots, slot, 6, 4)
                 since = get(slots, slot, 7, 4)
                 mbarrier.wait(k_full.index(stage), phase)
-                scores = warpgroup_mma_wait(0, (start_scores(q_parts, k_parts, WHO, stage, PARTS, BLOCK),))
+                scores = warpgroup_mma_wait(0, (start_scores(q_parts, k_parts, q_at, stage, PARTS, BLOCK),))
                 mbarrier.arrive(k_empty.index(stage))
                 if CAPPED:
                     scores = capped(scores, inner)
@@ -176,33 +180,33 @@ def math_loop(
                 if RIGHT:
                     for j in range(plain_end, last):
                         o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                            o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
                             since, scale, inner,
                             WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
                         )  # fmt: skip
                 for _ in range(plain_begin, plain_end):
                     o, p, top, total, stage, phase, turn = math_step(
-                        q_parts, k_parts, v_stages, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
+                        q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
                         o, p, top, total, position, 0, keys, until, since, scale, inner,
                         WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, False, LEFT, RIGHT, CAPPED, ORDERED,
                     )  # fmt: skip
                 if LEFT:
                     for j in range(begin, plain_begin):
                         o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                            o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
                             since, scale, inner,
                             WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
                         )  # fmt: skip
-                mbarrier.arrive(q_empty.index(WHO))
+                mbarrier.arrive(q_empty.index(q_at))
                 mbarrier.wait(v_full.index(stage), phase)
                 o = warpgroup_mma_wait(0, (warpgroup_mma(p, v_stages.index(stage), o, is_async=True),))
                 mbarrier.arrive(v_empty.index(stage))
                 stage, phase = step(stage, phase, STAGES)
             else:
-                mbarrier.arrive(q_empty.index(WHO))
-            q_phase = q_phase ^ 1
+                mbarrier.arrive(q_empty.index(q_at))
+            q_stage, q_phase = step(q_stage, q_phase, QUERIES)
             # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
             head = get(slots, slot, 8, 4)
             batch = get(slots, slot, 9, 4)
@@ -225,17 +229,17 @@ def math_loop(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED)
+@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attend(
     q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters,
     base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
     tiles, num_m, num_n, group, scale, inner,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr,
-    RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr, MATH_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
@@ -263,6 +267,8 @@ def attend(
         Query heads side by side in a tile's rows.
     PARTS
         Parts that queries and keys are multiplied in: boxes of their columns.
+    QUERIES
+        Items whose queries there is room for: with two, the next item's come while one is at work.
     COLUMNS
         Of V, a power of two; as keys' columns they are more than there are, which copies fill with zeros.
     """
@@ -272,12 +278,12 @@ def attend(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], k_map.dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], v_map.dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], out_map.dtype)
-    q_parts = gl.allocate_shared_memory(q_map.dtype, [CONSUMERS * PARTS, ROWS, WIDTH], q_layout)
+    q_parts = gl.allocate_shared_memory(q_map.dtype, [CONSUMERS * QUERIES * PARTS, ROWS, WIDTH], q_layout)
     k_parts = gl.allocate_shared_memory(k_map.dtype, [STAGES * PARTS, BLOCK, WIDTH], k_layout)
     v_stages = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
     out_buffers = gl.allocate_shared_memory(out_map.dtype, [CONSUMERS * BUFFERS, ROWS, STRIP], out_layout)
-    q_full = make_barriers(CONSUMERS, 1)
-    q_empty = make_barriers(CONSUMERS, 1)
+    q_full = make_barriers(CONSUMERS * QUERIES, 1)
+    q_empty = make_barriers(CONSUMERS * QUERIES, 1)
     k_full = make_barriers(STAGES, 1)
     k_empty = make_barriers(STAGES, CONSUMERS)
     v_full = make_barriers(STAGES, 1)
@@ -292,14 +298,14 @@ def attend(
                 0, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
                 ORDERED, CHAINED,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
                 ORDERED, CHAINED,
             )),
             (load_loop, (
@@ -308,8 +314,8 @@ def attend(
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT, RIGHT,
-                CHAINED,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
+                RIGHT, CHAINED,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -318,21 +324,21 @@ def attend(
                 0, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
                 ORDERED, CHAINED,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
                 ORDERED, CHAINED,
             )),
             (math_loop, (
                 2, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
                 ORDERED, CHAINED,
             )),
             (load_loop, (
@@ -341,7 +347,7 @@ def attend(
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT, RIGHT,
-                CHAINED,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
+                RIGHT, CHAINED,
             )),
         ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

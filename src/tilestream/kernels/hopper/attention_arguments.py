@@ -11,7 +11,16 @@ from typing import Any
 from tilestream.kernels.hopper.arguments import Map
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.hopper_attention import BEYOND, ROWS, columns_of, out_buffers, parts_of, registers, width
+from tilestream.plan.hopper_attention import (
+    BEYOND,
+    ROWS,
+    columns_of,
+    out_buffers,
+    parts_of,
+    queries_of,
+    registers,
+    width,
+)
 from tilestream.plan.problem import ITEMSIZE
 
 #: Whether launches may begin before the kernel ahead has ended.
@@ -95,6 +104,7 @@ class HopperAttentionArguments:
             "BLOCK": plan.block[1],
             "COLUMNS": columns_of(p),
             "STAGES": plan.stages,
+            "QUERIES": queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared),
             "BUFFERS": out_buffers(p),
             "KIND": plan.schedule.kind,
             "ORDER": plan.schedule.raster.order,

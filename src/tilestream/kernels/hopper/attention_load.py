@@ -137,8 +137,8 @@ def load_loop(
     rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v, page_rows_k,
     page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr,
-    TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CHAINED: gl.constexpr,
+    QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
+    RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their queries, keys and values."""
     if CHAINED:
@@ -160,7 +160,7 @@ def load_loop(
     zero = tl.cast(0, tl.int32)
     enter(counters, base, worker, one, reset, KIND == "static", False)
     ticket, home_open, stage, phase, v_stage, v_phase = zero, one, zero, zero, zero, zero
-    slot, slot_phase, q_phase = zero, zero, zero
+    slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one
     while found != 0:
         found, _, pm, pn, _, _, _, _, _, ticket, home_open, _, _, _, _ = take(
@@ -196,14 +196,15 @@ def load_loop(
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
             for who in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(who), q_phase ^ 1)
-                mbarrier.expect(q_full.index(who), Q_BYTES)
+                q_at = who * QUERIES + q_stage
+                mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)
+                mbarrier.expect(q_full.index(q_at), Q_BYTES)
                 for part in gl.static_range(PARTS):
                     at = place(
                         batch, origin, own_queries, first + who * (ROWS // PACK), head * PACK, part * WIDTH, RAGGED_Q
                     )  # fmt: skip
-                    tma_load(q_map, at, q_full.index(who), q_boxes.index(who * PARTS + part))
-            q_phase = q_phase ^ 1
+                    tma_load(q_map, at, q_full.index(q_at), q_boxes.index(q_at * PARTS + part))
+            q_stage, q_phase = step(q_stage, q_phase, QUERIES)
             pages = table
             if PAGE:
                 pages = table + batch.to(gl.int64) * table_stride
