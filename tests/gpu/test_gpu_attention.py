@@ -142,7 +142,7 @@ def poisoned(call) -> tuple[torch.Tensor, torch.Tensor]:
     return answer, lse
 
 
-@pytest.mark.parametrize("case", _each())
+@pytest.mark.parametrize("case", list(_each()))
 def test_numbers(case, backend):
     call = call_of(case, "cuda")
     out, lse = poisoned(call)
@@ -185,6 +185,16 @@ def test_quick_layouts(layout, backend):
             tensors[name] = store[..., more : more + x.shape[3]]
             tensors[name].copy_(x)
     call.check(*ts.attention(**tensors, causal=True, return_lse=True))
+
+
+@pytest.mark.parametrize("more", [1, 3, 8])
+def test_quick_layouts_of_the_output(more, backend):
+    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    store = torch.full((2, 130, 4, 64 + more), math.nan, dtype=BF16, device="cuda")
+    out = store[..., :64]
+    ts.attention(**call.tensors, causal=True, out=out)
+    call.check(out, None)
+    assert store[..., 64:].isnan().all(), "wrote beside the output"
 
 
 @pytest.mark.parametrize("how", ["dense", "packed", "packed paged"])

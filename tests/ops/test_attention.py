@@ -35,14 +35,21 @@ def run(case: Case, seed: int = 0, **how) -> None:
 
 
 @pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", [((37,), (113,)), ((113,), (37,))], ids=str)
 def test_dense(features, lengths):
     run(Case(*lengths, heads=(4, 2), dims=(32, 32), features=features))
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", ["causal", "all"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths_at_the_edges_of_tiles(features, lengths):
+    run(Case(*lengths, heads=(4, 2), dims=(32, 32), features=features))
+
+
+@pytest.mark.parametrize(
+    ("mix", "features"), [*((MIXES[0], name) for name in FEATURES), *((mix, "all") for mix in MIXES[1:])]
+)
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_several_sequences(mix, how, features, small_blocks):
     queries, keys = mix
     if "packed" not in how:
@@ -50,7 +57,7 @@ def test_several_sequences(mix, how, features, small_blocks):
     run(Case(queries, keys, (4, 2), features=features, how=how, page=8, extra=2), workers=2)
 
 
-@pytest.mark.parametrize("page", [1, 2, 16, 64, 256])
+@pytest.mark.parametrize("page", [1, 16, 256])
 def test_pages(page, small_blocks):
     run(Case((20, 40), (100, 33), features="causal", how="packed paged", page=page))
 
@@ -73,13 +80,13 @@ def test_heads(heads, how):
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_every_schedule_and_number_of_workers(schedule, workers, small_blocks):
     run(Case((70,), (90, 20), (4, 2), features="all", how="lengths"), schedule=schedule, workers=workers)
     run(Case((70, 3), (90, 20), (4, 2), features="all", how="packed"), schedule=schedule, workers=workers)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.integers(0, 50), st.integers(0, 50), st.sampled_from([False, True, "top_left"]),
     st.none() | st.integers(0, 30), st.none() | st.integers(0, 30), st.booleans(),
@@ -94,7 +101,7 @@ def test_masks_of_any_kind(rows, keys, causal, left, right, sinks):
     torch.testing.assert_close(lse[0], logs, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=5), st.data())
 def test_lists_of_any_lengths(lengths, data):
     queries, keys = zip(*lengths, strict=True)

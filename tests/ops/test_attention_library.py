@@ -36,7 +36,7 @@ def arguments(case: Case, *, gradients: bool = False, return_lse: bool = True) -
     return *t, *s
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "8 bits"])  # opcheck itself cannot multiply those
+@pytest.mark.parametrize("name", ["dense", "sinks", "paged"])
 def test_opcheck(name):
     gradients = name in ("dense", "sinks", "packed")
     torch.library.opcheck(ops.attention.default, arguments(CASES[name], gradients=gradients))

@@ -24,7 +24,6 @@ from tilestream.ops.attention_operands import (
     alignment_of,
     canonical_scale,
     check_kinds,
-    check_shapes,
     most,
     number,
     to_rows_first,
@@ -190,7 +189,6 @@ def attention(
         canonical_scale(op, "scale_v", scale_v, batch, v.shape[-2]),
         cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k,
     )  # fmt: skip
-    check_shapes(op, t)
     if arrival is not None and block_table is not None:
         raise ValueError(
             f"{op}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before the call"

@@ -210,7 +210,7 @@ def _check_layout(op: str, layout: str, q: torch.Tensor, k: torch.Tensor, heads:
     other = "bhsd" if layout == "bshd" else "bshd"
     rows = -5 - heads
     mine, theirs = q.shape[heads], k.shape[heads]
-    if not packed:
+    if not packed and (mine > MOST_HEADS or (theirs and mine % theirs)):
         names = "[B, S, H, D]" if layout == "bshd" else "[B, H, S, D]"
         swapped = f"{op}: layout={layout!r} is {names}, so q {list(q.shape)} has {mine} heads of {q.shape[rows]} rows"
         way = f"pass layout={other!r}, or transpose(1, 2)"

@@ -165,6 +165,8 @@ def attention_plan(
         raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
     if causal not in (False, True, *get_args(Alignment)):
         raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
+    if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
+        raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
     left, right = window or (None, None)
     properties = device_properties(device)
     keys = None if arrival is None else Incoming(arrival.chunks(extents["batch"] * extents["seqlen_k"]), arrival.pivot)

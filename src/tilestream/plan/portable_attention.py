@@ -1,7 +1,8 @@
 """The policy of the portable GPU attention kernel: candidates -> cost -> compare.
 
 What bounds a row of `TILES` stands beside it. The model: blocks of keys at the rate that a tile's size reaches, and a
-constant a tile. Rates are those of kernels of this shape on an H100; what matters is the order they put rows in.
+constant a tile. The largest rows' rates, and the constant, were read off an H100 (bfloat16, S = 1k to 16k: 3 us a tile
+of 64 columns, 11 of 128); the others are estimates, and what matters is the order they put rows in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tilestream.schedule.integers import cdiv
 from tilestream.schedule.schedule import Kind
 
 #: Seconds a tile costs beside its blocks (taking it, the ring's start and end, the epilogue), and a launch.
-TILE_SECONDS = 2.5e-6
+TILE_SECONDS = 6e-6
 LAUNCH_SECONDS = 8e-6
 #: Bytes of K and V that the heads that are taken together may have: half of what an H100's L2 holds; an MI300's XCD has
 #: 4 MiB, and a queue of its own.
@@ -42,13 +43,13 @@ class AttentionTile(NamedTuple):
 #: kernel has: see the compile gate.
 TILES: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
     (64, 2): (
-        AttentionTile(128, 64, 8, 3, 0.45),  # with 4 warps, scores and sums are 128 registers a thread, and it spills
-        AttentionTile(64, 64, 4, 3, 0.30),
+        AttentionTile(128, 64, 8, 3, 0.35),  # with 4 warps, scores and sums are 128 registers a thread, and it spills
+        AttentionTile(64, 64, 4, 3, 0.25),
         AttentionTile(16, 64, 4, 3, 0.08),
     ),
     (128, 2): (
-        AttentionTile(128, 64, 8, 3, 0.50),
-        AttentionTile(64, 64, 8, 3, 0.33),
+        AttentionTile(128, 64, 8, 3, 0.48),
+        AttentionTile(64, 64, 8, 3, 0.30),
         AttentionTile(16, 64, 4, 3, 0.08),
     ),
     (256, 2): (
@@ -82,6 +83,8 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     rows = (TILES if problem.aligned else UNALIGNED)[size, max(2, itemsize)]
     if problem.keys is not None:
         rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows)
+    if itemsize == 1 and not has_fp8_units(device.arch):
+        rows = rows[1:]  # q and k are converted in registers, of which there are too few for the largest
     if device.arch.startswith("gfx"):
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     ring = 2 * size * itemsize

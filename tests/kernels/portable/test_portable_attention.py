@@ -55,7 +55,7 @@ class Prepared:
         if chunks is not None:
             flat = FlatArrival(0, 1, 0, chunks.count, chunks.rows_per_chunk, chunks.bounds, None)
         problem = problem_of(t, s, flat)
-        self.plan: AttentionPlan = plan_attention.__wrapped__(problem, workers, kind, device=DEVICE)
+        self.plan: AttentionPlan = plan_attention.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable")
         dtype = torch.bfloat16 if case.dtype == torch.float8_e4m3fn else case.dtype
         self.out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"), dtype=dtype)
         self.lse = torch.full(lse_shape(t), float("nan"))
@@ -78,8 +78,9 @@ def dense(rows: int, keys: int, **more) -> Case:
     return Case((rows,), (keys, keys), **more)
 
 
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("lengths", [(20, 40), (33, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "features"), [*(((20, 40), name) for name in FEATURES), ((33, 9), "causal"), ((33, 9), "all")]
+)
 def test_dense(lengths, features):
     Prepared(dense(*lengths, features=features)).run().check()
 
@@ -92,21 +93,21 @@ def test_several_sequences(how, features):
     Prepared(Case(queries, keys, (2, 1), features=features, how=how, page=8, extra=3)).run().check()
 
 
-@pytest.mark.parametrize("page", [1, 4, 16, 64])
+@pytest.mark.parametrize("page", [4, 64])
 def test_pages_smaller_and_larger_than_a_block(page):
-    Prepared(Case((20, 5), (50, 33), features="causal", how="packed paged", page=page)).run().check()
+    Prepared(Case((20, 5), (30, 17), features="causal", how="packed paged", page=page)).run().check()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5])
+@pytest.mark.parametrize("rows", [1, 4, 5])
 def test_heads_share_the_rows_of_short_queries(rows):
-    prepared = Prepared(dense(rows, 40, heads=(8, 2), features="causal"))
-    assert prepared.plan.pack == {1: 4, 3: 4, 4: 4, 5: 2}[rows]
+    prepared = Prepared(Case((rows,), (20,), (8, 2), features="causal"))
+    assert prepared.plan.pack == {1: 4, 4: 4, 5: 2}[rows]
     prepared.run().check()
-    Prepared(Case((rows,), (40,), (8, 2), features="sinks", how="packed")).run().check()
+    Prepared(Case((rows,), (20,), (8, 2), features="sinks", how="packed")).run().check()
 
 
 def test_every_small_mask(monkeypatch):
-    for rows, keys, left, right in itertools.product((1, 17), (33,), (None, 5), (None, 0, 17)):
+    for rows, keys, left, right in itertools.product((1, 17), (33,), (None, 5), (None, 0)):
         monkeypatch.setitem(FEATURES, "this", {"window": (left, right)})
         Prepared(Case((rows,), (keys,), (1, 1), (8, 8), "this")).run().check()
 
@@ -123,7 +124,7 @@ def test_dtypes(features, dtype):
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("workers", [1, 7])
+@pytest.mark.parametrize("workers", [7])
 def test_every_number_of_workers(kind, workers):
     Prepared(dense(33, 20, features="causal"), kind, workers).run().check()
     Prepared(Case((5, 20), (20, 17), features="causal", how="packed"), kind, workers).run().check()
@@ -158,12 +159,13 @@ CHUNKINGS = {
 
 
 @pytest.mark.parametrize(
-    ("chunking", "features"), [*((name, "causal") for name in CHUNKINGS), ("odd", "window"), ("ragged", "full")]
+    ("chunking", "features"),
+    [("blocks", "causal"), ("odd", "window"), ("wide", "causal"), ("ragged", "full"), ("empty ends", "causal")],
 )
 def test_keys_that_have_arrived(chunking, features):
     chunks = CHUNKINGS[chunking]
-    Prepared(dense(20, 33, features=features), chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
-    packed = Case((20, 17), (40, 26), features=features, how="packed")
+    Prepared(dense(10, 33, features=features), chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
+    packed = Case((10, 7), (40, 26), (1, 1), features=features, how="packed")
     Prepared(packed, chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
 
 

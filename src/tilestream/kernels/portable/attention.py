@@ -227,8 +227,8 @@ def attention(
     stride_sqb, stride_sqh, stride_skb, stride_skh, stride_svb, stride_svh,
     num_m, num_n, tiles, queues, group,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, PACK: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PACK: tl.constexpr, ALIGN: tl.constexpr, ALIGN_OUT: tl.constexpr,
+    WIDE: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr,
     VARLEN: tl.constexpr, PACKED_K: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, POSITIVE: tl.constexpr,
     PRECISION: tl.constexpr, CONVERT: tl.constexpr, KEYS: tl.constexpr,
@@ -253,6 +253,8 @@ def attention(
         Of the window; -1: all.
     scale, cap
         Of scores, in base 2; of the soft cap.
+    ALIGN, ALIGN_OUT
+        What the strides of q, k and v, and of the output, are multiples of.
     CONVERT
         Whether the matrix units take q and k as float16: where they know no 8-bit operands. P and V they always do.
     """
@@ -423,10 +425,10 @@ def attention(
                 logs = tl.where(over != 0, float("nan"), logs)
             # Once more, and not the same in the compiler's eyes: kept, they would take registers that the loops want.
             row, position = rows_of_tile(tl.minimum(sequence, 0), first, BLOCK_M, PACK)
-            out_at = out + at_row * stride_os + tl.multiple_of(head.to(tl.int64) * stride_oh, ALIGN)
+            out_at = out + at_row * stride_os + tl.multiple_of(head.to(tl.int64) * stride_oh, ALIGN_OUT)
             if not VARLEN:
                 out_at += at_batch * stride_ob
-            offset = offset_of(row, stride_os, stride_oh, PACK, ALIGN, WIDE)
+            offset = offset_of(row, stride_os, stride_oh, PACK, ALIGN_OUT, WIDE)
             column = tl.arange(0, BLOCK_DV)
             tl.store(
                 out_at + (offset[:, None] + column[None, :]), acc.to(out.dtype.element_ty),

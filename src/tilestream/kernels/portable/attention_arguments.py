@@ -134,7 +134,8 @@ def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
         "D": problem.head_dim,
         "DV": problem.head_dim_v,
         "PACK": plan.pack,
-        "ALIGN": 16 // ITEMSIZE[problem.dtype] if problem.aligned else 1,
+        "ALIGN": _alignment(problem.dtype, layout.q, layout.k, layout.v),
+        "ALIGN_OUT": _alignment(problem.out_dtype, layout.out),
         "WIDE": _wide(plan, layout),
         "KIND": schedule.kind,
         "SPLIT": schedule.split,
@@ -157,6 +158,12 @@ def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
 def padded(columns: int) -> int:
     """Columns of a head as the matrix units see them: a power of two."""
     return max(_LEAST_COLUMNS, 1 << (columns - 1).bit_length())
+
+
+def _alignment(dtype: str, *strides: Strides) -> int:
+    """Elements of 16 bytes where strides are multiples of that, else 1. Of addresses Triton finds out by itself."""
+    elements = 16 // ITEMSIZE[dtype]
+    return elements if all(stride % elements == 0 for each in strides for stride in each) else 1
 
 
 def _wide(plan: AttentionPlan, layout: AttentionLayout) -> bool:
