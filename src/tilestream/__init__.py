@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, Any
 from tilestream import trace
 from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import Plan, plan
+from tilestream.plan import Plan, attention_plan, plan
 from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in
-    from tilestream.ops import addmm, bmm, linear, matmul, mm
+    from tilestream.ops import (
+        addmm,
+        attention,
+        bmm,
+        linear,
+        matmul,
+        merge_attention,
+        mm,
+        register_attention,
+        use_attention,
+    )
     from tilestream.ops.limit import worker_limit
     from tilestream.runtime.channel import check
 
@@ -24,11 +34,15 @@ _LAZY = {
     "Stream": "tilestream.arrival.stream",
     "stream_in": "tilestream.arrival.stream",
     "addmm": "tilestream.ops",
+    "attention": "tilestream.ops",
     "bmm": "tilestream.ops",
     "check": "tilestream.runtime.channel",
     "linear": "tilestream.ops",
     "matmul": "tilestream.ops",
+    "merge_attention": "tilestream.ops",
     "mm": "tilestream.ops",
+    "register_attention": "tilestream.ops",
+    "use_attention": "tilestream.ops",
     "worker_limit": "tilestream.ops.limit",
 }
 
@@ -41,14 +55,19 @@ __all__ = [
     "TilestreamError",
     "__version__",
     "addmm",
+    "attention",
+    "attention_plan",
     "bmm",
     "check",
     "linear",
     "matmul",
+    "merge_attention",
     "mm",
     "plan",
+    "register_attention",
     "stream_in",
     "trace",
+    "use_attention",
     "worker_limit",
 ]
 

@@ -21,7 +21,7 @@ import pytest
 
 from int31 import on_int31
 from tilestream.arrival import chunks
-from tilestream.schedule import integers, queues, raster, ring, stream_k, swizzle
+from tilestream.schedule import attention, integers, queues, raster, ring, stream_k, swizzle
 
 SRC = Path(integers.__file__).parents[2]
 
@@ -31,7 +31,8 @@ def functions_of(module) -> list[FunctionType]:
     return [f for f in members if inspect.isfunction(f) and f.__module__ == module.__name__ and f.__name__[0] != "_"]
 
 
-LEAVES = {f.__name__: f for m in (integers, raster, queues, ring, stream_k, swizzle) for f in functions_of(m)}
+MODULES = (integers, raster, queues, ring, stream_k, swizzle, attention)
+LEAVES = {f.__name__: f for m in MODULES for f in functions_of(m)}
 LEAVES |= {"chunk_of": chunks.chunk_of, "pivot_tile": chunks.pivot_tile}
 del LEAVES["next_base"]  # the host's alone: it counts in 64 bits
 
@@ -56,6 +57,13 @@ ARGUMENTS = {
     "skip": [(1, 1, 5, 3), (2, 0, 0, 3), (0, 1, 2**31 - 2, 1), (11, 1, 2**31 - 12, 12)],
     "before": [(2, 3), (0, 3), (0, 1)],
     "swizzled": [(13, 5, 2, 4), (2**31 - 1, 2**31 - 1, 1, 2**30)],
+    "row_of": [(133, 8), (0, 1), (2**31 - 1, 64)],
+    "diagonal": [(100, 300), (300, 100), (0, 2**31 - 1)],
+    "seen_keys": [(17, 200, 0, 64, 0, 300), (17, 0, 200, 64, 300, 300), (2**29, 0, 7, 2**30, 2**30, 2**29)],
+    "key_blocks": [(128, 255, 44, 0, 300, 0, 300, 64), (0, 7, 0, 90, 12, 20, 10, 4), (0, 0, 0, 0, 9, 9, 0, 128)],
+    "share_of_keys": [(3, 5, 11, 12, 4, 2), (0, 0, 0, 2, 3, 2), (2**30, 2**30, 2**30 + 9, 2**31 - 1, 7, 6)],
+    "comes_before": [(10, 3, 9, 2), (10, 3, 10, 4), (10, 4, 10, 3)],
+    "halved": [(3, 9, 100, 100), (3, 9, 101, 100), (3, 4, 50, 60)],
     "chunk_of": [(1000, 128), (2**31 - 1, 3)],
     "pivot_tile": [(100, 300, 64, 7), (100, 101, 64, 2), (512, 512, 64, 8)],
 }
@@ -220,7 +228,7 @@ for name, rows in cases.items():
     kernel = importlib.import_module("interpreted_" + name).kernel
     got = []
     for row in rows:
-        out = torch.full((3,), -7, dtype=torch.int32)
+        out = torch.full((4,), -7, dtype=torch.int32)
         kernel[(1,)](*row, out)
         got.append(out.tolist())
     print(json.dumps([name, got]))
@@ -244,6 +252,7 @@ def random_arguments(name: str, rng: random.Random) -> tuple[int, ...]:
         "before": (t % n, n),
         "neighbour": (t, m * n, group),
         "swizzled": (begin, t, 2 ** (m % 3), 2 ** (n % 5)),
+        "share_of_keys": (*sorted(rng.randint(0, 20) for _ in range(4)), n, t % n),
         "pivot_tile": (begin, begin + rng.randint(0, 99), rng.choice([16, 64, 100]), m + 9),
     }.get(name) or tuple(rng.randint(1, 99) for _ in inspect.signature(LEAVES[name]).parameters)
 

@@ -7,9 +7,9 @@ else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `t
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.schedule.grid import WorkItem
@@ -41,6 +41,16 @@ class See(NamedTuple):
 
     operand: int
     chunk: int
+
+
+class Needs(Protocol):
+    """What a launch must know of a gate."""
+
+    def needs(self, item: WorkItem) -> tuple[Wait, ...]:
+        """The chunks ``item`` reads, each once."""
+
+    def every(self) -> tuple[See, ...]:
+        """Every chunk."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,30 @@ class Gate:
         return tuple(See(o, chunk) for o, chunks in operands if chunks is not None for chunk in range(chunks.count))
 
 
+@dataclass(frozen=True)
+class RowGate:
+    """What an item waits for, where its rows of the one operand that arrives are no matter of tiles.
+
+    Parameters
+    ----------
+    chunks
+        How the operand arrives.
+    rows
+        The rows ``[begin, end)`` of it that an item reads.
+    """
+
+    chunks: Chunks
+    rows: Callable[[WorkItem], tuple[int, int]]
+
+    def needs(self, item: WorkItem) -> tuple[Wait, ...]:
+        """The chunks ``item`` reads, in order, each once."""
+        return tuple(Wait(0, chunk, item) for chunk in self.chunks.of_rows(*self.rows(item)))
+
+    def every(self) -> tuple[See, ...]:
+        """Every chunk."""
+        return tuple(See(0, chunk) for chunk in range(self.chunks.count))
+
+
 class Seen(NamedTuple):
     """The chunks a worker has waited for already, as bits: a wait happens once per new chunk, not once per item."""
 
@@ -94,7 +128,7 @@ class Seen(NamedTuple):
     columns: int = 0
 
 
-def pass_gate(gate: Gate, item: WorkItem, seen: Seen) -> Generator[Wait, int, tuple[bool, Seen]]:
+def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, tuple[bool, Seen]]:
     """Wait for every chunk ``item`` reads that this worker has not yet seen; False: the launch is over, do nothing."""
     for need in gate.needs(item):
         bit = 1 << need.chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,9 +16,10 @@ from tilestream.plan.plan import Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
 from tilestream.runtime.record import op_number
+from tilestream.schedule.schedule import Schedule
 
 #: The longest deadline that a kernel can count to in nanoseconds: 30 years.
-_LONGEST_SECONDS = 1e9
+LONGEST_SECONDS = 1e9
 
 #: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
@@ -86,18 +87,11 @@ class Launch:
         incoming: Incoming | None = None, probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
-        device = a.device
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        if self._wordless:
-            self.issue(stream, a, b, out, epilogue, NO_WORDS, incoming, probe)
-        elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            words = captured_words(device, self.plan.schedule, self.plan.block)
+
+        def issue(stream: int, words: Words) -> None:
             self.issue(stream, a, b, out, epilogue, words, incoming, probe)
-        else:
-            workspace = device_workspace(device, stream)
-            with workspace.lock:
-                words = workspace.open(self.plan.schedule, self.plan.block)
-                self.issue(stream, a, b, out, epilogue, words, incoming, probe)
+
+        with_words(a.device, None if self._wordless else self.plan.schedule, self.plan.block, issue)
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
@@ -117,8 +111,34 @@ class Launch:
         return GateArguments(
             rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
             report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
-            int(1e9 * min(incoming.deadline, _LONGEST_SECONDS)), op_number(incoming.op),
+            int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
         )  # fmt: skip
+
+
+def with_words(
+    device: torch.device, schedule: Schedule | None, block: Sequence[int], issue: Callable[[int, Words], None],
+    listed: int = 0,
+) -> None:  # fmt: skip
+    """Issue a launch on the current stream, with words to work on; ``schedule`` is None where it needs none.
+
+    Parameters
+    ----------
+    block
+        Of a slot: see `Words`.
+    issue
+        Told the stream and the words.
+    listed
+        Elements of either half of a list that the launch makes for itself.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    if schedule is None:
+        issue(stream, NO_WORDS)
+    elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        issue(stream, captured_words(device, schedule, block, listed))
+    else:
+        workspace = device_workspace(device, stream)
+        with workspace.lock:
+            issue(stream, workspace.open(schedule, block, listed))
 
 
 def address(x: Any) -> Any:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from tilestream.arrival.gate import Gate, See, Seen, Wait, pass_gate
+from tilestream.arrival.gate import Needs, See, Seen, Wait, pass_gate
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.schedule import Cursor, Peek, Schedule, Take, take
 
@@ -146,7 +146,7 @@ class WorkerState(NamedTuple):
 
 
 def work(
-    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
 ) -> Generator[Operation, int, WorkerState | None]:
     """One turn of ``worker``'s loop; the state for the next, or None when it is to leave (STOP, or drained)."""
     if (yield Poll()):
@@ -164,7 +164,7 @@ def work(
 
 
 def work_through(
-    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState, reset: bool = False,
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState, reset: bool = False,
     finish: HandIn | None = None,
 ) -> Generator[DrainingOperation, int, WorkerState | None]:  # fmt: skip
     """As `work`, for a launch that is worked through to its last item, whatever happens: None means STOP and no more.
@@ -191,7 +191,7 @@ def work_through(
 
 
 def take_and_pass(
-    schedule: Schedule, gate: Gate | None, worker: int, state: WorkerState
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
 ) -> Generator[Take | Peek | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
     """The first half of `work_through`: an item, whether it is to be computed or poisoned, and the state behind it.
 
@@ -241,7 +241,7 @@ def settle(done: Done) -> Generator[Done | Settling, int, None]:
         yield AddUp(item)
 
 
-def leave(schedule: Schedule, gate: Gate | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:
+def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:
     """Count a worker out; the last one out leaves the words as a launch has to find them (invariant 4).
 
     ::

@@ -12,7 +12,7 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Outcome
 from tilestream.kernels.cpu.gemm import GemmBody
-from tilestream.kernels.cpu.launch import Awaited, Launch
+from tilestream.kernels.cpu.launch import Awaited, Body, Launch
 from tilestream.kernels.epilogue import ACTIVATIONS, Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
@@ -78,7 +78,7 @@ def execute(
         with workspace() as scratch:
             body = GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch)
             if plan.variant == "inline" and recorder is None:
-                _inline(plan.schedule, body)
+                run_inline(plan.schedule, body)
             else:
                 threads = torch.get_num_threads() if plan.variant == "inline" else 1
                 Launch(
@@ -88,10 +88,10 @@ def execute(
     arguments = ("arrival", "weight_arrival")
     for argument, arrival, waiting in zip(arguments, (rows, columns), incoming, strict=True):
         if arrival is not None and waiting is not None and waiting.signals.self_reset:
-            _see_all(op, argument, arrival, waiting, end, deadline)
+            see_all(op, argument, arrival, waiting, end, deadline)
 
 
-def _inline(schedule: Schedule, body: GemmBody) -> None:
+def run_inline(schedule: Schedule, body: Body) -> None:
     """A launch with nobody to share work or wait with: the schedule's items, one after the other."""
     with torch.inference_mode():  # so that a result that is an inference tensor can be written
         items = list(schedule.items())
@@ -104,7 +104,7 @@ def _inline(schedule: Schedule, body: GemmBody) -> None:
                 raise
 
 
-def _see_all(op: str, argument: str, arrival: FlatArrival, waiting: Awaited, end: float, deadline: float) -> None:
+def see_all(op: str, argument: str, arrival: FlatArrival, waiting: Awaited, end: float, deadline: float) -> None:
     """See the signals that no tile had to wait for, too: only then may the words be zeroed (invariant 4).
 
     A chunk without rows, or an output without columns: a signal that comes after the zeroing would count for the next

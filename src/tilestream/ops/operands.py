@@ -126,13 +126,15 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
 
 
-def _refuse_tangents(op: str, *tensors: torch.Tensor | None) -> None:
+def refuse_tangents(op: str, *tensors: torch.Tensor | None, instead: str = "") -> None:
     """Raise for forward-mode AD, which would otherwise pass through a registered op without a derivative, unseen."""
     if forward_ad._current_level < 0:
         return
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(f"{op}: no forward-mode derivative; use torch.{op} there, or reverse mode")
+            raise NotImplementedError(
+                f"{op}: no forward-mode derivative; use {instead or f'torch.{op}'} there, or reverse mode"
+            )
 
 
 def autocast(options: Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -171,7 +173,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tenso
     check_tensors(op, a=a, b=b, bias=options.bias, residual=options.residual, out=out, scale_a=scale_a, scale_b=scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    _refuse_tangents(op, a, b, options.bias, options.residual, scale_a, scale_b)
+    refuse_tangents(op, a, b, options.bias, options.residual, scale_a, scale_b)
     if torch.is_grad_enabled():
         refuse_gradients(op, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     a, b = autocast(options, a, b)

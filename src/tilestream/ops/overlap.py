@@ -19,19 +19,32 @@ def refuse_overlap(out: torch.Tensor, epilogue: Epilogue, **operands: torch.Tens
     """
     if not out.numel():
         return
+    scales = {"scale_a": epilogue.scale_a, "scale_b": epilogue.scale_b}
+    residual = epilogue.residual
+    if residual is not None and _same_elements(residual, out):
+        residual = None
+    read = {**operands, "bias": epilogue.bias, "residual": residual, **scales}
+    refuse_shared(out, **{name: tensor for name, tensor in read.items() if tensor is not None})
+
+
+def refuse_shared(out: torch.Tensor, what: str = "out", /, **read: torch.Tensor) -> None:
+    """Raise if an output shares memory with itself, or with what is read.
+
+    Raises
+    ------
+    ValueError
+        If it does.
+    """
+    if not out.numel():
+        return
     if torch._debug_has_internal_overlap(out) == 1:
         raise ValueError(
-            f"out: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass out.clone()"
+            f"{what}: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass "
+            f"{what}.clone()"
         )
-    scales = {"scale_a": epilogue.scale_a, "scale_b": epilogue.scale_b}
-    read = {**operands, "bias": epilogue.bias, "residual": epilogue.residual, **scales}
     for name, tensor in read.items():
-        if tensor is None or not tensor.numel():
-            continue
-        if name == "residual" and _same_elements(tensor, out):
-            continue
-        if _meet(tensor, out):
-            raise ValueError(f"out: overlaps {name} in memory; give an output of its own")
+        if tensor.numel() and _meet(tensor, out):
+            raise ValueError(f"{what}: overlaps {name} in memory; give an output of its own")
 
 
 def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -221,9 +221,14 @@ def _refuse(problem: Problem, device: DeviceProperties) -> None:
             )
 
 
+def has_fp8_units(arch: str) -> bool:
+    """Whether the matrix units take torch's kinds of 8-bit operands."""
+    return arch in _FP8_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM)
+
+
 def _refuse_fp8(problem: Problem, device: DeviceProperties) -> None:
     arch = device.arch
-    if arch in _FP8_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM):
+    if has_fp8_units(arch):
         return
     why = "has no matrix units for operands of 8 bits"
     if arch == "gfx942":

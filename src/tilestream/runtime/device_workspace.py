@@ -13,6 +13,7 @@ Nothing here is allocated twice: buffers grow when a larger problem comes, and a
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ class Words(NamedTuple):
         What the counters are counted from.
     reset
         1 where the last worker out restores them, else 0.
+    listed
+        Two of ``int32``: a list that the launch makes for itself, of packed sequences.
     """
 
     counters: torch.Tensor | None
@@ -47,6 +50,7 @@ class Words(NamedTuple):
     partials: torch.Tensor | None
     base: int
     reset: int
+    listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 NO_WORDS = Words(None, None, None, 0, 0)
@@ -71,8 +75,9 @@ class DeviceWorkspace:
         self._counters: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._partials: torch.Tensor | None = None
+        self._listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def open(self, schedule: Schedule, block: tuple[int, int, int]) -> Words:
+    def open(self, schedule: Schedule, block: Sequence[int], listed: int = 0) -> Words:
         """Words for a launch. One base serves all queues: it rises by the most that any of them can."""
         words = words_of(schedule)
         if self._counters is None or self._counters.numel() < words:
@@ -85,10 +90,16 @@ class DeviceWorkspace:
             if self._partials is None or self._partials.numel() < size:
                 self._partials = torch.empty(size, dtype=torch.float32, device=self._device)
             counts, partials = self._counts, self._partials
+        if listed and (self._listed is None or self._listed[0].numel() < listed):
+            self._listed = _pair(listed, self._device)
         base = self._base
         # `queues.next_base` for the largest queue.
         self._base += schedule.full_tiles + schedule.num_shares + schedule.workers
-        return Words(self._counters, counts, partials, base, 0)
+        return Words(self._counters, counts, partials, base, 0, self._listed if listed else None)
+
+
+def _pair(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))  # type: ignore[return-value]
 
 
 class _Slab:
@@ -130,7 +141,7 @@ def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
     return found
 
 
-def captured_words(device: torch.device, schedule: Schedule, block: tuple[int, int, int]) -> Words:
+def captured_words(device: torch.device, schedule: Schedule, block: Sequence[int], listed: int = 0) -> Words:
     """Words for a launch that is being captured, its own. The scratch comes from the graph's memory."""
     slab = _slabs.get(device.index)
 
@@ -139,8 +150,9 @@ def captured_words(device: torch.device, schedule: Schedule, block: tuple[int, i
         return torch.zeros(words, dtype=torch.int64, device=device) if taken is None else taken
 
     counters = zeros(words_of(schedule))
+    places = _pair(listed, device) if listed else None
     if not schedule.slots:
-        return Words(counters, None, None, 0, 1)
+        return Words(counters, None, None, 0, 1, places)
     counts = zeros(schedule.slots).view(torch.int32)  # two to a word
     partials = torch.empty(schedule.slots * block[0] * block[1], dtype=torch.float32, device=device)
-    return Words(counters, counts, partials, 0, 1)
+    return Words(counters, counts, partials, 0, 1, places)

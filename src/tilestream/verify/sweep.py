@@ -12,6 +12,8 @@ from tilestream.arrival.gate import Gate
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
+from tilestream.verify.attention import AttentionCase
+from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
@@ -19,8 +21,8 @@ from tilestream.verify.shared_ring import SharedCase, SharedRing, direct, staged
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase
-MODELS = ("workers", "ring", "product", "shared")
+Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase
+MODELS = ("workers", "ring", "product", "shared", "attention")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -96,6 +98,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(workers(level))
     if model == "ring":
         return list(rings(level))
+    if model == "attention":
+        return list(attentions(level))
     if model == "product":
         return list(products(level))
     if model == "shared":
@@ -330,3 +334,17 @@ def shared_rings(level: Level) -> Iterator[SharedCase]:
         yield SharedCase(SharedRing(depth, 2, warps), items, direct)
     for warps, items in product((2, 3) if full else (2,), few + many * full):
         yield SharedCase(SharedRing(2, 2, warps), items, staged, exact=False)
+
+
+def attentions(level: Level) -> Iterator[AttentionCase]:
+    """The rings of attention. Full: up to 3 blocks an item, three consumers, queries of two items."""
+    yield AttentionCase(AttentionRing(1), (0, 1))
+    for depth, queries, ordered in ((2, 1, False), (2, 2, False), (2, 1, True)):
+        yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (1,))
+        yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (2,))
+    if level == "full":
+        yield AttentionCase(AttentionRing(1, 2), (0, 1))
+        yield AttentionCase(AttentionRing(2, 1, 3, ordered=True), (2,))
+        yield AttentionCase(AttentionRing(2, 2), (0, 2))
+        yield AttentionCase(AttentionRing(2, 2, ordered=True), (1, 3))
+        yield AttentionCase(AttentionRing(2), (0, 1, 2))

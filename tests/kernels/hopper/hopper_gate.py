@@ -21,6 +21,7 @@ without fast accumulation.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import re
 import sys
@@ -59,10 +60,11 @@ def described(made: Map | None, dtype: str) -> TensorDescriptor | None:
     if made is None:
         return None
     element = _TYPES[dtype]
-    swizzle = gl.NVMMASharedLayout.get_default_for(list(made.box[-2:]), element).swizzle_byte_width
+    rows = math.prod(made.box[:-1])
+    swizzle = gl.NVMMASharedLayout.get_default_for([rows, made.box[-1]], element).swizzle_byte_width
     layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
     rank = len(made.box)
-    return TensorDescriptor(Pointer(dtype), [16] * rank, [256, 16, 1][-rank:], list(made.box), layout)
+    return TensorDescriptor(Pointer(dtype), [16] * rank, [256] * (rank - 2) + [16, 1], list(made.box), layout)
 
 
 def fill(

@@ -10,10 +10,11 @@ import os
 
 INTERPRETED = [
     "test_portable_arrival.py",
+    "test_portable_attention.py",
     "test_portable_fp8.py",
     "test_portable_gemm.py",
     "test_portable_order.py",
     "test_portable_trace.py",
 ]
 
-collect_ignore = ["gate.py", *(INTERPRETED if os.environ.get("TRITON_INTERPRET") != "1" else [])]
+collect_ignore = ["attention_gate.py", "gate.py", *(INTERPRETED if os.environ.get("TRITON_INTERPRET") != "1" else [])]

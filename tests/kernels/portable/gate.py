@@ -17,11 +17,12 @@ each in the four layouts of the operands (the last three in one).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,19 +158,24 @@ def main_loop(kernel: Any) -> dict[str, Any]:
     }
 
 
+def report(target: str, name: str, make: Callable[[], tuple[Any, str]]) -> None:
+    """Compile one configuration, and print what came out of it."""
+    found: dict[str, Any] = {"target": target, "name": name, "triton": triton.__version__}
+    try:
+        kernel, said = make()
+        found |= {"spilled": spilled(kernel, said), "shared": kernel.metadata.shared}
+        if "amdgcn" in kernel.asm:
+            found |= main_loop(kernel)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"[-600:]
+    print(json.dumps(found), flush=True)
+
+
 def main() -> None:
     what, *targets = sys.argv[1:]
     for target in targets:
         for name, plan, layout, aligned in configurations(target, what):
-            found: dict[str, Any] = {"target": target, "name": name, "triton": triton.__version__}
-            try:
-                kernel, said = build(plan, layout, aligned, target)
-                found |= {"spilled": spilled(kernel, said), "shared": kernel.metadata.shared}
-                if "amdgcn" in kernel.asm:
-                    found |= main_loop(kernel)
-            except Exception as error:
-                found["error"] = f"{type(error).__name__}: {error}"[-600:]
-            print(json.dumps(found), flush=True)
+            report(target, name, functools.partial(build, plan, layout, aligned, target))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from error_rule import Maths, check
+from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.plan import portable
 from tilestream.plan.choose import plan_problem
@@ -65,3 +68,26 @@ def check_product(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> None:
     out = nan_like(a, b)
     run(plan, a, b, out)
     check(out, Maths(a, b))
+
+
+@dataclass
+class Words:
+    """Signals as a launch sees them; ``epoch`` 0: any word will do."""
+
+    chunks: int
+    epoch: int = 1
+    key: int = 10**6  # nobody's
+    words: torch.Tensor = field(init=False)
+    quarantine: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = torch.zeros(self.chunks, dtype=torch.int32)
+        self.quarantine = torch.zeros(1, dtype=torch.int32)
+
+    def arrive(self, *but: int, value: int = 0) -> Words:
+        self.words[:] = value or self.epoch or 1
+        self.words[list(but)] = 0
+        return self
+
+    def use(self) -> GateWords:
+        return GateWords(self.words, self.quarantine, self.epoch, self.key)

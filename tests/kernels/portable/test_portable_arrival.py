@@ -5,16 +5,15 @@ Programs run one after the other there, so all signals are set before the launch
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE, KINDS, nan_like, run, small_tiles
+from interpreted import DEVICE, KINDS, Words, nan_like, run, small_tiles
 
 from device_order import check_gates, check_order
 from error_rule import Maths, check, rand
 from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.plan import Plan
@@ -36,29 +35,6 @@ def _small(monkeypatch):
 def _nothing_pending():
     yield
     assert not channel(CPU).pending
-
-
-@dataclass
-class Words:
-    """Signals as a launch sees them; ``epoch`` 0: any word will do."""
-
-    chunks: int
-    epoch: int = 1
-    key: int = 10**6  # nobody's
-    words: torch.Tensor = field(init=False)
-    quarantine: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.words = torch.zeros(self.chunks, dtype=torch.int32)
-        self.quarantine = torch.zeros(1, dtype=torch.int32)
-
-    def arrive(self, *but: int, value: int = 0) -> Words:
-        self.words[:] = value or self.epoch or 1
-        self.words[list(but)] = 0
-        return self
-
-    def use(self) -> GateWords:
-        return GateWords(self.words, self.quarantine, self.epoch, self.key)
 
 
 def plan_for(

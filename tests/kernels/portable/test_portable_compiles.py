@@ -27,20 +27,24 @@ def environment(cache: Path) -> dict[str, str]:
     return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
 
 
-def compile_all(python: str, what: str, targets: tuple[str, ...], cache: Path, seconds: int) -> list[dict]:
+def compile_all(
+    python: str, what: str, targets: tuple[str, ...], cache: Path, seconds: int, gate: Path = GATE
+) -> list[dict]:
     run = subprocess.run(
-        [python, str(GATE), what, *targets], env=environment(cache),
+        [python, str(gate), what, *targets], env=environment(cache),
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def check(found: list[dict], least: int) -> None:
+def check(found: list[dict], least: int, spills: dict[str, int] | None = None) -> None:
+    """Assert that at least so many compiled, and that none spills, or no more than ``spills`` allows."""
     assert len(found) >= least
     failed = [one for one in found if "error" in one]
     assert not failed, failed[:3]
-    spilled = [one for one in found if any(one["spilled"].values())]
+    allowed = spills or {}
+    spilled = [one for one in found if any(x > allowed.get(key, 0) for key, x in one["spilled"].items())]
     assert not spilled, spilled
     limits = {"sm_90a": 232448, "gfx942": 65536, "gfx950": 163840}
     assert all(one["shared"] <= limits[one["target"]] for one in found)

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tilestream.arrival.gate import Gate, Wait
+from tilestream.arrival.gate import Needs, Wait
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
@@ -73,7 +73,7 @@ class Launch:
         self,
         op: str,
         schedule: Schedule,
-        gate: Gate | None,
+        gate: Needs | None,
         body: Body,
         workspace: Workspace,
         *,

@@ -12,6 +12,7 @@ here                          3.6, 3.7                        3.9
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,11 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
+@gluon.constexpr_function
+def _in_boxes(shape, box):
+    return [math.prod(shape) // math.prod(box), *box]
+
+
 if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
 
     @gluon.jit
@@ -31,12 +37,24 @@ if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
         """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
         return buffer._reinterpret(tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
 
+    @gluon.jit
+    def boxes(stages, tensor_map):
+        """All of some stages as boxes of ``tensor_map``, one behind the other."""
+        shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
+        return stages._reinterpret(tensor_map.dtype, shape, tensor_map.layout)
+
 else:
 
     @gluon.jit
     def viewed(buffer, tensor_map):
         """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
         return buffer.reinterpret(tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
+
+    @gluon.jit
+    def boxes(stages, tensor_map):
+        """All of some stages as boxes of ``tensor_map``, one behind the other."""
+        shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
+        return stages.reinterpret(tensor_map.dtype, shape, tensor_map.layout)
 
 
 def device(leaf: Callable[..., Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ class GemmLaunch(Launch):
 def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
     """A descriptor as a kernel is compiled for it: its box, and how that lies in shared memory."""
     element = _TYPES[str(dtype).removeprefix("torch.")]
-    swizzle = gl.NVMMASharedLayout.get_default_for(list(made.box[-2:]), element).swizzle_byte_width
+    rows = math.prod(made.box[:-1])
+    swizzle = gl.NVMMASharedLayout.get_default_for([rows, made.box[-1]], element).swizzle_byte_width
     layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
-    shape = [16] * len(made.box)  # of no matter to the compiler
-    return TensorDescriptor(Standing(dtype), shape, [256, 16, 1][-len(shape) :], list(made.box), layout)
+    rank = len(made.box)
+    strides = [256] * (rank - 2) + [16, 1]  # as the shape, of no matter to the compiler
+    return TensorDescriptor(Standing(dtype), [16] * rank, strides, list(made.box), layout)

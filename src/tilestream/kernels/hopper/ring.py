@@ -39,9 +39,8 @@ before = device(ring.before)
 
 #: Slots of the item ring: one item under way, and one behind it.
 ITEMS: gl.constexpr = gl.constexpr(2)
-#: What an item is told by: its K steps (0: STOP; fewer: void), batch, row tile, column tile; of stream_k parts, part
-#: and slot; where a trace has its record.
-FIELDS: gl.constexpr = gl.constexpr(8)
+#: What an item is told by, at most: see the kernels. The first is 0 for STOP.
+FIELDS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit

@@ -106,10 +106,14 @@ class Arguments:
 
 def options(plan: Plan) -> dict[str, int]:
     """How the kernel is compiled."""
-    made = {"num_warps": plan.warps, "num_stages": plan.stages}
-    if plan.device.arch.startswith("sm_"):
-        made["maxnreg"] = min(_MOST_REGISTERS, _SM_REGISTERS // (32 * plan.warps))
-    return made
+    return {"num_warps": plan.warps, "num_stages": plan.stages, **registers(plan.device.arch, plan.warps)}
+
+
+def registers(arch: str, warps: int) -> dict[str, int]:
+    """Leave for a worker of so many warps to take all the registers there are, where the compiler wants to be told."""
+    if not arch.startswith("sm_"):
+        return {}
+    return {"maxnreg": min(_MOST_REGISTERS, _SM_REGISTERS // (32 * warps))}
 
 
 def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> dict[str, Any]:

@@ -8,9 +8,11 @@ the two is decided when this package is imported, by TRITON_INTERPRET, as Triton
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import triton
+import triton.language as tl
 
 #: Whether kernels of this package run in Triton's interpreter.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -18,4 +20,20 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 def device(leaf: Callable[..., Any]) -> Any:
     """``leaf``, a leaf in the sense of `tilestream.schedule.integers`, as kernels call it."""
-    return leaf if INTERPRETED else triton.jit(leaf)
+    return _of_vectors(leaf) if INTERPRETED else triton.jit(leaf)
+
+
+def _of_vectors(leaf: Any) -> Any:
+    """``leaf`` with the `min` and `max` that a compiler gives it: Python's own ask a vector whether it is true."""
+
+    def least(a: Any, b: Any) -> Any:
+        return tl.minimum(a, b) if _is_vector(a) or _is_vector(b) else min(a, b)
+
+    def most(a: Any, b: Any) -> Any:
+        return tl.maximum(a, b) if _is_vector(a) or _is_vector(b) else max(a, b)
+
+    return FunctionType(leaf.__code__, {**leaf.__globals__, "min": least, "max": most}, leaf.__name__)
+
+
+def _is_vector(x: Any) -> bool:
+    return isinstance(x, tl.tensor) and bool(x.shape)

@@ -67,10 +67,10 @@ class GemmLaunch(Launch):
         else:
             filled = self._arguments.fill(*operands, gate=gate, scales=scales)
             kernel = self.kernel[self._grid](*filled, **self._arguments.options)
-            self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
+            self._compiled = None if INTERPRETED else direct(kernel, self._grid)
 
 
-def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
+def direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
     """A compiled kernel's own launcher, without what Triton does around it each time."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
 

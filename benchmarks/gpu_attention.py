@@ -1,0 +1,296 @@
+"""Attention prefill on a GPU, beside cuDNN (through SDPA) and FlashAttention 4 where it is installed.
+
+``python benchmarks/gpu_attention.py [section,section] [folder] [seconds]``
+
+Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
+lengths, every tile of the plan, with and without turns), ``lists`` (a log-normal mix of 64 sequences; pages of 16 and
+64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads). ``python tests/gpu/precompile_attention.py benchmark``
+before it saves compiling one by one.
+
+Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
+missing or fails is named. What has not been measured when ``seconds`` are over is left out, and said to be.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tilestream as ts
+from harness import GPU_PEAK, RESULTS, GpuRecord
+from tilestream.kernels.attention import Operands
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.plan import hopper_attention
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_plan import of_candidate
+
+TOKENS = 16384
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+DIMS = ((128, 16), (64, 32), (256, 8))
+#: Of each call; the first ones are not counted.
+ROUNDS, WARMUP = 11, 2
+#: Cycles that the GPU sleeps while a call is issued: its host time is no part of these figures.
+_SLEEP = 1_000_000
+
+
+class Shape(NamedTuple):
+    """A dense call: columns and heads of 16k tokens, in sequences of a length."""
+
+    dim: int
+    heads: int
+    length: int
+    causal: bool
+    heads_kv: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return TOKENS // self.length
+
+    @property
+    def operations(self) -> float:
+        """Causal counted half."""
+        return 4 * self.batch * self.heads * self.length**2 * self.dim * (0.5 if self.causal else 1.0)
+
+
+SHAPES = [Shape(dim, heads, length, causal) for dim, heads in DIMS for causal in (True, False) for length in LENGTHS]
+
+
+def problem_of_shape(shape: Shape) -> tuple[AttentionProblem, AttentionLayout]:
+    """As the plan, and the launch, see it."""
+    kv = shape.heads_kv or shape.heads
+    problem = AttentionProblem(
+        shape.batch, shape.heads, kv, shape.length, shape.length, shape.dim, causal=shape.causal
+    )  # fmt: skip
+    lies = (shape.length * shape.heads * shape.dim, shape.heads * shape.dim, shape.dim)
+    lies_kv = (shape.length * kv * shape.dim, kv * shape.dim, shape.dim)
+    return problem, AttentionLayout(lies, lies_kv, lies_kv, lies)
+
+
+class Timer:
+    """Milliseconds of calls, interleaved, after a flush of L2; the launch is hidden under a sleep of the GPU."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+
+    def __call__(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        """The median of each."""
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for i in range(WARMUP + ROUNDS):
+            for name, call in calls.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self._flush.zero_()
+                torch.cuda._sleep(_SLEEP)
+                begin.record()
+                call()
+                end.record()
+                end.synchronize()
+                if i >= WARMUP:
+                    found[name].append(begin.elapsed_time(end))
+        return {name: statistics.median(times) for name, times in found.items()}
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """``[B, S, H, D]``, as ours."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=k.shape[2] != q.shape[2]
+        )
+    return out.transpose(1, 2)
+
+
+def flash() -> Callable[..., Any] | None:
+    """FlashAttention 4's forward, where it is installed."""
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError:
+        return None
+    return lambda q, k, v, causal: flash_attn_func(q, k, v, causal=causal)[0]
+
+
+class Run:
+    """One run: the record, the time that is left, the peers."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.record = GpuRecord("attention", folder, peers={"fa4": flash() is not None})
+        self.end = time.monotonic() + seconds
+        self.time, self.flash = Timer(), flash()
+
+    def left(self, name: str) -> bool:
+        """Whether there is time for a row; else it is written down as missing."""
+        if time.monotonic() < self.end:
+            return True
+        self.record.data["missing"].append(name)
+        return False
+
+    def row(
+        self, name: str, operations: float, calls: dict[str, Callable[[], torch.Tensor]],
+        reference: torch.Tensor | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """Check the calls with one another, time them, write them down."""
+        kept: dict[str, Callable[[], torch.Tensor]] = {}
+        for what, call in calls.items():
+            try:
+                out = call()
+                torch.cuda.synchronize()
+                ts.check()
+            except Exception as error:
+                self.record.data["failures"].append(f"{name} {what}: {type(error).__name__}: {error}"[:300])
+                continue
+            reference = out.float() if reference is None else reference
+            error = ((out.float() - reference).norm() / reference.norm()).item()
+            if not error < 1e-2:  # bf16 of both, and their orders of adding up
+                self.record.data["failures"].append(f"{name} {what}: differs by {error:.3g}")
+                continue
+            kept[what] = call
+        times = self.time(kept)
+        rates = {what: round(operations / ms * 1e-9, 1) for what, ms in times.items()}
+        for what in [what for what, rate in rates.items() if rate > GPU_PEAK]:
+            self.record.data["failures"].append(f"{name} {what}: {rates.pop(what)} TFLOP/s is above the peak")
+        self.record.rows.append({"name": name, "tflops": rates, **more})
+        self.record.write()
+        print(f"{name}: " + "  ".join(f"{what} {rate:.0f}" for what, rate in rates.items()), flush=True)
+
+
+def operands_of(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fresh numbers."""
+    kv = shape.heads_kv or shape.heads
+    return tuple(  # type: ignore[return-value]
+        torch.randn(shape.batch, shape.length, heads, shape.dim, device="cuda", dtype=torch.bfloat16)
+        for heads in (shape.heads, kv, kv)
+    )
+
+
+def dense(run: Run, shapes: list[Shape] = SHAPES) -> None:
+    """Ours, as the plan has it, beside the peers."""
+    for shape in shapes:
+        name = f"D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
+        if not run.left(name):
+            continue
+        q, k, v = operands_of(shape)
+        out = torch.full_like(q, math.nan)
+        calls = {"cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c)}
+        if run.flash is not None:
+            calls["fa4"] = lambda q=q, k=k, v=v, c=shape.causal: run.flash(q, k, v, c)  # type: ignore[misc]
+        calls["ts"] = lambda q=q, k=k, v=v, c=shape.causal, out=out: ts.attention(q, k, v, causal=c, out=out)
+        run.row(name, shape.operations, calls, **shape._asdict())
+
+
+def variants(run: Run) -> None:
+    """Every tile of the plan, with turns and without, beside cuDNN."""
+    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.runtime.properties import cuda_properties
+
+    device = cuda_properties(torch.cuda.current_device())
+    for shape in (s for s in SHAPES if s.length in (512, 2048, 16384)):
+        name = f"D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
+        if not run.left(f"variants {name}"):
+            continue
+        q, k, v = operands_of(shape)
+        problem, layout = problem_of_shape(shape)
+        calls = {"cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c)}
+        for variant in ("turns", "apart"):
+            made = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
+            for found in made:
+                plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
+                launch, out = HopperAttentionLaunch(plan, layout), torch.full_like(q, math.nan)
+                x = Operands(q, k, v, out, 1 / math.sqrt(shape.dim))
+
+                def call(launch=launch, x=x) -> torch.Tensor:
+                    launch(x)
+                    return x.out
+
+                calls[f"{variant} {found.block[0]}x{found.block[1]}"] = call
+        run.row(f"variants {name}", shape.operations, calls, **shape._asdict())
+
+
+def heads(run: Run) -> None:
+    """GQA 8:1 beside as many K/V heads as query heads."""
+    for length, causal, kv in ((length, c, kv) for length in LENGTHS[1::2] for c in (True, False) for kv in (2, 16)):
+        shape = Shape(128, 16, length, causal, kv)
+        name = f"heads 16:{kv} {'causal' if causal else 'full'} S{length}"
+        if run.left(name):
+            q, k, v = operands_of(shape)
+            calls = {
+                "cudnn": lambda q=q, k=k, v=v, c=causal: cudnn(q, k, v, c),
+                "ts": lambda q=q, k=k, v=v, c=causal: ts.attention(q, k, v, causal=c),
+            }
+            run.row(name, shape.operations, calls, **shape._asdict())
+
+
+def mix() -> list[int]:
+    """64 sequences of a log-normal mix of lengths, 1 to 8k."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.exp(6.5 + 1.2 * torch.randn(64, generator=generator)).long().clamp(1, 8192)
+    return [int(length) for length in lengths]
+
+
+def lists(run: Run) -> None:
+    """Packed sequences, and the same keys in pages, beside dense calls of the same sequences one by one."""
+    lengths, dim, count = mix(), 128, 16
+    total = sum(lengths)
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v = (torch.randn(total, count, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    operations = sum(2 * count * dim * length * (length + 1) for length in lengths)
+    alone = torch.cat([
+        ts.attention(*(x[None, low : low + n] for x in (q, k, v)), causal=True)[0]
+        for low, n in zip(bounds.tolist(), lengths, strict=False)
+    ])  # fmt: skip
+    how = {"causal": True, "cu_seqlens_q": bounds, "max_seqlen_q": max(lengths)}
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "packed": lambda: ts.attention(q, k, v, cu_seqlens_k=bounds, max_seqlen_k=max(lengths), **how)
+    }
+    sizes = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    for page in (16, 64):
+        table, pages = in_pages(lengths, page)
+        kept = [torch.zeros(pages, page, count, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        for i, (low, n) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+            at = torch.arange(n, device="cuda")
+            for x, y in zip(kept, (k, v), strict=True):
+                x[table[i, at // page].long(), at % page] = y[low : low + n]
+        calls[f"pages of {page}"] = lambda x=kept, t=table: ts.attention(q, *x, block_table=t, seqlens_k=sizes, **how)
+    if run.left("lists"):
+        run.row("lists, causal", operations, calls, alone.float(), lengths=lengths)
+    # What dense calls of equal lengths give, for the same operations a token.
+    dense(run, [Shape(dim, count, length, True) for length in (512, 1024, 2048)])
+
+
+def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
+    """A table of pages in no order, and how many there are."""
+    needed = [-(-length // page) for length in lengths]
+    order = torch.randperm(sum(needed), device="cuda", dtype=torch.int32)
+    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32, device="cuda")
+    for i, part in enumerate(torch.split(order, needed)):
+        table[i, : len(part)] = part
+    return table, sum(needed)
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {"dense": dense, "variants": variants, "lists": lists, "heads": heads}
+
+
+def chosen(given: list[str]) -> Iterator[Callable[[Run], None]]:
+    """The sections that are asked for."""
+    for name in (given[0] if given else "dense,lists,heads").split(","):
+        yield SECTIONS[name]
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    run = Run(Path(given[1]) if len(given) > 1 else RESULTS, float(given[2]) if len(given) > 2 else 300.0)
+    for section in chosen(given):
+        section(run)
+    run.record.write()
+    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
+
+
+if __name__ == "__main__":
+    main()

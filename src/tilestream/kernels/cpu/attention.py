@@ -1,0 +1,225 @@
+"""Attention on the CPU: persistent worker threads, each tile one query block of one head.
+
+::
+
+    top = sink; total = 1 (no sink: -inf, 0); acc = 0
+    for block of the keys that some row of the tile sees:
+        s = scale * Q[rows] @ K[block]^T, capped; masked only in the blocks at an edge
+        top' = max(top, row maximum of s);  p = exp(s - top')
+        total, acc = total and acc * exp(top - top') + row sums of p, and p @ V[block]
+    out = acc / total;  lse = top + log(total)
+
+The online softmax (Milakov, Gimelshein, 2018) as FlashAttention has it (Dao et al., 2022): memory is a block of scores
+a worker, whatever the lengths. All of it in float32, float64 for float64.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from tilestream.kernels.attention import Operands
+from tilestream.kernels.cpu.convert import widened
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.runtime.workspace import Workspace
+from tilestream.schedule.attention import diagonal, key_blocks, seen_keys
+from tilestream.schedule.grid import WorkItem
+from tilestream.schedule.integers import cdiv
+from tilestream.schedule.raster import longest_first
+
+
+class SequenceRows(NamedTuple):
+    """Where a sequence lies: first row and number of its queries, first row and number of its keys.
+
+    The first rows count where rows are packed; a dense sequence begins at row 0 of its own. ``number`` is -1 for the
+    rows of a packed call that belong to no sequence: queries without keys.
+    """
+
+    number: int
+    first_query: int
+    queries: int
+    first_key: int
+    keys: int
+
+
+class Tile(NamedTuple):
+    """A work item: rows of a sequence, and a query head."""
+
+    sequence: SequenceRows
+    block: int
+    head: int
+
+
+class Tiles:
+    """The work items of a plan, for sequences whose lengths are known."""
+
+    def __init__(self, plan: AttentionPlan, sequences: Sequence[SequenceRows]) -> None:
+        self._heads, self._group = plan.problem.heads_q, plan.group
+        self._packed, self._positions = plan.problem.varlen, plan.positions
+        # A packed call's list: the longest first.
+        self._list = sorted(sequences, key=lambda s: -s.keys) if self._packed else list(sequences)
+        self._starts = [0, *accumulate(cdiv(s.queries, self._positions) * self._heads for s in self._list)]
+
+    def of(self, item: WorkItem) -> Tile | None:
+        """What ``item`` is; None for a void position of a packed call's list."""
+        if not self._packed:
+            return Tile(self._list[item.pn // self._heads], item.pm, item.pn % self._heads)
+        if item.pm >= self._starts[-1]:
+            return None
+        place = bisect_right(self._starts, item.pm) - 1
+        sequence = self._list[place]
+        blocks = cdiv(sequence.queries, self._positions)
+        block, head = longest_first(item.pm - self._starts[place], blocks, self._heads, self._group)
+        return Tile(sequence, block, head)
+
+
+class Seen(NamedTuple):
+    """Which keys a tile's rows see: those in ``[low, high)``; in blocks, as `schedule.attention.key_blocks` has it."""
+
+    first: int
+    last: int
+    shift: int
+    left: int
+    right: int
+    low: int
+    high: int
+    begin: int
+    plain_begin: int
+    plain_end: int
+    end: int
+
+
+def seen_by(plan: AttentionPlan, tile: Tile, block_n: int) -> Seen:
+    """What the rows of ``tile`` see."""
+    problem, s = plan.problem, tile.sequence
+    ahead, behind = diagonal(s.queries, s.keys) if problem.alignment == "bottom_right" else (0, 0)
+    widest = s.queries + s.keys
+    left = widest if problem.left is None else min(problem.left, widest)
+    right = widest if problem.right is None else min(problem.right, widest)
+    first = tile.block * plan.positions
+    last = min(s.queries, first + plan.positions) - 1
+    low, _ = seen_keys(first, ahead, behind, left, right, s.keys)
+    _, high = seen_keys(last, ahead, behind, left, right, s.keys)
+    blocks = key_blocks(first, last, ahead, behind, left, right, s.keys, block_n)
+    return Seen(first, last, ahead - behind, left, right, min(low, high), high, *blocks)
+
+
+class AttentionBody:
+    """Load, math and epilogue of one call: the `kernels.cpu.launch.Body` of attention."""
+
+    def __init__(self, plan: AttentionPlan, operands: Operands, tiles: Tiles, workspace: Workspace) -> None:
+        self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
+        self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
+
+    def compute(self, item: WorkItem) -> None:
+        """See `tilestream.kernels.cpu.launch.Body`."""
+        tile = self._tiles.of(item)
+        if tile is None:
+            return
+        x, plan = self._x, self._plan
+        head, block_n = tile.head // plan.problem.ratio, plan.block[1]
+        seen = seen_by(plan, tile, block_n)
+        out, lse = self._outputs(tile)
+        rows = seen.last + 1 - seen.first
+        top = torch.full((rows, 1), float("-inf"), dtype=self._wide)
+        total = torch.zeros((rows, 1), dtype=self._wide)
+        if x.sinks is not None:
+            top.fill_(x.sinks[tile.head].item())
+            total.fill_(1.0)
+        acc = torch.zeros(out.shape, dtype=self._wide)
+        q = self._queries(x.q, tile)
+        factor = x.scale * self._scale(x.scale_q, tile, tile.head) * self._scale(x.scale_k, tile, head)
+        with (
+            widened(q, self._wide, self._workspace) as wide_q,
+            self._workspace.borrow((rows, block_n), self._wide) as b,
+        ):
+            for block in range(seen.begin, seen.end):
+                # No key that no row sees: what has not arrived, or lies behind the last one, may be NaN.
+                begin, end = max(block * block_n, seen.low), min((block + 1) * block_n, seen.high)
+                scores = b[:, : end - begin]
+                self._products(wide_q, factor, tile, head, begin, end, scores)
+                if not seen.plain_begin <= block < seen.plain_end:
+                    self._mask(scores, seen, begin, end)
+                self._add(scores, top, total, acc, tile, head, begin, end)
+        acc.mul_(self._scale(x.scale_v, tile, head))
+        out.copy_(torch.where(total > 0, acc / total, acc + total))  # 0 for what saw nothing; NaN stays NaN
+        if lse is not None:
+            lse.copy_((top + total.log()).squeeze(1))
+
+    def _products(
+        self, q: torch.Tensor, factor: float, tile: Tile, head: int, begin: int, end: int, scores: torch.Tensor
+    ) -> None:
+        with widened(self._keys(self._x.k, tile, head, begin, end), self._wide, self._workspace) as k:
+            torch.addmm(scores, q, k.t(), beta=0, alpha=factor, out=scores)  # beta 0: what was there counts for nothing
+        cap = self._plan.problem.softcap
+        if cap:
+            scores.div_(cap).tanh_().mul_(cap)
+
+    def _mask(self, scores: torch.Tensor, seen: Seen, begin: int, end: int) -> None:
+        position = torch.arange(seen.first, seen.last + 1)[:, None] + seen.shift
+        key = torch.arange(begin, end)
+        scores.masked_fill_((key < position - seen.left) | (key > position + seen.right), float("-inf"))
+
+    def _add(
+        self, scores: torch.Tensor, top: torch.Tensor, total: torch.Tensor, acc: torch.Tensor, tile: Tile, head: int,
+        begin: int, end: int,
+    ) -> None:  # fmt: skip
+        new = torch.maximum(top, scores.amax(1, keepdim=True))
+        # Of a row that has seen nothing yet: exp(-inf - 0), not exp(-inf + inf).
+        base = torch.where(new == float("-inf"), 0.0, new)
+        factor = torch.exp(top - base)
+        torch.exp(scores.sub_(base), out=scores)
+        total.mul_(factor).add_(scores.sum(1, keepdim=True))
+        with widened(self._keys(self._x.v, tile, head, begin, end), self._wide, self._workspace) as v:
+            acc.mul_(factor).addmm_(scores, v)
+        top.copy_(new)
+
+    def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
+        """See `tilestream.kernels.cpu.launch.Body`: a tile's keys are not split here."""
+        raise AssertionError("a part of a tile, from a schedule that makes none")
+
+    def poison(self, item: WorkItem) -> None:
+        """See `tilestream.kernels.cpu.launch.Body`."""
+        tile = self._tiles.of(item)
+        if tile is not None:
+            out, lse = self._outputs(tile)
+            out.fill_(float("nan"))
+            if lse is not None:
+                lse.fill_(float("nan"))
+
+    # Where things are --------------------------------------------------------------------------------------------
+
+    def _rows(self, tile: Tile) -> slice:
+        s, positions = tile.sequence, self._plan.positions
+        begin = tile.block * positions
+        return slice(s.first_query + begin, s.first_query + min(s.queries, begin + positions))
+
+    def _queries(self, tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
+        whole = tensor if self._plan.problem.varlen else tensor[tile.sequence.number]
+        return whole[self._rows(tile), tile.head]
+
+    def _outputs(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None]:
+        lse = self._x.lse
+        if lse is not None:
+            rows = self._rows(tile)
+            lse = lse[rows, tile.head] if self._plan.problem.varlen else lse[tile.sequence.number, tile.head, rows]
+        return self._queries(self._x.out, tile), lse
+
+    def _keys(self, tensor: torch.Tensor, tile: Tile, head: int, begin: int, end: int) -> torch.Tensor:
+        s, page = tile.sequence, self._plan.problem.page_size
+        if page:
+            assert self._x.block_table is not None
+            key = torch.arange(begin, end)
+            pages = self._x.block_table[s.number].index_select(0, key // page)
+            return tensor[pages, key % page, head]
+        if self._plan.problem.tokens_k or tensor.dim() == 3:
+            return tensor[s.first_key + begin : s.first_key + end, head]
+        return tensor[s.number, begin:end, head]
+
+    def _scale(self, scale: torch.Tensor | None, tile: Tile, head: int) -> float:
+        # Rows of no sequence have no keys: nothing is scaled.
+        return 1.0 if scale is None or tile.sequence.number < 0 else float(scale[tile.sequence.number, head])

@@ -1,0 +1,353 @@
+"""Attention for Hopper: warp-specialised, persistent, in Gluon; on the GEMM's schedule, rings and epilogue.
+
+::
+
+    load warp                                   math warps (two or three consumers of four warps, 64 rows each)
+      for item in schedule:                       for item in item ring:
+        hand it on through the item ring            wait q_full; S = Q K^T of the first block, masked; softmax
+        wait q_empty; load Q -> q_full              for each block after it, masked or plain:
+        for each of its key blocks:                   wait k_full; (wait order) start S = Q K^T
+          wait k_empty; load K -> k_full              wait v_full of the block before; start O += P V
+          wait v_empty; load V of the block           (arrive order) S is done: arrive k_empty; softmax
+            before -> v_full                          O is done: arrive v_empty of the block before; scale O
+        load V of the last block                    arrive q_empty; O += P V of the last block
+                                                    O / l, drained by TMA under the next item; log-sum-exp
+                                                    arrive item_empty
+
+A tile is a query block of one head, or of several that share a K/V head (`PACK`: few queries fill a tile's rows so).
+Its key blocks run from the diagonal to the window's edge: those that some row sees in part are masked, in loops of
+their own. The tensor cores compute the next block's scores while a consumer is at its softmax; with ``ORDERED`` the
+consumers also take turns at starting them, so that one's exponentials run under another's multiplications.
+
+Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
+same: see `tilestream.kernels.hopper.attention_load`.
+
+Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
+turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see
+`tilestream.schedule.attention`.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from tilestream.kernels.hopper.attention_load import load_loop, place
+from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
+from tilestream.kernels.hopper.compat import tma_store, viewed
+from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
+from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, step
+
+#: Rows of a consumer.
+ROWS: gl.constexpr = gl.constexpr(64)
+#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
+UNSPECIALISED = (
+    "base", "reset", "sequences", "rows_q", "rows_k", "queries", "keys", "columns", "shared_by", "left", "right",
+    "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "stride_lb", "stride_lh", "stride_lr",
+    "tiles", "num_m", "num_n", "group", "scale", "inner",
+)  # fmt: skip
+#: Words and numbers that lie anywhere.
+UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table")
+
+
+@gluon.jit
+def start_scores(q_parts, k_parts, q_at, stage, PARTS: gl.constexpr, BLOCK: gl.constexpr):
+    """Start ``Q K^T`` of an item's rows and a stage: a multiplication for each part of the head's columns."""
+    scores = gl.zeros((ROWS, BLOCK), gl.float32, mma_layout(BLOCK))
+    for part in gl.static_range(PARTS):
+        scores = warpgroup_mma(
+            q_parts.index(q_at * PARTS + part), k_parts.index(stage * PARTS + part).permute((1, 0)), scores,
+            is_async=True, use_acc=part > 0,
+        )  # fmt: skip
+    return scores
+
+
+@gluon.jit
+def as_operand(p, COLUMNS: gl.constexpr, dtype: gl.constexpr):
+    """Weights as the multiplication by V takes them, from registers: no data moves."""
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_layout(COLUMNS), 2))
+
+
+@gluon.jit
+def math_step(
+    q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn, o, p, top, total,
+    position, first_key, keys, until, since, scale, inner,
+    WHO: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """A key block that is not an item's first: its scores, and meanwhile the block before it times V.
+
+    ``stage`` and ``phase`` are those of the block before, whose weights are ``p``.
+    """
+    next_stage, next_phase = step(stage, phase, STAGES)
+    mbarrier.wait(k_full.index(next_stage), next_phase)
+    if ORDERED:
+        # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
+        mbarrier.wait(order.index(WHO), turn ^ (WHO == 0))
+    scores = start_scores(q_parts, k_parts, q_at, next_stage, PARTS, BLOCK)
+    mbarrier.wait(v_full.index(stage), phase)
+    product = warpgroup_mma(p, v_stages.index(stage), o, is_async=True)
+    if ORDERED:
+        mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))
+    scores = warpgroup_mma_wait(1, (scores,))
+    mbarrier.arrive(k_empty.index(next_stage))
+    if CAPPED:
+        scores = capped(scores, inner)
+    if MASKED:
+        scores = masked(scores, position, first_key, keys, until, since, BLOCK, LEFT, RIGHT)
+    weights, top, total, shrink = softmax(scores, top, total, scale, MASKED)
+    o, p = warpgroup_mma_wait(0, (product, p))
+    mbarrier.arrive(v_empty.index(stage))
+    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, mma_layout(COLUMNS)))[:, None]
+    return o, as_operand(weights, COLUMNS, p.dtype), top, total, next_stage, next_phase, turn ^ 1
+
+
+@gluon.jit
+def store_strip(out_map, buffer, x, at, PENDING: gl.constexpr):
+    """A strip of the output, by TMA, which stores no row that the sequence does not have.
+
+    ``PENDING``: stores that may still be under way when ``buffer`` is written.
+    """
+    tma.store_wait(PENDING)
+    buffer.store(x.to(out_map.dtype))
+    fence_async_shared()
+    tma_store(out_map, at, viewed(buffer, out_map))
+
+
+@gluon.jit
+def math_loop(
+    WHO: gl.constexpr, q_parts, k_parts, v_stages, out_map, out_buffers,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+    lse, sinks, scale, inner,
+    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of each tile."""
+    if CHAINED:
+        gdc_wait()
+    out_layout: gl.constexpr = mma_layout(COLUMNS)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK))
+    row = gl.arange(0, ROWS, rows_layout)
+    stage = tl.cast(0, tl.int32)
+    phase = tl.cast(0, tl.int32)
+    slot = tl.cast(0, tl.int32)
+    slot_phase = tl.cast(0, tl.int32)
+    q_stage = tl.cast(0, tl.int32)
+    q_phase = tl.cast(0, tl.int32)
+    turn = tl.cast(0, tl.int32)
+    going = tl.cast(1, tl.int32)
+    while going != 0:
+        mbarrier.wait(item_full.index(slot), slot_phase)
+        going = get(slots, slot, 0, 4)  # key blocks, and one more
+        if going != 0:
+            first = get(slots, slot, 1, 4) + WHO * (ROWS // PACK)
+            position = first + row // PACK
+            top = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
+            total = gl.full([ROWS], 0.0, gl.float32, rows_layout)
+            o = gl.zeros((ROWS, COLUMNS), gl.float32, out_layout)
+            q_at = WHO * QUERIES + q_stage
+            mbarrier.wait(q_full.index(q_at), q_phase)
+            if going > 1:
+                begin = get(slots, slot, 2, 4)
+                last = begin + going - 2
+                plain_begin = get(slots, slot, 3, 4)
+                plain_end = get(slots, slot, 4, 4)
+                keys = get(slots, slot, 5, 4)
+                until = get(slots, slot, 6, 4)
+                since = get(slots, slot, 7, 4)
+                mbarrier.wait(k_full.index(stage), phase)
+                scores = warpgroup_mma_wait(0, (start_scores(q_parts, k_parts, q_at, stage, PARTS, BLOCK),))
+                mbarrier.arrive(k_empty.index(stage))
+                if CAPPED:
+                    scores = capped(scores, inner)
+                if (last >= plain_end) | (last < plain_begin):
+                    scores = masked(scores, position, last * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
+                weights, top, total, _ = softmax(scores, top, total, scale, True)
+                p = as_operand(weights, COLUMNS, v_stages.dtype)
+                plain_begin = gl.minimum(plain_begin, last)
+                plain_end = gl.minimum(plain_end, last)
+                if RIGHT:
+                    for j in range(plain_end, last):
+                        o, p, top, total, stage, phase, turn = math_step(
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
+                            since, scale, inner,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                        )  # fmt: skip
+                for _ in range(plain_begin, plain_end):
+                    o, p, top, total, stage, phase, turn = math_step(
+                        q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
+                        o, p, top, total, position, 0, keys, until, since, scale, inner,
+                        WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, False, LEFT, RIGHT, CAPPED, ORDERED,
+                    )  # fmt: skip
+                if LEFT:
+                    for j in range(begin, plain_begin):
+                        o, p, top, total, stage, phase, turn = math_step(
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
+                            since, scale, inner,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                        )  # fmt: skip
+                mbarrier.arrive(q_empty.index(q_at))
+                mbarrier.wait(v_full.index(stage), phase)
+                o = warpgroup_mma_wait(0, (warpgroup_mma(p, v_stages.index(stage), o, is_async=True),))
+                mbarrier.arrive(v_empty.index(stage))
+                stage, phase = step(stage, phase, STAGES)
+            else:
+                mbarrier.arrive(q_empty.index(q_at))
+            q_stage, q_phase = step(q_stage, q_phase, QUERIES)
+            # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
+            head = get(slots, slot, 8, 4)
+            batch = get(slots, slot, 9, 4)
+            origin = get(slots, slot, 10, 4)
+            queries = get(slots, slot, 11, 4)
+            factor, sum_ = finished(top, total, sinks, head, row, scale, PACK)
+            if lse is not None:
+                at = lse + get(slots, slot, 12, 4) + position * get(slots, slot, 13, 4)
+                gl.store(at + row % PACK * get(slots, slot, 14, 4), sum_, mask=position < queries)
+            o = o * gl.convert_layout(factor, gl.SliceLayout(1, out_layout))[:, None]
+            for i in gl.static_range(COLUMNS // STRIP):
+                store_strip(
+                    out_map, out_buffers.index(WHO * BUFFERS + i % BUFFERS),
+                    strip_of((o,), i * STRIP, (COLUMNS,), STRIP, ROWS),
+                    place(batch, origin, queries, first, head, i * STRIP, RAGGED_Q),
+                    pending(i, COLUMNS // STRIP, BUFFERS),
+                )  # fmt: skip
+        mbarrier.arrive(item_empty.index(slot))
+        slot, slot_phase = step(slot, slot_phase, ITEMS)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+def attend(
+    q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters,
+    base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
+    batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
+    tiles, num_m, num_n, group, scale, inner,
+    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
+
+    Parameters
+    ----------
+    lse, sinks, cu_queries, cu_keys, lengths, table
+        As of `tilestream.kernels.attention.Operands`, each of them or None.
+    starts, order_of, sequences
+        The list that `tilestream.kernels.portable.attention_list` makes where queries are packed.
+    rows_q, rows_k
+        Rows of the packed tensors.
+    queries, keys
+        Rows of a sequence, where they are not packed; of keys, at most.
+    columns, shared_by
+        Tiles of a query block (heads, or packs of them), and how many of them share a K/V head.
+    left, right
+        Of the window, where it has such a side.
+    batch_rows_k, batch_rows_v, page_rows_k, page_rows_v
+        Rows from one sequence, or page, to the next, where a map counts rows of the whole tensor (``RAGGED_K``).
+    table_stride
+        From the pages of a sequence to those of the next.
+    scale, inner
+        Of scores, in base 2: ``softcap`` and ``scale / softcap``, where there is a cap.
+    PACK
+        Query heads side by side in a tile's rows.
+    PARTS
+        Parts that queries and keys are multiplied in: boxes of their columns.
+    QUERIES
+        Items whose queries there is room for: with two, the next item's come while one is at work.
+    COLUMNS
+        Of V, a power of two; as keys' columns they are more than there are, which copies fill with zeros.
+    """
+    WIDTH: gl.constexpr = q_map.block_type.shape[-1]
+    STRIP: gl.constexpr = out_map.block_type.shape[-1]
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_map.dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], k_map.dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], v_map.dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], out_map.dtype)
+    q_parts = gl.allocate_shared_memory(q_map.dtype, [CONSUMERS * QUERIES * PARTS, ROWS, WIDTH], q_layout)
+    k_parts = gl.allocate_shared_memory(k_map.dtype, [STAGES * PARTS, BLOCK, WIDTH], k_layout)
+    v_stages = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
+    out_buffers = gl.allocate_shared_memory(out_map.dtype, [CONSUMERS * BUFFERS, ROWS, STRIP], out_layout)
+    q_full = make_barriers(CONSUMERS * QUERIES, 1)
+    q_empty = make_barriers(CONSUMERS * QUERIES, 1)
+    k_full = make_barriers(STAGES, 1)
+    k_empty = make_barriers(STAGES, CONSUMERS)
+    v_full = make_barriers(STAGES, 1)
+    v_empty = make_barriers(STAGES, CONSUMERS)
+    item_full = make_barriers(ITEMS, 1)
+    item_empty = make_barriers(ITEMS, CONSUMERS)
+    order = make_barriers(CONSUMERS, 1)
+    slots = make_slots()
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (math_loop, (
+                0, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, CHAINED,
+            )),
+            (math_loop, (
+                1, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, CHAINED,
+            )),
+            (load_loop, (
+                q_map, k_map, v_map, q_parts, k_parts, v_stages,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
+                starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
+                rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
+                RIGHT, CHAINED,
+            )),
+        ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (math_loop, (
+                0, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, CHAINED,
+            )),
+            (math_loop, (
+                1, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, CHAINED,
+            )),
+            (math_loop, (
+                2, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, CHAINED,
+            )),
+            (load_loop, (
+                q_map, k_map, v_map, q_parts, k_parts, v_stages,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
+                starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
+                rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
+                RIGHT, CHAINED,
+            )),
+        ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -1,0 +1,230 @@
+"""The load warp of attention: items, and their copies of Q, K and V, all by TMA.
+
+What a copy may bring ends with its sequence, whoever lies behind it in memory: rows that are not the sequence's come as
+zeros (what another sequence or a page has there may be NaN, and 0 times NaN is no 0), and are not stored. Of a dense
+batch the tensor map's extents see to that. Of packed sequences and of pages a map of two more dimensions does
+(`place`): the rows' extent is ``BEYOND`` for all, and a copy begins so far before it as there are rows left; the other
+two bring the address back, one by ``BEYOND`` steps that wrap around 64 bits, the other by the rows. A technique of
+Triton's `triton.tools.ragged_tma`.
+
+A page that holds less than a key block is a copy of its own, for each 128 bytes of a row: they lie one behind the other
+in the swizzled block, where those of 8 rows and more keep its pattern.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tilestream.kernels.hopper.compat import boxes, device, tma_load
+from tilestream.kernels.hopper.ring import ITEMS, put, step
+from tilestream.kernels.portable.attention_list import place_of, rows_of
+from tilestream.kernels.portable.schedule import cdiv, enter, leave, longest_first, take
+from tilestream.schedule import attention
+
+diagonal = device(attention.diagonal)
+key_blocks = device(attention.key_blocks)
+
+#: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
+BEYOND: gl.constexpr = gl.constexpr(2**30)
+
+
+@gluon.jit
+def place(batch, origin, length, first, head, column, RAGGED: gl.constexpr):
+    """Where a copy of rows from ``first`` on is, of ``length`` rows that begin at row ``origin`` of the tensor."""
+    if RAGGED:
+        return (BEYOND, origin + length, BEYOND - length + first, head, column)
+    else:
+        return (batch, first, head, column)
+
+
+@gluon.jit
+def load_block(
+    tensor_map, bar, stages, stage, batch, origin, keys, first, head, pages, page_rows,
+    BLOCK: gl.constexpr, COLUMNS: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a key block, of K or of V, into a stage.
+
+    ``stages`` are boxes: of a stage, the rows of one column of boxes before those of the next.
+    """
+    WIDTH: gl.constexpr = tensor_map.block_type.shape[-1]
+    HEIGHT: gl.constexpr = tensor_map.block_type.shape[-3]
+    HIGH: gl.constexpr = BLOCK // HEIGHT
+    WIDE: gl.constexpr = COLUMNS // WIDTH
+    for i in range(HIGH):  # not unrolled: the load warp has few registers
+        row = first + i * HEIGHT
+        length = keys
+        if PAGE:
+            # A page that holds none of the keys is not in the table: nothing of the one before it is copied then.
+            page = gl.load(pages + gl.minimum(row, keys - 1) // PAGE)
+            origin = page * page_rows
+            length = gl.minimum(gl.maximum(keys - row + row % PAGE, 0), PAGE)
+            row = gl.minimum(row % PAGE, length)
+        for j in gl.static_range(WIDE):
+            at = place(batch, origin, length, row, head, j * WIDTH, RAGGED)
+            tma_load(tensor_map, at, bar, stages.index((stage * WIDE + j) * HIGH + i))
+
+
+@gluon.jit
+def item_of(
+    found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
+    queries, keys, columns, group, batch_rows_k, batch_rows_v, left, right,
+    POSITIONS: gl.constexpr, BLOCK: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    """What a tile is: its sequence, rows, head, keys and key blocks.
+
+    Returns
+    -------
+    (found, batch, first, head, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end, end, until,
+    since)
+        ``found`` is 0 from the end of a packed call's list on: how long it is, only the device knows. ``head`` counts
+        columns of tiles: heads, or packs of them. Origins are rows of the tensors. For the last two see
+        `tilestream.kernels.hopper.attention_softmax.masked`.
+    """
+    zero = tl.cast(0, tl.int32)
+    origin, origin_k, origin_v, begin, plain_begin, plain_end, end = zero, zero, zero, zero, zero, zero, zero
+    until, since = zero, zero
+    batch = pn // columns
+    head = pn % columns
+    if cu_queries is not None:
+        if found != 0:
+            # Behind the list stands the number of tiles.
+            found = (pm < gl.load(starts + sequences)).to(tl.int32)
+        if found != 0:
+            entry = place_of(pm, starts, sequences)
+            batch = gl.load(order_of + entry)
+            origin, queries = rows_of(cu_queries, batch, sequences, rows_q)
+            pm, head = longest_first(
+                pm - gl.load(starts + entry), cdiv(queries, POSITIONS), columns, gl.minimum(group, columns)
+            )  # fmt: skip
+    if found != 0:
+        origin_k = batch * batch_rows_k
+        origin_v = batch * batch_rows_v
+        if cu_queries is not None and batch == sequences - 1:
+            keys = zero  # the rows behind the last sequence
+        else:
+            if cu_keys is not None:
+                origin_k, keys = rows_of(cu_keys, batch, sequences, rows_k)
+                origin_v = origin_k
+            if lengths is not None:
+                keys = gl.minimum(gl.maximum(gl.load(lengths + batch), 0), keys)
+        ahead, behind = zero, zero
+        if not TOP_LEFT:
+            ahead, behind = diagonal(queries, keys)
+        if not LEFT:
+            left = queries + keys
+        if not RIGHT:
+            right = queries + keys
+        begin, plain_begin, plain_end, end = key_blocks(
+            pm * POSITIONS, gl.minimum((pm + 1) * POSITIONS, queries) - 1, ahead, behind, left, right, keys, BLOCK
+        )  # fmt: skip
+        until = ahead - behind + right + 1
+        since = ahead - behind - left
+    return (
+        found, batch, pm * POSITIONS, head, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end,
+        end, until, since,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_loop(
+    q_map, k_map, v_map, q_parts, k_parts, v_stages,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
+    starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
+    rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v, page_rows_k,
+    page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
+    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
+    RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CHAINED: gl.constexpr,
+):  # fmt: skip
+    """The load warp: takes items, hands them on, and loads their queries, keys and values."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    ROWS: gl.constexpr = q_parts.shape[1]
+    WIDTH: gl.constexpr = q_parts.shape[2]
+    COLUMNS: gl.constexpr = v_stages.shape[2]
+    POSITIONS: gl.constexpr = CONSUMERS * ROWS // PACK
+    Q_BYTES: gl.constexpr = PARTS * ROWS * WIDTH * q_parts.dtype.primitive_bitwidth // 8
+    K_BYTES: gl.constexpr = PARTS * BLOCK * WIDTH * k_parts.dtype.primitive_bitwidth // 8
+    V_BYTES: gl.constexpr = BLOCK * COLUMNS * v_stages.dtype.primitive_bitwidth // 8
+    q_boxes = boxes(q_parts, q_map)
+    k_boxes = boxes(k_parts, k_map)
+    v_boxes = boxes(v_stages, v_map)
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
+    one = tl.cast(1, tl.int32)
+    zero = tl.cast(0, tl.int32)
+    enter(counters, base, worker, one, reset, KIND == "static", False)
+    ticket, home_open, stage, phase, v_stage, v_phase = zero, one, zero, zero, zero, zero
+    slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
+    found = one
+    while found != 0:
+        found, _, pm, pn, _, _, _, _, _, ticket, home_open, _, _, _, _ = take(
+            worker, workers, ticket, home_open, zero, zero, zero,
+            counters, base, one, one, num_m, num_n, one, tiles, zero, zero, None, group, zero, one, zero,
+            None, zero, zero, KIND, "items", False, ORDER, False, False,
+        )  # fmt: skip
+        (
+            found, batch, first, head, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
+            plain_end, end, until, since,
+        ) = item_of(
+            found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
+            queries, keys, columns, group, batch_rows_k, batch_rows_v, left, right,
+            POSITIONS, BLOCK, TOP_LEFT, LEFT, RIGHT,
+        )  # fmt: skip
+        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
+        put(slots, slot, 0, (end - begin + 1) * found, 1)
+        put(slots, slot, 1, first, 1)
+        put(slots, slot, 2, begin, 1)
+        put(slots, slot, 3, plain_begin, 1)
+        put(slots, slot, 4, plain_end, 1)
+        put(slots, slot, 5, own_keys, 1)
+        put(slots, slot, 6, until, 1)
+        put(slots, slot, 7, since, 1)
+        put(slots, slot, 8, head * PACK, 1)
+        put(slots, slot, 9, batch, 1)
+        put(slots, slot, 10, origin, 1)
+        put(slots, slot, 11, own_queries, 1)
+        put(slots, slot, 12, batch * stride_lb + origin * stride_lr + head * PACK * stride_lh, 1)
+        put(slots, slot, 13, stride_lr, 1)
+        put(slots, slot, 14, stride_lh, 1)
+        mbarrier.arrive(item_full.index(slot))
+        slot, slot_phase = step(slot, slot_phase, ITEMS)
+        if found != 0:
+            for who in gl.static_range(CONSUMERS):
+                q_at = who * QUERIES + q_stage
+                mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)
+                mbarrier.expect(q_full.index(q_at), Q_BYTES)
+                for part in gl.static_range(PARTS):
+                    at = place(
+                        batch, origin, own_queries, first + who * (ROWS // PACK), head * PACK, part * WIDTH, RAGGED_Q
+                    )  # fmt: skip
+                    tma_load(q_map, at, q_full.index(q_at), q_boxes.index(q_at * PARTS + part))
+            q_stage, q_phase = step(q_stage, q_phase, QUERIES)
+            pages = table
+            if PAGE:
+                pages = table + batch.to(gl.int64) * table_stride
+            # Scores of the next block are started before this block's weights meet its values: keys go one block ahead.
+            for j in range(begin, end + 1):
+                first_key = (end - 1 - (j - begin)) * BLOCK
+                if j < end:
+                    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                    mbarrier.expect(k_full.index(stage), K_BYTES)
+                    load_block(
+                        k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
+                        head // shared_by, pages, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
+                    )  # fmt: skip
+                    stage, phase = step(stage, phase, STAGES)
+                if j > begin:
+                    mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
+                    mbarrier.expect(v_full.index(v_stage), V_BYTES)
+                    load_block(
+                        v_map, v_full.index(v_stage), v_boxes, v_stage, batch, origin_v, own_keys, first_key + BLOCK,
+                        head // shared_by, pages, page_rows_v, BLOCK, COLUMNS, PAGE, RAGGED_K,
+                    )  # fmt: skip
+                    v_stage, v_phase = step(v_stage, v_phase, STAGES)
+    leave(counters, one, reset, workers, KIND == "static")

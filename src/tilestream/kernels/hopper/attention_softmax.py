@@ -1,0 +1,74 @@
+"""The softmax of attention, online and in base 2, on scores in registers: caps, masks, sums, sinks.
+
+Scores are multiplied by ``scale`` where the exponent is formed, in the instruction that subtracts the row's largest:
+``scale`` holds the factor of base 2 too. A row that has seen no key has a largest score of -inf, and sums of 0.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilestream.kernels.hopper.epilogue import mma_layout
+from tilestream.kernels.portable.epilogue import power_of_2, sigmoid
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def capped(scores, inner):
+    """``tanh(inner * scores)``: the cap itself is in the scale. To a bit or two of fp32, which tanh.approx is not."""
+    return 2.0 * sigmoid(2.0 * inner * scores) - 1.0
+
+
+@gluon.jit
+def masked(scores, position, first_key, keys, until, since, BLOCK: gl.constexpr, LEFT: gl.constexpr,
+           RIGHT: gl.constexpr):  # fmt: skip
+    """Scores of a key block, -inf where a row does not see the key. After capping, which would make that -1.
+
+    A query position sees keys from ``position + since`` on, up to before ``position + until`` (which may be negative:
+    `tilestream.schedule.attention.seen_keys` in numbers that have a sign), of ``keys``.
+    """
+    key = first_key + gl.arange(0, BLOCK, gl.SliceLayout(0, mma_layout(BLOCK)))
+    if RIGHT:
+        seen = key[None, :] < gl.minimum(position + until, keys)[:, None]
+    else:
+        seen = (key < keys)[None, :]
+    if LEFT:
+        seen = seen & (key[None, :] >= (position + since)[:, None])
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def softmax(scores, top, total, scale, MASKED: gl.constexpr):
+    """``(weights, top, total, shrink)``: what came before is to be multiplied by ``shrink``.
+
+    ``MASKED``: a row may have seen no key yet; there is nothing to subtract from -inf then.
+    """
+    top_now = gl.maximum(top, gl.max(scores, 1))
+    shift = top_now * scale
+    if MASKED:
+        shift = gl.where(top_now == float("-inf"), 0.0, shift)
+    shrink = power_of_2(top * scale - shift)
+    weights = power_of_2(scores * scale - shift[:, None])
+    return weights, top_now, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def finished(top, total, sinks, head, row, scale, PACK: gl.constexpr):
+    """``(factor, log-sum-exp)`` of each row: its sum of weighted values is to be multiplied by ``factor``.
+
+    A sink takes part in the sum, and has no value. NaN stays NaN.
+    """
+    top = top * scale
+    factor = gl.full(top.shape, 1.0, gl.float32, top.type.layout)
+    if sinks is not None:
+        sink = gl.load(sinks + head + row % PACK) * LOG2_E
+        highest = gl.maximum(top, sink)
+        shift = gl.where(highest == float("-inf"), 0.0, highest)
+        factor = power_of_2(top - shift)
+        total = total * factor + power_of_2(sink - shift)
+        top = highest
+    factor = gl.where(total == 0.0, 0.0, factor / total)
+    return factor, (top + gl.log2(total)) * LN_2

@@ -1,0 +1,127 @@
+"""Launching the portable attention: what a plan and a layout decide is worked out once, a call gives the addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tilestream.kernels.attention import Operands
+from tilestream.kernels.launch import LONGEST_SECONDS, Signals, Table, address, with_words
+from tilestream.kernels.portable.attention import attention
+from tilestream.kernels.portable.attention_arguments import (
+    NO_KEY_GATE,
+    AttentionArguments,
+    AttentionLayout,
+    KeyGate,
+)
+from tilestream.kernels.portable.attention_list import PLACED, list_sequences
+from tilestream.kernels.portable.jit import INTERPRETED
+from tilestream.kernels.portable.launch import direct
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.runtime.channel import channel
+from tilestream.runtime.device_workspace import Words
+from tilestream.runtime.record import op_number
+from tilestream.schedule.integers import cdiv
+
+
+class IncomingKeys(NamedTuple):
+    """How the keys and values of a call arrive.
+
+    Attributes
+    ----------
+    signals
+        Of their chunks.
+    deadline
+        Seconds from the start of each worker.
+    op
+        For messages.
+    """
+
+    signals: Signals
+    deadline: float
+    op: str = "attention"
+
+
+class ListLaunch:
+    """Makes the list of packed sequences that a plan's tiles are found in: see `attention_list`.
+
+    Attributes
+    ----------
+    listed
+        Elements of either half of it; 0 where queries are not packed.
+    """
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        p = plan.problem
+        self.listed = p.batch + 2 if p.varlen else 0
+        self._grid = (cdiv(p.batch + 1, PLACED.value), 1, 1)
+        packs = max(1, p.heads_q // plan.pack)
+        self._numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, packs, plan.positions)
+        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+
+    def __call__(self, stream: int, x: Operands, words: Words) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``(starts, order)``, which a launch on ``stream`` will find made; None where there is no list."""
+        if words.listed is None:
+            return None, None
+        lists = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *words.listed)
+        if self._compiled is not None:
+            self._compiled(stream, (*map(address, lists), *self._numbers))
+        else:
+            kernel = list_sequences[self._grid](*lists, *self._numbers)
+            self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+        return words.listed
+
+
+class AttentionLaunch:
+    """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
+
+    Holds no operand: a call is given all of them.
+    """
+
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        self.plan = plan
+        self._arguments = AttentionArguments(plan, layout)
+        self._grid = (plan.schedule.workers, 1, 1)
+        keys = plan.problem.keys
+        ragged = keys is not None and not keys.chunks.rows_per_chunk
+        self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
+        self._list = ListLaunch(plan)
+        wordless = plan.schedule.kind == "static" and keys is None and not plan.problem.varlen
+        self._schedule = None if wordless else plan.schedule
+        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+
+    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None) -> None:
+        """Issue the launch on the current stream of the current device, which is the operands'."""
+
+        def issue(stream: int, words: Words) -> None:
+            self._issue(stream, operands, words, incoming)
+
+        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed)
+
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
+        starts, order = self._list(stream, x, words)
+        gate = NO_KEY_GATE if incoming is None else self._gate(x.q.device, incoming)
+        operands = (
+            x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
+            x.block_table, x.seqlens_k, starts, order, words.counters,
+        )  # fmt: skip
+        if self._compiled is not None:
+            # Addresses and no tensors: the launcher asks the driver about each tensor.
+            gate = gate if gate is NO_KEY_GATE else KeyGate(*map(address, gate))
+            self._compiled(
+                stream, self._arguments.fill(*map(address, operands), words.base, words.reset, x.scale, gate=gate)
+            )
+            return
+        filled = self._arguments.fill(*operands, words.base, words.reset, x.scale, gate=gate)
+        kernel = attention[self._grid](*filled, **self._arguments.options)
+        self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+
+    def _gate(self, device: torch.device, incoming: IncomingKeys) -> KeyGate:
+        words = incoming.signals.use()
+        report = channel(device)
+        return KeyGate(
+            words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
+            words.key, int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
+        )  # fmt: skip

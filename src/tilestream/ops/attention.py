@@ -1,0 +1,341 @@
+"""`tilestream.attention` and `tilestream.merge_attention`: attention prefill, and the join of two parts of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.ops.attention_library import (
+    attention_arriving_op,
+    attention_arriving_out_op,
+    attention_op,
+    attention_out_op,
+    lse_shape,
+    result_dtype,
+    wide_dtype,
+)
+from tilestream.ops.attention_operands import (
+    Settings,
+    Tensors,
+    alignment_of,
+    canonical_scale,
+    check_kinds,
+    most,
+    number,
+    to_rows_first,
+    window_of,
+)
+from tilestream.ops.flat import FlatArrival, check_deadline
+from tilestream.ops.library import clear_signals_op
+from tilestream.ops.operands import Options, autocast, refuse_tangents
+from tilestream.plan.attention import AttentionLayout
+from tilestream.plan.attention_choose import ATTENTION_SCHEDULES
+from tilestream.runtime import exit
+
+Causal = bool | Literal["bottom_right", "top_left"]
+Window = Sequence[int | None] | None
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: AttentionLayout = ..., causal: Causal = ...,
+    window: Window = ..., softcap: float | None = ..., scale: float | None = ..., sinks: torch.Tensor | None = ...,
+    scale_q: torch.Tensor | None = ..., scale_k: torch.Tensor | None = ..., scale_v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ..., cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., block_table: torch.Tensor | None = ..., seqlens_k: torch.Tensor | None = ...,
+    arrival: Arrival | None = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...,
+    deadline: float | None = ..., workers: int | None = ..., schedule: str = ...,
+) -> torch.Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: AttentionLayout = ..., causal: Causal = ...,
+    window: Window = ..., softcap: float | None = ..., scale: float | None = ..., sinks: torch.Tensor | None = ...,
+    scale_q: torch.Tensor | None = ..., scale_k: torch.Tensor | None = ..., scale_v: torch.Tensor | None = ...,
+    cu_seqlens_q: torch.Tensor | None = ..., cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., block_table: torch.Tensor | None = ..., seqlens_k: torch.Tensor | None = ...,
+    arrival: Arrival | None = ..., return_lse: Literal[True], out: torch.Tensor | None = ...,
+    deadline: float | None = ..., workers: int | None = ..., schedule: str = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: AttentionLayout = "bshd",
+    causal: Causal = False,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    arrival: Arrival | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    deadline: float | None = None,
+    workers: int | None = None,
+    schedule: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time.
+
+    Parameters
+    ----------
+    q, k, v
+        ``[B, Sq, Hq, D]``, ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``, any strides whose last is 1. Each head of keys
+        serves ``Hq // Hkv`` neighbouring query heads. One dtype of bfloat16, float16, float32, float8_e4m3fn (bfloat16
+        comes out), on the CPU float64 too; D and Dv multiples of 8, at most 256.
+    layout
+        ``"bshd"``, or ``"bhsd"`` for ``[B, H, S, D]``, as ``F.scaled_dot_product_attention`` has it: of q, k and v, and
+        of the output. It is not guessed.
+    causal
+        True: a query sees no key behind its own place, counted **from the end** (the last query sees the last key, as
+        FlashAttention has it since 2.1). ``"top_left"``: from the beginning, as torch's ``is_causal`` has it.
+    window
+        ``(left, right)``: keys seen on either side of the diagonal, which is where ``causal`` has it; None for all.
+    softcap
+        ``softcap * tanh(scores / softcap)``, before the mask.
+    scale
+        Of the scores; default ``1 / sqrt(D)``.
+    sinks
+        ``[Hq]``: one more score in each row of a head, which has no value.
+    scale_q, scale_k, scale_v
+        float32, of one element, one a head (of q, of k), ``[H]``, or one a sequence and head, ``[B, H]``: what the
+        operands are multiplied by.
+    cu_seqlens_q, cu_seqlens_k
+        int32 ``[B + 1]``: q is ``[T, Hq, D]``, sequence behind sequence, k and v likewise; the first rows of the
+        sequences, and behind the last. On a GPU nobody but the kernel looks at them. Rows of q behind the last give 0.
+    max_seqlen_q, max_seqlen_k
+        Bounds of their lengths; of use to the plan.
+    block_table, seqlens_k
+        int32 ``[B, n]`` and ``[B]``: k and v are pages ``[P, page, Hkv, D]`` (``[P, Hkv, page, D]``), those of a
+        sequence in order, and how many keys it has. A page has a power of two of keys, at most 256. ``seqlens_k``
+        alone: a dense k's first keys.
+    arrival
+        How k's and v's rows come in, where they are not there yet: chunks and signals. Rows are those of all sequences,
+        ``B * Sk`` of them. Each tile is computed as soon as the chunks that it reads are signalled.
+    return_lse
+        Also the log of the sum of each row's exponentials, the sink's too: natural, float32, ``[B, Hq, Sq]``, packed
+        ``[T, Hq]``.
+    out
+        Where to write the result. No gradient flows through it.
+    deadline, workers, schedule
+        As for `tilestream.matmul`; the schedule is ``"static"``, ``"dynamic"`` or ``"auto"``.
+
+    Returns
+    -------
+    torch.Tensor, or a pair of them
+        As q is, with Dv columns; with ``return_lse`` the log-sum-exp behind it. A row that sees no key is 0, and its
+        log-sum-exp is -inf, or the sink.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arguments that do not fit, before anything is computed. On a GPU the lengths in tensors are not looked at:
+        the kernel keeps inside of the operands whatever they say.
+    RuntimeError
+        If a gradient is asked for that nothing computes: of keys in pages, of 8-bit operands, of scales; or through
+        ``out``.
+    NotImplementedError
+        For tensors on a device that this version has no backend for.
+    ArrivalTimeout
+        As from `tilestream.matmul`.
+
+    Notes
+    -----
+    The backward pass computes the scores once more, in torch's own operations: right, and bounded in memory, but not
+    fast. It keeps q, k, v, the output and the log-sum-exp.
+
+    Examples
+    --------
+    >>> q, k, v = torch.ones(1, 3, 4, 8), torch.ones(1, 5, 2, 8), torch.ones(1, 5, 2, 8)
+    >>> attention(q, k, v, causal=True).shape
+    torch.Size([1, 3, 4, 8])
+    """
+    op = "attention"
+    Options(op, arrival=arrival, workers=workers, deadline=deadline).check()
+    if schedule not in ATTENTION_SCHEDULES:
+        raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
+    lists = {
+        "sinks": sinks, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
+    }  # fmt: skip
+    check_kinds(op, q=q, k=k, v=v, out=out, **lists)
+    refuse_tangents(op, q, k, v, sinks, instead="torch.nn.functional.scaled_dot_product_attention")
+    q, k, v = autocast(Options(op, arrival=arrival), q, k, v)
+    is_causal, alignment = alignment_of(op, causal)
+    left, right = window_of(op, window)
+    packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+    q, k, v = to_rows_first(op, layout, q, k, v, packed_q, packed_k)
+    batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
+    t = Tensors(
+        q, k, v, None if sinks is None else sinks.to(torch.float32),
+        canonical_scale(op, "scale_q", scale_q, batch, q.shape[-2]),
+        canonical_scale(op, "scale_k", scale_k, batch, k.shape[-2]),
+        canonical_scale(op, "scale_v", scale_v, batch, v.shape[-2]),
+        cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k,
+    )  # fmt: skip
+    if arrival is not None and block_table is not None:
+        raise ValueError(
+            f"{op}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before the call"
+        )
+    needs_gradient = torch.is_grad_enabled() and _check_gradients(t, out)
+    s = Settings(
+        is_causal, alignment, left, right,
+        0.0 if softcap is None else number(op, "softcap", softcap, positive=True),
+        1 / math.sqrt(q.shape[-1]) if scale is None else number(op, "scale", scale, positive=False),
+        most(op, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, "cu_seqlens_q"),
+        most(op, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, "cu_seqlens_k"),
+        layout, return_lse or needs_gradient, schedule, workers or 0,
+    )  # fmt: skip
+    into = None if out is None else _into(op, out, t, layout)
+    if torch.compiler.is_compiling():
+        result, lse = _call(t, s, arrival, deadline, into)
+    else:
+        with exit.call():
+            result, lse = _call(t, s, arrival, deadline, into)
+    answer = out if out is not None else result.transpose(1, 2) if layout == "bhsd" else result
+    return (answer, lse) if return_lse else answer
+
+
+def _check_gradients(t: Tensors, out: torch.Tensor | None) -> bool:
+    """Whether a gradient is asked for."""
+    for name in ("scale_q", "scale_k", "scale_v"):
+        scale = getattr(t, name)
+        if scale is not None and scale.requires_grad:
+            raise RuntimeError(f"attention: {name} requires a gradient; scales get none: pass {name}.detach()")
+    asked = [name for name in ("q", "k", "v", "sinks") if (x := getattr(t, name)) is not None and x.requires_grad]
+    if out is not None and (asked or out.requires_grad):
+        raise RuntimeError(
+            "attention: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()"
+        )
+    if asked and t.block_table is not None:
+        raise RuntimeError(
+            f"attention: {asked[0]} requires a gradient, and keys are in pages; those get none: gather them first, or "
+            "use torch.no_grad()"
+        )
+    if asked and t.q.dtype == torch.float8_e4m3fn:
+        raise RuntimeError(
+            f"attention: {asked[0]} requires a gradient and q is {t.q.dtype}; operands of 8 bits get none: use "
+            "torch.no_grad()"
+        )
+    return bool(asked)
+
+
+def _into(op: str, out: torch.Tensor, t: Tensors, layout: str) -> torch.Tensor:
+    shape = (*t.q.shape[:-1], t.v.shape[-1])
+    into = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
+    if tuple(into.shape) != shape:
+        said = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
+        raise ValueError(f"{op}: out has shape {list(out.shape)}; the result has {list(said)}")
+    if out.dtype != result_dtype(t.q):
+        raise TypeError(f"{op}: out is {out.dtype}, the result {result_dtype(t.q)}")
+    return into
+
+
+def _call(
+    t: Tensors, s: Settings, arrival: Arrival | None, deadline: float | None, into: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = None
+    if into is not None and s.return_lse:
+        lse = t.q.new_empty(lse_shape(t), dtype=wide_dtype(t.q))
+    if arrival is None:
+        if into is None:
+            pair: tuple[torch.Tensor, torch.Tensor] = attention_op(*t, *s)
+            return pair
+        attention_out_op(*t, *s, into, lse)
+    else:
+        flat = FlatArrival.of(arrival)
+        arriving = (flat.words, flat.ints, check_deadline(deadline))
+        if into is None:
+            pair = attention_arriving_op(*t, *s, *arriving)
+        else:
+            attention_arriving_out_op(*t, *s, *arriving, into, lse)
+        if flat.words is not None and not flat.words.is_cuda:  # there the launch does it
+            clear_signals_op(flat.words)
+        if into is None:
+            return pair
+    assert into is not None
+    return into, into if lse is None else lse
+
+
+def merge_attention(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    layout: AttentionLayout = "bshd",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join two attentions of the same queries to different keys into the one to all of them.
+
+    Parameters
+    ----------
+    o_a, o_b
+        Outputs of `attention`, ``[B, S, H, D]``, ``[B, H, S, D]`` with ``layout="bhsd"``, or packed ``[T, H, D]``.
+    lse_a, lse_b
+        Their log-sum-exps, ``[B, H, S]``, packed ``[T, H]``. What is -inf saw no key, and its output does not count,
+        whatever is in it. Sinks count in each: give them to one of the two.
+
+    Returns
+    -------
+    (out, lse)
+        In the dtypes of ``o_a`` and ``lse_a``; where both saw nothing, 0 and -inf.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
+
+    Examples
+    --------
+    >>> q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    >>> first = attention(q, k[:, :5], v[:, :5], return_lse=True)
+    >>> rest = attention(q, k[:, 5:], v[:, 5:], return_lse=True)
+    >>> out, lse = merge_attention(*first, *rest)
+    >>> torch.allclose(out, attention(q, k, v), atol=1e-5)
+    True
+    """
+    for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"merge_attention: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"merge_attention: layout={layout!r}; it is one of bshd, bhsd")
+    if o_a.shape != o_b.shape or o_a.dim() not in (3, 4):
+        raise ValueError(
+            f"merge_attention: o_a {list(o_a.shape)} and o_b {list(o_b.shape)}; they are alike, [B, S, H, D] or "
+            "[T, H, D]"
+        )
+    swapped = o_a.dim() == 4 and layout == "bshd"
+    rows = (o_a.shape[0], o_a.shape[2], o_a.shape[1]) if swapped else tuple(o_a.shape[:-1])
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if tuple(lse.shape) != rows:
+            raise ValueError(f"merge_attention: {name} has shape {list(lse.shape)}; of such outputs it is {list(rows)}")
+    nothing = float("-inf")
+    top = torch.maximum(lse_a, lse_b)
+    base = torch.where(top == nothing, 0.0, top)
+    weights = [torch.exp(lse - base) for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    none = total == 0
+    whole = torch.where(none, 1.0, total)  # where none is, so that neither value nor gradient is NaN
+    lse = torch.where(none, nothing, base + torch.log(whole))
+    parts = []
+    for o, weight in ((o_a, weights[0]), (o_b, weights[1])):
+        share = (weight / whole).transpose(1, 2) if swapped else weight / whole
+        share = share.unsqueeze(-1)
+        parts.append(torch.where(share == 0, 0.0, o * share))
+    return (parts[0] + parts[1]).to(o_a.dtype), lse.to(lse_a.dtype)

@@ -1,0 +1,127 @@
+"""From canonical operands of attention on the CPU to a launch."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import torch
+
+from tilestream.arrival.gate import RowGate
+from tilestream.kernels.attention import Operands
+from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, seen_by
+from tilestream.kernels.cpu.launch import Awaited, Launch
+from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.execute import run_inline, see_all
+from tilestream.ops.flat import FlatArrival
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.runtime.workspace import workspace
+from tilestream.schedule.grid import WorkItem
+from tilestream.trace.record import current as current_recorder
+
+
+def execute(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float) -> None:
+    """Run attention on the CPU; returns when the outputs are complete, or raises.
+
+    Raises
+    ------
+    ValueError
+        For lengths, pages or extents that do not fit, before anything is computed.
+    ArrivalTimeout
+        If a chunk did not arrive in time; what was not computed is NaN.
+    """
+    sequences = sequences_of(t, s)
+    problem = problem_of(t, s, keys)
+    plan = plan_attention(problem, s.workers or None, s.schedule, torch.get_num_threads())
+    awaited = None if keys is None else Awaited(keys.signals("attention", t.q.device), keys.epoch)
+    end = time.perf_counter() + deadline
+    recorder = current_recorder()
+    if plan.schedule.grid.tiles:
+        with workspace() as scratch:
+            tiles = Tiles(plan, sequences)
+            body = AttentionBody(plan, operands, tiles, scratch)
+            if plan.variant == "inline" and recorder is None:
+                run_inline(plan.schedule, body)
+            else:
+                Launch(
+                    "attention", plan.schedule, None if keys is None else _gate(plan, tiles), body, scratch,
+                    incoming=(awaited, None), deadline=deadline,
+                    threads=torch.get_num_threads() if plan.variant == "inline" else 1,
+                    recorder=recorder, label=plan.label,
+                ).run()  # fmt: skip
+    if keys is not None and awaited is not None and awaited.signals.self_reset:
+        see_all("attention", "arrival", keys, awaited, end, deadline)
+
+
+def _gate(plan: AttentionPlan, tiles: Tiles) -> RowGate:
+    """What a tile waits for: the chunks that bring the keys which its rows see."""
+    assert plan.problem.keys is not None
+    packed = plan.problem.tokens_k > 0
+
+    def rows(item: WorkItem) -> tuple[int, int]:
+        tile = tiles.of(item)
+        if tile is None or not tile.sequence.keys:
+            return 0, 0
+        s, seen = tile.sequence, seen_by(plan, tile, plan.block[1])
+        base = s.first_key if packed else s.number * plan.problem.seqlen_k
+        return base + seen.low, base + seen.high
+
+    return RowGate(plan.problem.keys.chunks, rows)
+
+
+def sequences_of(t: Tensors, s: Settings) -> list[SequenceRows]:
+    """Where the sequences lie; of a packed call, last those rows of queries that belong to none.
+
+    Raises
+    ------
+    ValueError
+        If lengths fall, or leave their tensors; if a page that is needed is none.
+    """
+    batch, longest = t.batch, t.keys_of_sequence
+    queries = _packed("cu_seqlens_q", t.cu_seqlens_q, t.q, "q", s.max_seqlen_q)
+    keys = _packed("cu_seqlens_k", t.cu_seqlens_k, t.k, "k", s.max_seqlen_k)
+    lengths = [longest] * batch if t.seqlens_k is None else t.seqlens_k.tolist()
+    found: list[SequenceRows] = []
+    for i in range(batch):
+        if not 0 <= lengths[i] <= longest:
+            raise ValueError(f"attention: seqlens_k[{i}] is {lengths[i]}; a sequence has from 0 to {longest} keys here")
+        first_query, rows = queries[i] if queries is not None else (0, t.q.shape[1])
+        first_key, length = keys[i] if keys is not None else (0, lengths[i])
+        found.append(SequenceRows(i, first_query, rows, first_key, length))
+    if t.block_table is not None:
+        _check_pages(t, lengths)
+    if queries is not None:
+        past = sum(queries[-1]) if queries else 0
+        found.append(SequenceRows(-1, past, t.q.shape[0] - past, 0, 0))
+    return found
+
+
+def _packed(
+    name: str, cumulative: torch.Tensor | None, tensor: torch.Tensor, of: str, most: int
+) -> list[tuple[int, int]] | None:
+    if cumulative is None:
+        return None
+    bounds: list[int] = cumulative.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"attention: {name}[0] is {bounds[0]}; the first sequence begins at row 0")
+    if bounds[-1] > tensor.shape[0]:
+        raise ValueError(f"attention: {name}[-1] is {bounds[-1]}; {of} has {tensor.shape[0]} rows")
+    for i, (begin, end) in enumerate(pairwise(bounds)):
+        if end < begin:
+            raise ValueError(f"attention: {name}[{i + 1}] is {end}, after {begin}; cumulative lengths do not fall")
+        if most and end - begin > most:
+            raise ValueError(f"attention: max_seqlen_{of}={most}; sequence {i} has {end - begin} rows: {name} says so")
+    return [(begin, end - begin) for begin, end in pairwise(bounds)]
+
+
+def _check_pages(t: Tensors, lengths: list[int]) -> None:
+    assert t.block_table is not None
+    page = t.k.shape[1]
+    for i, length in enumerate(lengths):
+        used = t.block_table[i, : -(-length // page)]
+        if used.numel() and (int(used.min()) < 0 or int(used.max()) >= t.k.shape[0]):
+            raise ValueError(
+                f"attention: block_table[{i}] names pages {int(used.min())} to {int(used.max())}; there are "
+                f"{t.k.shape[0]}, counted from 0"
+            )

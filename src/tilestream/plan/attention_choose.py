@@ -1,0 +1,184 @@
+"""`attention_plan`, what people ask, and `plan_attention`: candidates of the backends, the best of which is a plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import sys
+from collections.abc import Sequence
+from typing import get_args
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.plan import cpu_attention, hopper_attention, portable_attention
+from tilestream.plan.ask import device_properties
+from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
+from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
+from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.plan import Refusal
+from tilestream.plan.problem import Incoming
+from tilestream.schedule.schedule import Kind
+
+logger = logging.getLogger(__name__)
+
+#: What a caller may ask for as ``schedule=``: there is no K whose end could be shared out afterwards.
+ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
+#: Why a queue, where the caller does not say.
+_NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_attention(
+    problem: AttentionProblem,
+    workers: int | None = None,
+    schedule: str = "auto",
+    default_workers: int | None = None,
+    device: DeviceProperties | None = None,
+    backend: str | None = None,
+) -> AttentionPlan:
+    """`attention_plan` for an `AttentionProblem`; the same object for the same question.
+
+    Raises
+    ------
+    NotImplementedError
+        If no backend does such a problem there.
+    """
+    device = device or cpu_properties()
+    kind: Kind = "static" if schedule == "static" else "dynamic"
+    refused: tuple[Refusal, ...] = (Refusal("static", _NO_STATIC),) if schedule == "auto" else ()
+    count = workers or default_workers or device.workers
+    forced = bool(workers) or schedule != "auto"
+    found: list[AttentionCandidate]
+    if device.backend == "cpu":
+        name = "cpu"
+        found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced))
+        why = "least of the candidates in the cost model"
+        refused += (Refusal("GPU backends", "the operands are on the CPU"),)
+    else:
+        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend)
+        why = f"least of {len(found)} candidates in the cost model"
+        refused += (elsewhere,)
+    best = min(found, key=lambda candidate: candidate.seconds)
+    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.seconds)
+    refused += tuple(
+        Refusal(
+            other.variant if other.variant != best.variant else f"{other.block[0]} query rows x {other.block[1]} keys",
+            f"the cost model expects {other.seconds * 1e3:.3g} ms, not {best.seconds * 1e3:.3g} ms",
+        )
+        for other in others[:1]
+    )
+    made = of_candidate(problem, device, name, best, why, refused)
+    # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
+    logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
+    return made
+
+
+def _on_gpu(
+    problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None
+) -> tuple[str, list[AttentionCandidate], Refusal]:
+    """Which backend, its candidates, and why not the other one."""
+    if backend not in (None, "hopper", "portable"):
+        raise ValueError(f"backend={backend!r}; attention has 'hopper' and 'portable' on GPUs")
+    why = hopper_attention.refusal(problem, device)
+    if backend != "portable" and not why:
+        found = list(hopper_attention.candidates(problem, device, workers, kind=kind))
+        if found:
+            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+        why = "no tile of it fits"
+    if backend == "hopper":
+        raise NotImplementedError(f"backend='hopper': {why}; leave backend= away")
+    found = list(portable_attention.candidates(problem, device, workers, kind=kind))
+    return "portable", found, Refusal("hopper", why or "backend='portable' given")
+
+
+def attention_plan(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    batch: int = 1,
+    heads_q: int = 1,
+    heads_kv: int | None = None,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    dtype: object = "bfloat16",
+    causal: bool | str = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    layout: AttentionLayout = "bshd",
+    page_size: int = 0,
+    return_lse: bool = False,
+    arrival: Arrival | None = None,
+    device: object = "cpu",
+    workers: int | None = None,
+    schedule: str = "auto",
+    backend: str | None = None,
+) -> AttentionPlan:
+    """How `tilestream.attention` would run a dense problem, or one in pages.
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_k
+        Rows of a sequence; ``seqlen_k`` by default the same.
+    batch, heads_q, heads_kv, head_dim, head_dim_v
+        Sequences; heads of queries, and of keys (default: the same); columns of a head, and of a value's.
+    dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule
+        As for `tilestream.attention`.
+    sinks
+        Whether there are some.
+    page_size
+        Keys of a page; 0 where keys are in no pages.
+    device
+        As for `tilestream.plan`.
+    backend
+        Force a GPU's backend.
+
+    Returns
+    -------
+    AttentionPlan
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is out of range.
+    NotImplementedError
+        If there is no backend for the device.
+
+    Examples
+    --------
+    >>> attention_plan(1024, heads_q=8, heads_kv=2, head_dim=64, causal=True, workers=2).schedule.grid.tiles
+    64
+    """
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    extents = {
+        "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads_q": heads_q,
+        "heads_kv": heads_q if heads_kv is None else heads_kv, "head_dim": head_dim,
+        "head_dim_v": head_dim_v or head_dim, "page_size": page_size,
+    }  # fmt: skip
+    for name, extent in extents.items():
+        if not hasattr(extent, "__index__") or isinstance(extent, bool) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+        extents[name] = operator.index(extent)
+    if schedule not in ATTENTION_SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
+    if causal not in (False, True, *get_args(Alignment)):
+        raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
+    if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
+        raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
+    left, right = window or (None, None)
+    properties = device_properties(device)
+    keys = None if arrival is None else Incoming(arrival.chunks(extents["batch"] * extents["seqlen_k"]), arrival.pivot)
+    problem = AttentionProblem(
+        **extents,  # type: ignore[arg-type]
+        dtype=str(dtype).removeprefix("torch."), causal=bool(causal),
+        alignment="top_left" if causal == "top_left" else "bottom_right",
+        window=(None if left == -1 else left, None if right == -1 else right),
+        softcap=softcap or 0.0, sinks=sinks, layout=layout, return_lse=return_lse, lengths=page_size > 0,
+        pages=page_size and batch * -(-seqlen_k // page_size), keys=keys,
+    )  # fmt: skip
+    torch = sys.modules.get("torch")  # not imported for this question's sake
+    own = torch.get_num_threads() if torch is not None and properties.backend == "cpu" else None
+    default = None if isinstance(device, DeviceProperties) else own
+    return plan_attention(problem, workers, schedule, default, properties, backend)

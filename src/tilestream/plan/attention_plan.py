@@ -1,0 +1,215 @@
+"""`AttentionPlan`: the frozen answer to "how do we run this attention on this device", and what it says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.plan import Refusal
+from tilestream.schedule.grid import Grid
+from tilestream.schedule.integers import cdiv
+from tilestream.schedule.order import Raster
+from tilestream.schedule.schedule import Kind, Schedule
+
+
+@dataclass(frozen=True)
+class AttentionCandidate:
+    """A way to run a problem, and what the device's cost model says it costs.
+
+    Attributes
+    ----------
+    block
+        ``(block_m, block_n)``: rows of a tile, and keys of a block.
+    pack
+        Query heads of one head of keys that share a tile's rows.
+    warps, stages
+        Of a worker, and of its ring; 0 where the backend has none.
+    shares
+        Into how many shares a tile's keys are split.
+    """
+
+    variant: str
+    block: tuple[int, int]
+    schedule: Schedule
+    seconds: float
+    pack: int = 1
+    warps: int = 0
+    stages: int = 0
+    shares: int = 1
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How a problem is run: every knob, in one place. See `AttentionCandidate` for those of the kernel.
+
+    Attributes
+    ----------
+    backend
+        Which package of `tilestream.kernels` runs it.
+    variant
+        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.Plan`.
+    schedule
+        Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
+        are positions of the list that the call makes of them, longest first, some of which are void.
+    why, refused
+        Why this, and what else was considered.
+    predicted
+        Seconds the cost model expects, with everything arrived.
+    """
+
+    problem: AttentionProblem
+    device: DeviceProperties
+    backend: str
+    variant: str
+    block: tuple[int, int]
+    schedule: Schedule
+    why: str
+    refused: tuple[Refusal, ...]
+    predicted: float
+    pack: int = 1
+    warps: int = 0
+    stages: int = 0
+    shares: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a tile."""
+        return self.block[0] // self.pack
+
+    @property
+    def group(self) -> int:
+        """Packs of heads whose K and V stay in L2 together."""
+        return self.schedule.raster.group
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.schedule.workers
+
+    @property
+    def label(self) -> str:
+        """The plan in a line."""
+        if self.variant == "inline":
+            return f"{self.backend} inline"
+        packed = f" of {self.pack} heads" if self.pack > 1 else ""
+        return (
+            f"{self.backend} {self.schedule.kind}, {self.workers} workers, {self.block[0]} query rows{packed} x "
+            f"{self.block[1]} keys"
+        )
+
+    def explain(self) -> str:
+        """What was chosen, what was refused and why, and the floor, for people."""
+        return explain(self)
+
+
+def of_candidate(
+    problem: AttentionProblem, device: DeviceProperties, backend: str, found: AttentionCandidate, why: str,
+    refused: tuple[Refusal, ...],
+) -> AttentionPlan:  # fmt: skip
+    """A candidate as a plan."""
+    return AttentionPlan(
+        problem, device, backend, found.variant, found.block, found.schedule, why, refused, found.seconds,
+        found.pack, found.warps, found.stages, found.shares,
+    )  # fmt: skip
+
+
+def schedule_of(
+    problem: AttentionProblem, positions: int, pack: int, group: int, kind: Kind, workers: int, queues: int = 1
+) -> Schedule:
+    """The schedule of tiles of ``positions`` query positions and ``pack`` heads: see `AttentionPlan`.
+
+    Several queues split the heads, so that what shares K and V shares a queue.
+    """
+    heads = problem.heads_q // pack
+    if problem.varlen:
+        # Each sequence has at most one tile that is not full; so have the rows that belong to none.
+        bound = (problem.tokens_q + (problem.batch + 1) * (positions - 1)) // positions
+        return Schedule(kind, Grid(1, bound * heads, 1), Raster(group=max(1, min(group, heads))), workers)
+    grid = Grid(1, cdiv(problem.seqlen_q, positions), problem.batch * heads)
+    raster = Raster("longest_first", group=max(1, min(group, grid.num_n)))
+    if kind == "dynamic" and 1 < queues <= grid.num_n:
+        return Schedule(kind, grid, raster, workers, queues, "columns")
+    return Schedule(kind, grid, raster, workers)
+
+
+def explain(plan: AttentionPlan) -> str:
+    """What was chosen, what was refused and why, and the floor."""
+    p, device = plan.problem, plan.device
+    longest = " at most" if p.varlen or p.lengths else ""
+    shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"
+    columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
+    lines = [
+        ("device", f"{device.name}, {device.workers} workers ({device.source})"),
+        ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),
+        ("keys", _keys(p)),
+        ("mask", _mask(p)),
+    ]
+    if plan.variant != "inline":
+        lines += _schedule(plan)
+    operations = device.peak(_kind(p), plan.workers)
+    compute, memory = p.operations / operations, p.bytes / device.bandwidth
+    lines += [
+        ("arrival", _arrival(p)),
+        (
+            "floor",
+            f"{p.operations / 1e9:.3g} GFLOP, {p.bytes / 1e6:.3g} MB: {max(compute, memory) * 1e3:.3g} ms, bound by "
+            f"{'operations' if compute >= memory else 'bytes'}",
+        ),
+        ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
+    ]
+    lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused]
+    head = f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}"
+    return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
+
+
+def _kind(problem: AttentionProblem) -> str:
+    if problem.dtype == "float8_e4m3fn":
+        return "fp8"
+    return "tf32" if problem.tf32 and problem.dtype == "float32" else problem.dtype
+
+
+def _keys(p: AttentionProblem) -> str:
+    if p.page_size:
+        return f"in {p.pages} pages of {p.page_size}"
+    if p.tokens_k:
+        return f"packed, {p.tokens_k} rows"
+    return "dense, with a length each" if p.lengths else "dense"
+
+
+def _mask(p: AttentionProblem) -> str:
+    parts = []
+    if p.causal:
+        parts.append("causal")
+    if p.window[0] is not None or p.window[1] is not None:
+        sides = ("all" if side is None else str(side) for side in p.window)
+        parts.append("window ({}, {})".format(*sides))
+    if p.masked:
+        parts.append(p.alignment.replace("_", " "))
+    if p.softcap:
+        parts.append(f"soft cap {p.softcap:g}")
+    if p.sinks:
+        parts.append("sinks")
+    return ", ".join(parts) or "none"
+
+
+def _schedule(plan: AttentionPlan) -> list[tuple[str, str]]:
+    schedule, grid = plan.schedule, plan.schedule.grid
+    tiles = f"{grid.num_m} query blocks x {grid.num_n} {'packs' if plan.pack > 1 else 'heads'}"
+    if plan.problem.varlen:
+        tiles = f"at most {grid.num_m}, from a list made of the lengths by the call"
+    each = f"{plan.positions} positions x {plan.pack} heads, " if plan.pack > 1 else ""
+    queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind == "dynamic" else ""
+    return [
+        ("tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"),
+        ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}"),
+        ("raster", f"longest first, {plan.group} {'packs' if plan.pack > 1 else 'heads'} at a time"),
+    ]
+
+
+def _arrival(p: AttentionProblem) -> str:
+    if p.keys is None:
+        return "none: no gate code runs"
+    chunks = p.keys.chunks
+    size = f"of {chunks.rows_per_chunk} rows" if chunks.rows_per_chunk else "of uneven rows"
+    return f"keys and values in {chunks.count} chunks {size}; a tile waits for the chunks it reads"

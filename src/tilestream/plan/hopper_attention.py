@@ -1,0 +1,258 @@
+"""The policy of the Hopper attention kernel: candidates -> cost -> compare.
+
+A candidate is a row of `TILES` with a number of query heads in its rows. What bounds a row stands beside it.
+
+The model: what a key block takes is its multiplications or its exponentials, whichever is the longer, and a part of the
+other (`NOT_HIDDEN`): one consumer's softmax runs under the other's multiplications, but not all of it. A tile has its
+start and its end beside. Rates are of an H100's units; what matters is the order they put candidates in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_plan import AttentionCandidate, schedule_of
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import ITEMSIZE
+from tilestream.schedule.integers import cdiv
+from tilestream.schedule.schedule import Kind
+
+#: Operands.
+DTYPES = ("bfloat16", "float16")
+#: Rows of a consumer: an instruction of its four warps has 64.
+ROWS = 64
+#: Bytes of a row of a box: a line of the 128-byte swizzle.
+LINE = 128
+#: The extent of the rows of a map that clips at any row: see `tilestream.kernels.hopper.attention_load`.
+BEYOND = 2**30
+#: Keys of the smallest page: its rows of 128 bytes are one pattern of the swizzle.
+LEAST_PAGE = 8
+#: Bytes of shared memory kept free: barriers and the item ring.
+_BARRIER_BYTES = 1024
+_MOST_STAGES = 4
+#: Positions, rows and keys below this, twice and a block more, are within 31 bits.
+_MOST = 2**29
+#: Strides in bytes that a tensor map has: multiples of the first, below the second.
+_STEP, _MOST_STRIDE = 16, 2**40
+#: Bytes of K and V that the heads that are taken together may have, so that they stay in L2.
+L2_BYTES = 24e6
+# Constants of the cost model: the units' rates, and a fit by hand to a run on an H100 (section `variants` of
+# benchmarks/gpu_attention.py).
+#: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
+#: rounding, and the accumulator's part of the scaling.
+EXPONENTIALS, OPERATIONS, OPERATIONS_A_SCORE = 16, 128, 4.0
+#: Share of the shorter of multiplications and softmax that the longer does not hide, by consumers.
+NOT_HIDDEN = {2: 0.33, 3: 0.32}
+#: What three consumers lose where tiles have a diagonal: measured, and not explained.
+DIAGONAL_LOSS = 1.1
+#: Seconds of a tile's start and end that nothing hides; of a launch; of a key block's barriers.
+TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 10e-9
+#: Share of the nominal rates that kernels reach.
+EFFICIENCY, MEMORY_EFFICIENCY = 0.92, 0.86
+
+
+class Tile(NamedTuple):
+    """A tile: consumers of 64 query rows each, and keys of a block.
+
+    Attributes
+    ----------
+    columns
+        Of values, and of queries and keys, at most.
+    busy
+        For scores that are capped, or masked at both ends: they take more registers, and smaller blocks less.
+    """
+
+    columns: int
+    consumers: int
+    block: int
+    busy: bool = False
+
+
+#: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
+#: keys, their weights half of that, the accumulator one for each two columns of V.
+TILES = (
+    Tile(64, 2, 128),
+    Tile(64, 3, 64),
+    Tile(64, 2, 64, busy=True),
+    Tile(128, 2, 128),
+    Tile(128, 2, 64, busy=True),
+    Tile(256, 2, 64),
+    Tile(256, 2, 32, busy=True),
+)
+
+
+def registers(consumers: int, columns: int) -> tuple[int, int]:
+    """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
+
+    Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of
+    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    """
+    if consumers == 3:
+        return 160, 32
+    return (240, 32) if columns > 128 else (232, 48)
+
+
+def width(problem: AttentionProblem) -> int:
+    """Columns of a box."""
+    return LINE // ITEMSIZE[problem.dtype]
+
+
+def parts_of(problem: AttentionProblem) -> int:
+    """Boxes that a head's columns of queries and keys are copied and multiplied in."""
+    return cdiv(problem.head_dim, width(problem))
+
+
+def columns_of(problem: AttentionProblem) -> int:
+    """Columns of V as it is multiplied: a power of two, and a box at least."""
+    columns = width(problem)
+    while columns < problem.head_dim_v:
+        columns *= 2
+    return columns
+
+
+def out_buffers(problem: AttentionProblem) -> int:
+    """C buffers of a consumer: two, if there are strips to take turns."""
+    return min(2, columns_of(problem) * ITEMSIZE[problem.out_dtype] // LINE)
+
+
+def shared_bytes(problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int) -> int:
+    """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
+    parts = parts_of(problem)
+    rows = consumers * ROWS * (queries * parts + out_buffers(problem))
+    return LINE * (rows + stages * block * (parts + columns_of(problem) // width(problem))) + _BARRIER_BYTES
+
+
+def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int) -> int:
+    """Stages that fit the shared memory, beside the queries of one item."""
+    stages = _MOST_STAGES
+    while stages and shared_bytes(problem, consumers, block, stages, 1) > shared:
+        stages -= 1
+    return stages
+
+
+def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int) -> int:
+    """Items whose queries fit beside the stages: two, if there is room, so that the next item's come early."""
+    return 2 if shared_bytes(problem, consumers, block, stages, 2) <= shared else 1
+
+
+def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
+    """Why this kernel does not do such a problem; empty if it does."""
+    p = problem
+    if device.arch != "sm_90":
+        return f"it is for sm_90, this is {device.arch or device.backend}"
+    if p.dtype not in DTYPES:
+        return f"it multiplies {', '.join(DTYPES)}, not {p.dtype}"
+    if p.scaled:
+        return "q, k or v has scales, which it does not apply"
+    if p.keys is not None:
+        return "keys arrive, and it has no gate yet"
+    if not p.positive:
+        return "a scale that is not positive: it takes the largest product for the largest score"
+    if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
+        return "there is nothing to load"
+    for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
+        if getattr(p, name) >= _MOST:
+            return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
+    if p.page_size and p.page_size < LEAST_PAGE:
+        return f"pages of {p.page_size} keys; a copy brings {LEAST_PAGE} at least"
+    if p.rows * p.heads_q >= 2**31:
+        return f"{p.rows} rows of {p.heads_q} heads; it counts log-sum-exps in 31 bits"
+    return p.no_tma or ("" if p.aligned else "a stride or an address is no multiple of 16 bytes, TMA's rule")
+
+
+def refuse_strides(
+    problem: AttentionProblem, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], out: tuple[int, ...],
+    out_address: int = 0,
+) -> str:  # fmt: skip
+    """Why TMA cannot address operands of such strides, those of sequence or page, row and head; empty if it can.
+
+    ``out_address`` is the output's, modulo 16.
+    """
+    p = problem
+    if out_address:
+        return f"out begins {out_address} bytes behind a multiple of {_STEP}: TMA's rule"
+    several = p.batch > 1 and not p.varlen, p.seqlen_q > 1 or p.varlen, p.heads_q > 1
+    keys = (p.pages if p.page_size else p.batch * (not p.tokens_k)) > 1, True, p.heads_kv > 1
+    ragged = bool(p.tokens_k or p.page_size or p.lengths)
+    for name, strides, there in (("q", q, several), ("k", k, keys), ("v", v, keys), ("out", out, several)):
+        size = ITEMSIZE[p.out_dtype if name == "out" else p.dtype]
+        for stride, moves in zip(strides, there, strict=True):
+            if moves and (stride * size % _STEP or not 0 < stride * size < _MOST_STRIDE):
+                return f"{name} has strides {tuple(strides)}: TMA's are positive multiples of {_STEP} bytes"
+        if name in ("k", "v") and ragged and keys[0]:
+            count = p.pages if p.page_size else p.batch
+            if strides[0] % strides[1]:
+                return f"{name} has strides {tuple(strides)}: sequences or pages do not begin whole rows apart"
+            if strides[0] // strides[1] * count >= BEYOND:
+                return f"{name} has strides {tuple(strides)}: its last sequence or page is {BEYOND} rows off"
+    return ""
+
+
+def packed_heads(problem: AttentionProblem, rows: int) -> int:
+    """Query heads of one K/V head in a tile's rows: a power of two, as many as short queries leave rows for."""
+    pack = 1
+    while problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= rows and 2 * pack <= ROWS:
+        pack *= 2
+    return pack
+
+
+def candidates(
+    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None
+) -> Iterator[AttentionCandidate]:
+    """Every way the model knows.
+
+    Parameters
+    ----------
+    variant
+        ``turns`` or ``apart``: whether consumers take turns at starting their multiplications. None: by the model.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem: `refusal` says why.
+    """
+    why = refusal(problem, device)
+    if why:
+        raise NotImplementedError(why)
+    columns = max(columns_of(problem), 64 * cdiv(problem.head_dim, 64) if problem.head_dim > 128 else 0)
+    busy = problem.left is not None or problem.softcap > 0
+    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    for tile in TILES:
+        fits = tile.columns // 2 < columns <= tile.columns or (columns == 192 and tile.columns == 256)
+        stages = stages_of(problem, tile.consumers, tile.block, device.shared)
+        if not fits or stages < 2 or tile.busy != busy:
+            continue
+        rows = tile.consumers * ROWS
+        pack = packed_heads(problem, rows)
+        group = max(1, int(L2_BYTES // bytes_of_head)) * max(1, problem.ratio // pack)
+        schedule = schedule_of(problem, rows // pack, pack, group, kind, workers)
+        seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers)
+        yield AttentionCandidate(
+            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4,
+            stages,
+        )  # fmt: skip
+
+
+def _seconds(
+    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, tiles: int, workers: int
+) -> float:
+    """What a launch takes: tiles in waves, or memory, whichever is the longer."""
+    rate = device.peak(problem.dtype, 1)
+    clock = rate / 4096
+    rows = tile.consumers * ROWS
+    columns = parts_of(problem) * width(problem) + columns_of(problem)
+    multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
+    softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
+    step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
+    if tile.consumers == 3 and problem.right is not None:
+        step *= DIAGONAL_LOSS
+    # Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
+    keys = cdiv(problem.pairs, max(problem.rows, 1))
+    ends = (problem.left is not None) + (problem.right is not None)
+    blocks = (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
+    total = (max(blocks, 1.0) * step + TILE_SECONDS) * tiles / min(workers, tiles)
+    # Tiles differ: what the last of them leaves undone is on average half of one.
+    tail = 0.5 * step * blocks if tiles > workers else 0.0
+    return LAUNCH_SECONDS + max(total + tail, problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY))

@@ -1,0 +1,122 @@
+"""Compile what the Hopper attention's GPU tests and benchmark launch, on all cores at once: see `precompile`.
+
+``python tests/gpu/precompile_attention.py [part of a test's name ...]``; ``benchmark``: what
+benchmarks/gpu_attention.py launches. Nothing but time depends on this.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+import hopper_attention_gate as gate
+import torch
+from precompile import STAND_IN
+
+import tilestream as ts
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.ops import attention_library
+from tilestream.ops.attention_gpu import layout_of
+from tilestream.ops.attention_operands import problem_of
+from tilestream.plan import hopper_attention
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.device import DeviceProperties
+
+Job = tuple[AttentionPlan, AttentionLayout]
+
+
+def launched(call: Callable[[], Any], device: DeviceProperties) -> list[Job]:
+    """What a call on CPU tensors would launch of the Hopper kernel if they were on ``device``."""
+    found: list[Job] = []
+
+    def note(x: Any, t: Any, s: Any, keys: Any, deadline: float) -> None:
+        problem, layout = problem_of(t, s, keys), layout_of(x)
+        no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
+        try:
+            plan = plan_attention(
+                replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend="hopper"
+            )
+        except NotImplementedError:
+            return
+        found.append((plan, layout))
+
+    run, attention_library.execute = attention_library.execute, note
+    try:
+        call()
+    finally:
+        attention_library.execute = run
+    return found
+
+
+def of_tests(device: DeviceProperties, parts: list[str]) -> Iterator[Job]:
+    """Of `test_gpu_attention.test_numbers`, cases whose names hold one of ``parts``; all, if there are none."""
+    import test_gpu_attention as tests
+
+    from attention_maths import call_of
+
+    for case in tests._each():
+        if not parts or any(part in case.id for part in parts):
+            call = call_of(case.values[0])
+            yield from launched(lambda call=call: ts.attention(**call.tensors, **call.options, return_lse=True), device)
+
+
+def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
+    """Of benchmarks/gpu_attention.py: every candidate, with and without turns."""
+    from gpu_attention import SHAPES, problem_of_shape
+
+    for shape in SHAPES:
+        for variant in ("turns", "apart"):
+            problem, layout = problem_of_shape(shape)
+            made = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
+            for found in made:
+                yield of_candidate(problem, device, "hopper", found, "a benchmark's", ()), layout
+
+
+def key(job: Job) -> str:
+    """What tells its compiled kernel from others'."""
+    options, filled = gate.fill(*job)
+    count = len(gate.attend.arg_names)
+    first = gate.attend.arg_names.index("CONSUMERS") - count
+    maps = [(x.block_shape, str(x.base.dtype)) for x in filled[:4]]
+    return repr((options, maps, [x is None for x in filled[4:13]], filled[first:]))
+
+
+def build(job: Job) -> str | None:
+    """What went wrong."""
+    try:
+        gate.build(*gate.fill(*job), kernel=gate.attend)
+    except Exception as error:
+        return f"{job[0].label}: {type(error).__name__}: {error}"[-400:]
+    return None
+
+
+def main() -> None:
+    begin = time.monotonic()
+    from tilestream.runtime.properties import cuda_properties
+
+    device = cuda_properties(0) if torch.cuda.is_available() else STAND_IN
+    parts = [part for part in sys.argv[1:] if part != "benchmark"]
+    jobs = list(of_benchmark(device)) if "benchmark" in sys.argv else []
+    if parts or "benchmark" not in sys.argv:
+        jobs += of_tests(device, parts)
+    todo = {key(job): job for job in jobs}
+    print(f"{len(jobs)} launches, {len(todo)} kernels", flush=True)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        failed = [error for error in pool.imap_unordered(build, todo.values(), 1) if error]
+    print(f"compiled in {time.monotonic() - begin:.0f} s; {len(failed)} failed: {failed[:3]}")
+
+
+if __name__ == "__main__":
+    main()

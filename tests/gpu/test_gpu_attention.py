@@ -1,0 +1,292 @@
+"""`tilestream.attention` on a GPU: the grid of FlashAttention's and FlashInfer's own tests, on each backend.
+
+``-k quick`` is a case of each kind. Nothing here waits without a bound: the calls that wait for chunks have deadlines.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+import tilestream as ts
+from attention_maths import FEATURES, MIXES, Case, call_of
+from tilestream.ops import attention_gpu
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.device import DeviceProperties
+
+F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def _known(backend: str) -> bool:
+    device = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
+    try:
+        plan_attention(AttentionProblem(1, 1, 1, 128, 128, 128), device=device, backend=backend)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
+
+
+BACKENDS = [backend for backend in ("portable", "hopper") if _known(backend)]
+#: (rows, keys): at and around the edges of tiles and blocks, equal and not, longer and shorter.
+LENGTHS = (
+    (1, 1), (1, 239), (3, 799), (37, 64), (64, 37), (64, 128), (113, 203), (127, 512), (128, 128), (128, 217),
+    (203, 113), (239, 1), (256, 512), (512, 256), (577, 577), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048),
+    (108, 4224), (4224, 108),
+)  # fmt: skip
+SHORT = tuple(lengths for lengths in LENGTHS if max(lengths) <= 600)
+HEADS = ((6, 1), (6, 2), (6, 6), (32, 4))
+DIMS = ((64, 64), (128, 128))
+OTHER_DIMS = ((8, 8), (16, 16), (40, 40), (72, 64), (96, 96), (192, 128), (256, 256), (128, 64))
+
+
+def _dense(lengths: tuple[int, int], **more) -> Case:
+    rows, keys = lengths
+    return Case((rows,), (keys, keys), **more)
+
+
+def _cases() -> dict[str, list[Case]]:
+    packed = ("packed", "packed paged")
+    return {
+        "dense": [
+            _dense(lengths, heads=heads, dims=dims, features=features, dtype=BF16)
+            for lengths, heads, dims, features in itertools.product(LENGTHS, HEADS[:3], DIMS, ("full", "causal"))
+        ],
+        "features": [
+            _dense(lengths, heads=(6, 2), dims=dims, features=features, dtype=dtype)
+            for lengths, dims, features, dtype in itertools.product(SHORT, DIMS, FEATURES, (F16, BF16))
+        ],
+        "columns": [
+            _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=BF16)
+            for lengths, dims, features in itertools.product(SHORT[::2], OTHER_DIMS, ("causal", "all"))
+        ],
+        "many heads": [
+            _dense(lengths, heads=(32, 4), dims=(128, 128), features="causal", dtype=F16) for lengths in LENGTHS
+        ],
+        "float32": [
+            _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=F32)
+            for lengths, dims, features in itertools.product(SHORT[::2], DIMS, ("causal", "all"))
+        ],
+        "float8": [
+            _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=E4M3)
+            for lengths, dims, features in itertools.product(SHORT[::2], DIMS, ("full", "causal", "all"))
+        ],
+        "lists": [
+            Case(*mix, heads=heads, dims=dims, features=features, how=how, page=page, extra=extra, dtype=BF16)
+            for mix, heads, dims, features, (how, page), extra in itertools.product(
+                MIXES, ((6, 2), (8, 1)), DIMS, FEATURES, itertools.product(packed, (16, 64)), (0, 3)
+            )
+            if not (how == "packed" and page == 64)
+        ],
+        "pages": [
+            Case((200, 1), (300, 77), (4, 2), (128, 128), features, how, page, dtype=BF16)
+            if how.startswith("packed")
+            else Case((64,), (300, 77), (4, 2), (128, 128), features, how, page, dtype=BF16)
+            for page, features, how in itertools.product(
+                (1, 2, 4, 8, 16, 32, 64, 128, 256), ("full", "causal", "window"), ("packed paged", "paged")
+            )
+        ],
+        "lengths": [
+            Case((rows,), keys, (4, 2), (64, 64), features, "lengths", dtype=BF16)
+            for rows, keys, features in itertools.product((1, 64, 130), ((0, 300), (77, 1), (128, 256)), FEATURES)
+        ],
+    }
+
+
+CASES = _cases()
+assert sum(map(len, CASES.values())) >= 1500
+
+
+def _name(case: Case) -> str:
+    lengths = f"{'+'.join(map(str, case.queries))}x{'+'.join(map(str, case.keys))}"
+    more = f" page {case.page}" if "paged" in case.how else ""
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"{lengths} h{case.heads} d{case.dims} {case.features} {case.how}{more} +{case.extra} {dtype}"
+
+
+def _each():
+    for kind, cases in CASES.items():
+        for i, case in enumerate(cases):
+            quick = " quick" if i in (len(cases) // 2, len(cases) - 1) else ""
+            yield pytest.param(case, id=f"{kind}: {_name(case)}{quick}")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    """Plans are this backend's; a problem that it does not do is skipped, with the reason."""
+
+    def plan(*args, **how):
+        try:
+            return plan_attention(*args, **how, backend=request.param)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+
+    attention_gpu._launches.clear()
+    monkeypatch.setattr(attention_gpu, "plan_attention", plan)
+    yield request.param
+    attention_gpu._launches.clear()
+
+
+def poisoned(call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The answer of a call whose output was NaN before."""
+    q, v = call.tensors["q"], call.tensors["v"]
+    dtype = BF16 if q.dtype == E4M3 else q.dtype
+    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=dtype, device=q.device)
+    answer, lse = ts.attention(**call.tensors, **call.options, out=out, return_lse=True)
+    assert answer is out
+    return answer, lse
+
+
+@pytest.mark.parametrize("case", list(_each()))
+def test_numbers(case, backend):
+    call = call_of(case, "cuda")
+    out, lse = poisoned(call)
+    ts.check()
+    call.check(out, lse)
+
+
+@pytest.mark.parametrize("how", ["packed", "dense"])
+def test_quick_the_same_bits_each_time(how, backend):
+    call = call_of(Case((300, 70), (500, 300), (6, 2), (128, 128), "all", how, dtype=BF16) if how == "packed" else
+                   _dense((300, 500), heads=(6, 2), dims=(128, 128), features="all", dtype=BF16), "cuda")  # fmt: skip
+    first = ts.attention(**call.tensors, **call.options, return_lse=True)
+    for _ in range(100):
+        again = ts.attention(**call.tensors, **call.options, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("workers", [1, 3, 17, 131, 132, 264])
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_quick_every_number_of_workers(schedule, workers, backend):
+    for case in (_dense((300, 500), heads=(6, 2), dims=(64, 64), features="causal", dtype=BF16),
+                 Case(*MIXES[1], (6, 2), (64, 64), "causal", "packed", dtype=BF16)):  # fmt: skip
+        call = call_of(case, "cuda")
+        call.check(*ts.attention(**call.tensors, causal=True, return_lse=True, schedule=schedule, workers=workers))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "spread", "unaligned"])
+def test_quick_layouts(layout, backend):
+    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    tensors = dict(call.tensors)
+    if layout == "bhsd":
+        tensors = {name: x.transpose(1, 2).contiguous() for name, x in tensors.items()}
+        out, lse = ts.attention(**tensors, causal=True, layout="bhsd", return_lse=True)
+        call.check(out.transpose(1, 2), lse)
+        return
+    if layout in ("spread", "unaligned"):
+        more = 16 if layout == "spread" else 5
+        for name, x in tensors.items():
+            store = torch.full((*x.shape[:3], x.shape[3] + more), math.nan, dtype=x.dtype, device="cuda")
+            tensors[name] = store[..., more : more + x.shape[3]]
+            tensors[name].copy_(x)
+    call.check(*ts.attention(**tensors, causal=True, return_lse=True))
+
+
+@pytest.mark.parametrize("more", [1, 3, 8])
+def test_quick_layouts_of_the_output(more, backend):
+    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    store = torch.full((2, 130, 4, 64 + more), math.nan, dtype=BF16, device="cuda")
+    out = store[..., :64]
+    ts.attention(**call.tensors, causal=True, out=out)
+    call.check(out, None)
+    assert store[..., 64:].isnan().all(), "wrote beside the output"
+
+
+@pytest.mark.parametrize("how", ["dense", "packed", "packed paged"])
+def test_quick_graphs(how, backend):
+    """Replayed between eager calls, on other numbers."""
+    case = Case(*MIXES[1], (6, 2), (64, 64), "causal", how, dtype=BF16)
+    if how == "dense":
+        case = _dense((300, 500), heads=(6, 2), dims=(64, 64), features="causal", dtype=BF16)
+    call = call_of(case, "cuda")
+    ts.attention(**call.tensors, causal=True, return_lse=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = ts.attention(**call.tensors, causal=True, return_lse=True)
+    for seed in (0, 1, 0):
+        now = call_of(case, "cuda", seed)
+        for name, x in now.tensors.items():
+            call.tensors[name].copy_(x)
+        out.fill_(math.nan)
+        graph.replay()
+        ts.attention(**now.tensors, causal=True)  # counters of eager calls are others
+        now.check(out, lse)
+
+
+def test_quick_compiled_whole(backend):
+    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    compiled = torch.compile(functools.partial(ts.attention, causal=True, return_lse=True), fullgraph=True)
+    call.check(*compiled(**call.tensors))
+
+
+def test_quick_gradients():
+    q, k, v = (torch.randn(2, 130, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
+    ts.attention(q, k, v, causal=True).square().sum().backward()
+    mine = [x.grad.clone() for x in (q, k, v)]
+    wide = [x.detach().double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    F.scaled_dot_product_attention(*wide, is_causal=True).square().sum().backward()
+    for x, y in zip(mine, wide, strict=True):
+        torch.testing.assert_close(x.double(), y.grad.transpose(1, 2), rtol=1e-3, atol=1e-3)
+
+
+# Keys that arrive -----------------------------------------------------------------------------------------------------
+
+
+def arriving(call, arrival: ts.Arrival, **how):
+    return ts.attention(**call.tensors, **call.options, arrival=arrival, return_lse=True, **how)
+
+
+CHUNKINGS = {
+    "uniform": lambda rows: ts.Arrival.uniform(100, -(-rows // 100), device="cuda"),
+    "ragged": lambda rows: ts.Arrival.ragged([0, 7, 7, 300, rows], device="cuda"),
+    "small": lambda rows: ts.Arrival.uniform(8, -(-rows // 8), device="cuda"),
+}
+
+
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("how", ["dense", "packed"])
+@pytest.mark.parametrize("features", ["full", "causal", "window"])
+def test_quick_keys_that_arrive_while_the_kernel_runs(features, how, chunking, backend):
+    case = Case((300, 70), (500, 300), (6, 2), (64, 64), features, how, dtype=BF16)
+    if how == "dense":
+        case = _dense((300, 500), heads=(6, 2), dims=(64, 64), features=features, dtype=BF16)
+    call = call_of(case, "cuda")
+    k, v = call.tensors["k"], call.tensors["v"]
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in (k, v)]
+    source = [x.cpu().pin_memory() for x in flat]  # by a copy engine: no SM may be free
+    arrival = CHUNKINGS[chunking](flat[0].shape[0])
+    chunks = arrival.chunks(flat[0].shape[0])
+    side = torch.cuda.Stream()
+    for epoch in range(3):
+        if epoch:
+            arrival.advance()
+        for x in flat:
+            x.fill_(math.nan)
+        torch.cuda.synchronize()
+        out, lse = arriving(call, arrival, deadline=20)
+        with torch.cuda.stream(side):
+            for chunk in range(chunks.count):
+                begin, end = chunks.range_of(chunk)
+                for x, y in zip(flat, source, strict=True):
+                    x[begin:end].copy_(y[begin:end], non_blocking=True)
+                arrival.signal(chunk)
+        torch.cuda.synchronize()
+        ts.check()
+        call.check(out, lse)
+
+
+def test_quick_a_chunk_that_does_not_come(backend):
+    call = call_of(_dense((300, 500), heads=(6, 2), dims=(64, 64), features="full", dtype=BF16), "cuda")
+    arrival = ts.Arrival.uniform(100, 10, device="cuda")
+    for chunk in range(9):
+        arrival.signal(chunk)
+    out, _ = arriving(call, arrival, deadline=0.2)
+    torch.cuda.synchronize()
+    with pytest.raises(ts.ArrivalTimeout, match="attention: arrival's chunk 9 did not arrive"):
+        ts.check()
+    assert out[1].isnan().all(), "each tile of the second sequence reads the last chunk"

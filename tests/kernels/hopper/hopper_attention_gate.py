@@ -1,0 +1,161 @@
+"""The compile gate of the Hopper attention kernel: see `hopper_gate`, whose build and stand-ins it takes.
+
+``python hopper_attention_gate.py quick|all [processes]`` prints one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hopper_gate import DEVICE, Pointer, _sass, build, described, triton
+
+from tilestream.kernels.hopper.attention import attend
+from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.plan import hopper_attention
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+
+
+def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
+    """Of contiguous operands."""
+
+    def lying(rows: int, heads: int, columns: int) -> tuple[int, int, int]:
+        return (0 if rows == 0 else rows * heads * columns, heads * columns, columns)
+
+    rows_q = 0 if p.varlen else p.seqlen_q
+    rows_k = p.page_size or (0 if p.tokens_k else p.seqlen_k)
+    lse = (0, p.heads_q, 1) if p.varlen else (p.heads_q * p.seqlen_q, 1, p.seqlen_q)
+    return AttentionLayout(
+        lying(rows_q, p.heads_q, p.head_dim), lying(rows_k, p.heads_kv, p.head_dim),
+        lying(rows_k, p.heads_kv, p.head_dim_v), lying(rows_q, p.heads_q, p.head_dim_v),
+        lse if p.return_lse else None, table if p.page_size else 0,
+    )  # fmt: skip
+
+
+def fill(plan: AttentionPlan, layout: AttentionLayout) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """What `tilestream.kernels.hopper.attention_launch.AttentionLaunch` has compiled."""
+    made, p = HopperAttentionArguments(plan, layout), plan.problem
+    maps = [described(m, p.out_dtype if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]
+    ints = Pointer("int32")
+    given = (
+        Pointer("float32") if p.return_lse else None, Pointer("float32") if p.sinks else None,
+        ints if p.varlen else None, ints if p.tokens_k else None, ints if p.lengths else None,
+        ints if p.page_size else None, ints if p.varlen else None, ints if p.varlen else None,
+        None if plan.schedule.kind == "static" else Pointer("int64"),
+    )  # fmt: skip
+    return made.options, made.fill((*maps, *given, 0, 0, *made.scales(0.125)))
+
+
+class Configuration(NamedTuple):
+    name: str
+    plan: AttentionPlan
+
+
+#: What a problem has beside its extents.
+HOWS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True, "return_lse": True},
+    "window": {"window": (300, 20), "softcap": 30.0, "sinks": True, "return_lse": True},
+    "varlen": {"causal": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192, "return_lse": True},
+    "paged": {"causal": True, "page_size": 16, "pages": 1024, "lengths": True},
+    "packed": {"heads_q": 32, "heads_kv": 4, "seqlen_q": 16, "causal": True, "return_lse": True},
+    "worst": {
+        "causal": True, "window": (300, None), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192,
+        "page_size": 8, "pages": 4096, "lengths": True, "return_lse": True, "heads_q": 24, "heads_kv": 8,
+        "seqlen_q": 32,
+    },
+}  # fmt: skip
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80))
+QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64")
+
+
+def configurations(what: str) -> Iterator[Configuration]:
+    """Those of ``"all"``, of ``"quick"``, or whose name begins so."""
+    for dims, (how, more), variant in itertools.product(DIMS, HOWS.items(), ("turns", "apart")):
+        base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
+        problem = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
+        for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant):
+            consumers = found.block[0] // hopper_attention.ROWS
+            name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
+            # Turns are two barriers, whatever else there is.
+            taken = what == "all" and (variant == "turns" or how == "causal")
+            if taken or name.startswith(what) or (what == "quick" and name in QUICK):
+                yield Configuration(name, of_candidate(problem, DEVICE, "hopper", found, "the gate's", ()))
+
+
+def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
+    """What a test asserts on."""
+    ptx, (sass, usage) = kernel.asm["ptx"], _sass(kernel.asm["cubin"])
+    return {
+        "name": made.name,
+        "triton": triton.__version__,
+        "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
+        "stack": max((int(x) for x in re.findall(r"STACK:(\d+)", usage)), default=-1),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "notes": sorted(set(re.findall(r"C7[56]\d\d|[^\n]*ignored[^\n]*", said))),
+        "registers": sorted(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))),
+        "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))),
+        "exponentials": len(re.findall(r"\bMUFU\.EX2", sass)),
+        "loads": len(re.findall(r"\bUTMALDG", sass)),
+        "stores": len(re.findall(r"\bUTMASTG", sass)),
+        "shared": kernel.metadata.shared,
+        "expected": expected(made),
+    }
+
+
+def expected(made: Configuration) -> dict[str, Any]:
+    """By what the plan says."""
+    plan, p = made.plan, made.plan.problem
+    consumers, block = plan.block[0] // hopper_attention.ROWS, plan.block[1]
+    columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
+    math, load = hopper_attention.registers(consumers, columns)
+    boxes = parts + columns // 64
+    queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared)
+    shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries)
+    softmaxes = 2 + (p.right is not None) + (p.left is not None)  # the first block's, and a loop for each run
+    scores = hopper_attention.ROWS * block // 128
+    # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
+    exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)
+    return {
+        "registers": sorted({math, load}),
+        "wgmma": sorted({f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}),
+        "loads": consumers * parts + boxes,
+        "stores": consumers * columns // 64,
+        "exponentials": consumers * exponentials,
+        "shared": shared,
+    }
+
+
+def one(made: Configuration) -> dict[str, Any]:
+    """Compiled, and reported on."""
+    start = time.perf_counter()
+    try:
+        found = report(made, *build(*fill(made.plan, layout_of(made.plan.problem)), kernel=attend))
+    except Exception as error:
+        while error.__cause__ is not None:
+            error = error.__cause__
+        found = {"name": made.name, "error": f"{type(error).__name__}: {error}"[-1500:]}
+    return {**found, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> None:
+    what, processes = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    if processes == 1:
+        for made in configurations(what):
+            print(json.dumps(one(made)), flush=True)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for found in pool.imap_unordered(one, configurations(what), 1):
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The compile gate of the Hopper attention kernel (`hopper_attention_gate.py`): to sm_90a with no GPU, and what must be
+true of the code.
+
+The quick tier takes a sample through the Triton that is installed. The slow one takes every tile of the plan, with all
+kinds of problems, through Triton 3.6, 3.7 and 3.9: see `test_hopper_compiles`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_hopper_compiles import SHARED, SLACK, TRITONS, environment
+
+from tritons import triton
+
+GATE = Path(__file__).parent / "hopper_attention_gate.py"
+
+
+def compile_all(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
+    run = subprocess.run(
+        [python, str(GATE), what, str(min(os.cpu_count() or 1, 4))], env=environment(cache), capture_output=True,
+        text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def faults(found: dict) -> list[str]:
+    """What is not as it should be."""
+    if "error" in found:
+        return [found["error"]]
+    expected = found["expected"]
+    rules = {
+        "spills": not (found["spilled"] or found["stack"] or found["local"]),
+        "the assembler's notes": not found["notes"],
+        "registers": set(expected["registers"]) <= set(found["registers"]),
+        "instructions of the tensor cores": found["wgmma"] == expected["wgmma"],
+        "TMA loads": found["loads"] >= expected["loads"],  # more, where the compiler unrolls
+        "TMA stores": found["stores"] == expected["stores"],
+        # The sinks' two exponentials a row are beside the loops.
+        "exponentials": 0 <= found["exponentials"] - expected["exponentials"] <= 12,
+        "shared memory": -SLACK <= found["shared"] - expected["shared"] <= 0 and found["shared"] <= SHARED,
+    }
+    return [name for name, kept in rules.items() if not kept]
+
+
+def check(found: list[dict], least: int) -> None:
+    assert len(found) >= least
+    broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
+    assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
+
+
+@pytest.mark.timeout(200)
+def test_a_sample_compiles_as_it_should(tmp_path):
+    check(compile_all(sys.executable, "quick", tmp_path, 190), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"spilled": 8}, "spills"),
+        ({"notes": ["C7510"]}, "the assembler's notes"),
+        ({"registers": [24, 240]}, "registers"),
+        ({"wgmma": ["m64n64k16.f32.bf16.bf16"]}, "instructions of the tensor cores"),
+        ({"loads": 7}, "TMA loads"),
+        ({"stores": 5}, "TMA stores"),
+        ({"exponentials": 300}, "exponentials"),
+        ({"shared": 240000}, "shared memory"),
+        ({"error": "ValueError: out of memory"}, "ValueError: out of memory"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_each_rule_is_kept(change, fault):
+    right = {
+        "name": "", "spilled": 0, "stack": 0, "local": 0, "notes": [], "registers": [48, 232, 256], "shared": 800,
+        "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4, "exponentials": 200,
+        "expected": {
+            "registers": [48, 232], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4,
+            "exponentials": 196, "shared": 1000,
+        },
+    }  # fmt: skip
+    assert not faults(right)
+    assert faults({**right, **change}) == [fault]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", TRITONS)
+def test_everything_compiles_as_it_should(version, tmp_path):
+    found = compile_all(triton(version), "all", tmp_path, 3500)
+    assert {one["triton"].split("+")[0] for one in found} == {version}
+    check(found, 40)

@@ -1,0 +1,261 @@
+"""What the Hopper attention is launched with: maps, numbers, addresses; and who launches it. No GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tilestream.kernels.attention import Operands
+from tilestream.kernels.hopper import attention_launch as launching
+from tilestream.kernels.hopper.arguments import Map
+from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
+from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+from tilestream.kernels.portable import attention_launch as portable
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.kernels.portable.attention_list import list_sequences
+from tilestream.ops import attention_gpu
+from tilestream.plan import hopper_attention as policy
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.device import DeviceProperties
+from tilestream.runtime.launcher import VARIES, Descriptor
+
+H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
+NAMES = attend.arg_names
+B, H, KV, S, D = 3, 8, 2, 500, 128
+ROWS = (S * H * D, H * D, D)
+KEYS = (S * KV * D, KV * D, D)
+OPERANDS = NAMES[: NAMES.index("sequences")]
+
+
+def make(kind="dynamic", **more: Any) -> AttentionPlan:
+    problem = AttentionProblem(B, H, KV, **({"seqlen_q": S, "seqlen_k": S, "head_dim": D} | more))
+    found = next(policy.candidates(problem, H100, 7, kind=kind))
+    return of_candidate(problem, H100, "hopper", found, "a test's", ())
+
+
+def named(arguments: HopperAttentionArguments) -> dict[str, Any]:
+    """Every argument of the kernel by its name; what stands in for operands is their name."""
+    filled = arguments.fill((*OPERANDS, "scale", "inner"))
+    assert len(filled) == len(NAMES)
+    return dict(zip(NAMES, filled, strict=True))
+
+
+def test_maps_of_a_batch():
+    made = HopperAttentionArguments(make(), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+    assert made.q == made.out == Map((B, S, H, D), (*ROWS, 1), (1, 64, 1, 64))
+    assert made.k == made.v == Map((B, S, KV, D), (*KEYS, 1), (1, 128, 1, 64))
+    given = named(made)
+    assert (given["queries"], given["keys"], given["columns"], given["shared_by"]) == (S, S, H, 4)
+    assert (given["CONSUMERS"], given["PARTS"], given["COLUMNS"], given["BLOCK"]) == (2, 2, 128, 128)
+    assert (given["num_m"], given["num_n"], given["tiles"]) == (4, B * H, 4 * B * H)
+    assert (given["RAGGED_Q"], given["RAGGED_K"], given["PAGE"], given["KIND"]) == (False, False, 0, "dynamic")
+    assert (given["batch_rows_k"], given["page_rows_k"]) == (0, 0)
+
+
+def test_maps_that_clip_at_any_row():
+    plan = make(varlen=True, tokens_q=900, tokens_k=1100)
+    made = HopperAttentionArguments(
+        plan, AttentionLayout((0, *ROWS[1:]), (0, *KEYS[1:]), (0, *KEYS[1:]), (0, *ROWS[1:]))
+    )
+    wrap = 2**31 - 2**16
+    for one, (_, row, head), heads, box in ((made.q, ROWS, H, 64), (made.k, KEYS, KV, 128)):
+        assert one == Map((wrap, wrap, 2**30, heads, D), (2**34 - row, row, row, head, 1), (1, 1, box, 1, 64))
+        # Around 64 bits: to the row that is meant, and so far before the extent's end as there are rows left.
+        origin, length, first = 300, 77, 70
+        at = (2**30, origin + length, 2**30 - length + first, 1, 0)
+        place = sum(x * stride for x, stride in zip(at, one.strides, strict=True)) * 2 % 2**64
+        assert place == ((origin + first) * row + head) * 2
+        assert one.shape[2] - at[2] == length - first
+    given = named(made)
+    assert (given["sequences"], given["rows_q"], given["rows_k"], given["tiles"]) == (
+        B + 1,
+        900,
+        1100,
+        plan.schedule.full_tiles,
+    )
+    assert (given["ORDER"], given["RAGGED_Q"], given["RAGGED_K"]) == ("row_major", True, True)
+
+
+@pytest.mark.parametrize(("page", "rows"), [(8, 8), (16, 16), (128, 128), (256, 128)])
+def test_maps_of_pages(page, rows):
+    plan = make(page_size=page, pages=99, lengths=True)
+    lies = (page * KV * D, KV * D, D)
+    made = HopperAttentionArguments(plan, AttentionLayout(ROWS, lies, (2 * lies[0], *lies[1:]), ROWS, None, 40))
+    assert made.k.box == made.v.box == (1, 1, rows, 1, 64)
+    given = named(made)
+    assert (given["PAGE"], given["page_rows_k"], given["page_rows_v"], given["table_stride"]) == (
+        page,
+        page,
+        2 * page,
+        40,
+    )
+    assert (given["batch_rows_k"], given["batch_rows_v"], given["RAGGED_Q"], given["RAGGED_K"]) == (0, 0, False, True)
+
+
+def test_lengths_of_dense_keys():
+    given = named(
+        HopperAttentionArguments(make(lengths=True), AttentionLayout(ROWS, KEYS, (2 * KEYS[0], *KEYS[1:]), ROWS))
+    )
+    assert (given["batch_rows_k"], given["batch_rows_v"], given["RAGGED_K"]) == (S, 2 * S, True)
+
+
+def test_packs_have_their_heads_side_by_side():
+    plan = make(seqlen_q=30)
+    made = HopperAttentionArguments(plan, AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+    assert plan.pack == 4
+    assert made.q.box == made.out.box == (1, 16, 4, 64)
+    given = named(made)
+    assert (given["PACK"], given["columns"], given["shared_by"]) == (4, 2, 1)
+
+
+def test_masks_and_caps():
+    made = HopperAttentionArguments(make(window=(30, 4), softcap=20.0), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+    given = named(made)
+    assert (given["left"], given["right"], given["LEFT"], given["RIGHT"], given["CAPPED"]) == (30, 4, True, True, True)
+    assert made.scales(0.5) == (20 * math.log2(math.e), 0.025)
+    given = named(HopperAttentionArguments(make(causal=True), AttentionLayout(ROWS, KEYS, KEYS, ROWS)))
+    assert (given["right"], given["LEFT"], given["RIGHT"], given["CAPPED"]) == (0, False, True, False)
+    made = HopperAttentionArguments(make(), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+    assert made.scales(0.5) == (0.5 * math.log2(math.e), 0.0)
+    assert named(
+        HopperAttentionArguments(make(causal=True, alignment="top_left"), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+    )["TOP_LEFT"]
+
+
+def test_log_sum_exps_lie_as_the_layout_says():
+    given = named(
+        HopperAttentionArguments(make(return_lse=True), AttentionLayout(ROWS, KEYS, KEYS, ROWS, (4000, 1, 500)))
+    )
+    assert (given["stride_lb"], given["stride_lr"], given["stride_lh"]) == (4000, 1, 500)
+
+
+@pytest.mark.parametrize("size", [2])
+def test_every_box_is_one_that_tensor_maps_have(size):
+    for dims in ((64, 64), (128, 128), (256, 256), (192, 128), (8, 8), (80, 40)):
+        for more in ({}, {"page_size": 8, "pages": 9, "lengths": True}, {"softcap": 2.0}, {"seqlen_q": 2}):
+            plan = make(head_dim=dims[0], head_dim_v=dims[1], **more)
+            made = HopperAttentionArguments(plan, AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+            for one in (made.q, made.k, made.v, made.out):
+                assert len(one.box) == len(one.shape) == len(one.strides) <= 5
+                assert all(extent <= 256 for extent in one.box)
+                assert one.box[-1] * size == 128
+
+
+def test_what_varies_is_not_compiled_in():
+    assert set(UNSPECIALISED) <= set(NAMES)
+    assert set(UNALIGNED) <= set(NAMES)
+    numbers = NAMES[NAMES.index("base") : NAMES.index("CONSUMERS")]
+    assert set(numbers) == set(UNSPECIALISED)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """Stands in for `Launcher`: what it was made from, and with what it was called."""
+
+    made: list[Written] = []  # noqa: RUF012
+
+    def __init__(self, kernel, grid, arguments) -> None:
+        self.grid, self.arguments = grid, dict(zip(NAMES, arguments, strict=True))
+        self.calls: list[dict[str, Any]] = []
+        Written.made.append(self)
+
+    def __call__(self, stream, *varying) -> None:
+        varies = [name for name, x in self.arguments.items() if x is VARIES or isinstance(x, Descriptor)]
+        self.calls.append(dict(zip(varies, varying, strict=True)))
+
+
+class Lists:
+    """Stands in for `list_sequences`."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid):
+        return lambda *filled: self.launches.append((grid, *filled))
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Launches are written down; nothing is compiled."""
+    monkeypatch.setattr(launching, "Launcher", Written)
+    monkeypatch.setattr(attend, "warmup", lambda *filled, grid, **options: (filled, grid, options))
+    lists = Lists()
+    monkeypatch.setattr(portable, "list_sequences", lists)
+    monkeypatch.setattr(
+        portable, "direct", lambda kernel, grid: lambda stream, filled: lists.launches.append((grid, *filled))
+    )
+    Written.made = []
+    return Written.made, lists.launches
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_launch_gives_each_argument_its_address(written, kind):
+    made, lists = written
+    plan = make(kind, sinks=True, return_lse=True, causal=True)
+    x = Operands(bf16(B, S, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, S, H, D), 0.1,
+                 torch.zeros(B, H, S), torch.zeros(H))  # fmt: skip
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    launch(x)
+    launch(x._replace(scale=0.2))
+    (launcher,) = made
+    first, second = launcher.calls
+    expected = {"q_map": x.q, "k_map": x.k, "v_map": x.v, "out_map": x.out, "lse": x.lse, "sinks": x.sinks}
+    assert {name: first[name] for name in expected} == {name: t.data_ptr() for name, t in expected.items()}
+    assert second["scale"] == pytest.approx(2 * first["scale"])
+    assert ("counters" in first) == (kind == "dynamic")
+    if kind == "dynamic":
+        assert second["base"] - first["base"] == plan.schedule.full_tiles + plan.workers
+    assert launcher.grid == (plan.workers, 1, 1)
+    assert not lists
+
+
+def test_a_launch_of_packed_sequences_makes_their_list_first(written):
+    made, lists = written
+    plan = make(varlen=True, tokens_q=900, page_size=16, pages=99, lengths=True)
+    bounds, lengths, table = (torch.zeros(n, dtype=torch.int32) for n in (B + 1, B, 32))
+    x = Operands(bf16(900, H, D), bf16(99, 16, KV, D), bf16(99, 16, KV, D), bf16(900, H, D), 0.1,
+                 cu_seqlens_q=bounds, seqlens_k=lengths, block_table=table.view(1, 32).expand(B, 32))  # fmt: skip
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    launch(x)
+    launch(x)
+    call = made[0].calls[1]
+    assert (call["cu_queries"], call["lengths"], call["table"]) == tuple(
+        t.data_ptr() for t in (bounds, lengths, x.block_table)
+    )
+    names = list_sequences.arg_names
+    first, second = (dict(zip(names, filled, strict=True)) for _, *filled in lists)
+    assert first["starts"].data_ptr() == second["starts"] == call["starts"]
+    assert first["order"].data_ptr() == second["order"] == call["order_of"]
+    assert second["lengths"] == lengths.data_ptr()
+    numbers = {name: second[name] for name in ("sequences", "rows_q", "rows_k", "keys", "columns", "POSITIONS")}
+    assert numbers == {
+        "sequences": B + 1, "rows_q": 900, "rows_k": 0, "keys": plan.problem.seqlen_k, "columns": H // plan.pack,
+        "POSITIONS": plan.positions,
+    }  # fmt: skip
+    assert first["starts"].numel() >= B + 2
+
+
+def test_keys_that_arrive_are_the_portable_kernel_s(written):
+    x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
+    with pytest.raises(ValueError, match="keys arrive, and the Hopper kernel has no gate"):
+        HopperAttentionLaunch(make(), attention_gpu.layout_of(x))(x, portable.IncomingKeys(None, 1.0))
+    assert not written[0]
+
+
+def test_the_plan_s_backend_launches():
+    x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
+    layout = attention_gpu.layout_of(x)
+    assert isinstance(attention_gpu.launch_of(make(), layout), HopperAttentionLaunch)

@@ -1,0 +1,431 @@
+"""The Hopper attention kernel's text, run on a machine of NumPy: the numbers it gives, for every kind of problem.
+
+No GPU and no compiler: see `attention_machine`. The tolerance is the error rule's (`error_rule`) for what the machine
+rounds as the kernel does: weights to fp16, sums in fp32.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from attention_machine import TEXTS, Deadlock, Machine
+
+from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.plan import hopper_attention as policy
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.device import DeviceProperties
+from tilestream.schedule import WorkItem
+from tilestream.schedule.integers import cdiv
+from tilestream.verify.attention_protocol import AttentionRing, LoadPlaces, MathPlaces, load_turn, math_turn
+from tilestream.verify.protocol import Get, Next
+
+H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
+SCALE = 0.17
+GUARD = 1000  # NaN around each tensor
+
+
+def plan_of(problem: AttentionProblem, **how: Any) -> AttentionPlan:
+    assert policy.refusal(problem, H100) == ""
+    found = list(policy.candidates(problem, H100, 3, kind=how.pop("kind", "dynamic"), **how))
+    return of_candidate(problem, H100, "hopper", found[-1], "a test's", ())
+
+
+class Case:
+    """A problem with its operands: sequences of some lengths, where they lie as the problem says."""
+
+    def __init__(self, problem: AttentionProblem, lengths: list[tuple[int, int]], seed: int = 0) -> None:
+        p, self.lengths = problem, lengths
+        made = np.random.default_rng(seed)
+        self.q = [made.standard_normal((sq, p.heads_q, p.head_dim)).astype(np.float16) for sq, _ in lengths]
+        self.k = [made.standard_normal((sk, p.heads_kv, p.head_dim)).astype(np.float16) for _, sk in lengths]
+        self.v = [made.standard_normal((sk, p.heads_kv, p.head_dim_v)).astype(np.float16) for _, sk in lengths]
+        self.sinks = made.standard_normal(p.heads_q) if p.sinks else None
+        self.problem = p
+
+    def reference(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(out, lse)`` of a sequence, in float64, by the rule of `tilestream.plan.attention`."""
+        p = self.problem
+        q, k, v = (x[i].astype(np.float64) for x in (self.q, self.k, self.v))
+        k, v = (np.repeat(x, p.ratio, axis=1) for x in (k, v))
+        s = np.einsum("qhd,khd->hqk", q, k) * SCALE
+        if p.softcap:
+            s = p.softcap * np.tanh(s / p.softcap)
+        shift = len(k) - len(q) if p.alignment == "bottom_right" else 0
+        at, key = np.arange(len(q))[:, None] + shift, np.arange(len(k))[None, :]
+        seen = np.ones((len(q), len(k)), bool)
+        if p.left is not None:
+            seen &= key >= at - p.left
+        if p.right is not None:
+            seen &= key <= at + p.right
+        s = np.where(seen, s, -np.inf)
+        extra = np.full((*s.shape[:2], 1), -np.inf)
+        if self.sinks is not None:
+            extra = np.broadcast_to(self.sinks[:, None, None], extra.shape)
+        both = np.concatenate([s, extra], axis=2)
+        top = both.max(2)
+        shifted = np.where(np.isfinite(top), top, 0.0)
+        with np.errstate(divide="ignore"):
+            lse = np.where(np.isfinite(top), shifted + np.log(np.exp(both - shifted[..., None]).sum(2)), -np.inf)
+        weights = np.where(np.isfinite(lse)[..., None], np.exp(s - np.where(np.isfinite(lse), lse, 0.0)[..., None]), 0)
+        return np.einsum("hqk,khd->qhd", weights, v), lse.T  # rows first
+
+
+def dense(rows: list[np.ndarray], room: int, junk: float = np.nan) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """``[B, room, H, D]`` with NaN behind each sequence's rows, and strides of batch, row, head."""
+    heads, columns = rows[0].shape[1:]
+    made = np.full((len(rows), room, heads, columns), junk)
+    for i, x in enumerate(rows):
+        made[i, : len(x)] = x
+    return made.reshape(-1), (room * heads * columns, heads * columns, columns)
+
+
+def run(
+    case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None,
+    machines: list[Machine] | None = None, **how: Any,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
+    """``(outs, lses)`` by sequence, from the kernel's text."""
+    p = case.problem
+    plan = plan or plan_of(p, **how)
+    shuffled = random.Random(seed)
+    operands: dict[str, Any] = {}
+    if p.varlen:
+        q, q_strides = dense([np.concatenate(case.q)], sum(len(x) for x in case.q))
+        out = np.full(p.tokens_q * p.heads_q * p.head_dim_v, np.nan)
+        lse = np.full(p.tokens_q * p.heads_q, np.nan)
+        q_strides, out_strides = (0, *q_strides[1:]), (0, p.heads_q * p.head_dim_v, p.head_dim_v)
+        lse_strides = (0, p.heads_q, 1)
+        operands["cu_queries"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
+    else:
+        q, q_strides = dense(case.q, p.seqlen_q)
+        out = np.full(p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
+        lse = np.full(p.batch * p.heads_q * p.seqlen_q, np.nan)
+        out_strides = (p.seqlen_q * p.heads_q * p.head_dim_v, p.heads_q * p.head_dim_v, p.head_dim_v)
+        lse_strides = (p.heads_q * p.seqlen_q, 1, p.seqlen_q)
+    table = 0
+    if p.page_size:
+        most = cdiv(p.seqlen_k, p.page_size)
+        table, pages = most, list(range(p.pages))
+        shuffled.shuffle(pages)
+        filled = []
+        found = np.full((p.batch, most), p.pages + 99, np.int32)  # what is not needed is out of range
+        k_rows = np.full((p.pages, p.page_size, p.heads_kv, p.head_dim), np.nan)
+        v_rows = np.full((p.pages, p.page_size, p.heads_kv, p.head_dim_v), np.nan)
+        for i, x in enumerate(case.k):
+            for j in range(cdiv(len(x), p.page_size)):
+                page = found[i, j] = pages.pop()
+                part = slice(j * p.page_size, min((j + 1) * p.page_size, len(x)))
+                k_rows[page, : part.stop - part.start] = x[part]
+                v_rows[page, : part.stop - part.start] = case.v[i][part]
+                filled.append(page)
+        operands["table"] = found.reshape(-1)
+        k, v = k_rows.reshape(-1), v_rows.reshape(-1)
+        k_strides, v_strides = (
+            (p.page_size * p.heads_kv * d, p.heads_kv * d, d) for d in (p.head_dim, p.head_dim_v)
+        )  # fmt: skip
+    elif p.tokens_k:
+        (k, k_strides), (v, v_strides) = (dense([np.concatenate(x)], p.tokens_k) for x in (case.k, case.v))
+        k_strides, v_strides = (0, *k_strides[1:]), (0, *v_strides[1:])
+        operands["cu_keys"] = np.cumsum([0, *[len(x) for x in case.k]]).astype(np.int32)
+    else:
+        (k, k_strides), (v, v_strides) = (dense(x, p.seqlen_k) for x in (case.k, case.v))
+    if p.lengths:
+        operands["lengths"] = np.array([len(x) for x in case.k], np.int32)
+    if p.varlen:
+        packs = p.heads_q // plan.pack
+        keys = [len(x) for x in case.k] + [0]
+        rows = [len(x) for x in case.q] + [p.tokens_q - sum(len(x) for x in case.q)]
+        order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
+        tiles = [packs * cdiv(rows[i], plan.positions) for i in order]
+        operands["starts"] = np.cumsum([0, *tiles]).astype(np.int32)
+        operands["order_of"] = np.array(order, np.int32)
+        assert operands["starts"][-1] <= plan.schedule.full_tiles, "the grid holds the list"
+    operands |= {"q": q, "k": k, "v": v, "out": out}
+    if p.return_lse:
+        operands["lse"] = lse
+    if case.sinks is not None:
+        operands["sinks"] = case.sinks
+    layout = AttentionLayout(
+        q_strides, k_strides, v_strides, out_strides, lse_strides if p.return_lse else None, table
+    )  # fmt: skip
+    arguments = HopperAttentionArguments(plan, layout)
+    # Workers one after the other: which positions each takes is chance, their order is the queue's.
+    owner = [shuffled.randrange(3) for _ in range(plan.schedule.full_tiles)]
+    for worker in range(3):
+        taken = [t for t, who in enumerate(owner) if who == worker]
+        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change)
+        if machines is not None:
+            machines.append(machine)
+    outs, lses = [], []
+    first = 0
+    for i, (sq, _) in enumerate(case.lengths):
+        if p.varlen:
+            at = slice(first, first + sq)
+            outs.append(out.reshape(p.tokens_q, p.heads_q, p.head_dim_v)[at])
+            lses.append(lse.reshape(p.tokens_q, p.heads_q)[at])
+            first += sq
+        else:
+            outs.append(out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)[i])
+            lses.append(lse.reshape(p.batch, p.heads_q, p.seqlen_q)[i].T)
+    if p.varlen and first < p.tokens_q:
+        assert (out.reshape(p.tokens_q, -1)[first:] == 0).all(), "rows of no sequence are 0"
+    return outs, lses
+
+
+def check(case: Case, **how: Any) -> None:
+    outs, lses = run(case, **how)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        right, right_lse = case.reference(i)
+        assert out.shape == right.shape
+        assert not np.isnan(out).any()
+        assert np.abs(out - right).max(initial=0.0) < 3e-3 * max(1.0, np.abs(right).max(initial=0.0))
+        if case.problem.return_lse:
+            np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=2e-5)
+
+
+def problem(sq: int, sk: int, batch: int = 1, **more: Any) -> AttentionProblem:
+    base = {"heads_q": 2, "heads_kv": 2, "head_dim": 64, "dtype": "float16", "return_lse": True}
+    return AttentionProblem(batch, seqlen_q=sq, seqlen_k=sk, **(base | more))
+
+
+def same(sq: int, sk: int, batch: int = 1, **more: Any) -> Case:
+    """A dense case whose sequences have all rows."""
+    return Case(problem(sq, sk, batch, **more), [(sq, sk)] * batch)
+
+
+#: When copies land.
+LANDING = pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "eager"])
+DENSE = {
+    "full": same(300, 300),
+    "causal": same(300, 300, causal=True),
+    "one row": same(1, 700, causal=True),
+    "one key": same(200, 1),
+    "more queries": same(400, 150, causal=True),
+    "more keys": same(130, 500, causal=True),
+    "top left": same(130, 300, causal=True, alignment="top_left"),
+    "top left, more queries": same(300, 130, causal=True, alignment="top_left"),
+    "window": same(300, 420, window=(70, 30)),
+    "left window, causal": same(400, 400, window=(130, None), causal=True),
+    "wide window": same(500, 700, window=(400, 10)),
+    "right window": same(300, 300, window=(None, 40)),
+    "nothing seen": same(200, 300, window=(0, 0), alignment="top_left", batch=1),
+    "cap": same(150, 200, softcap=3.0, causal=True),
+    "sinks": same(150, 200, sinks=True, causal=True),
+    "sinks, nothing seen": same(300, 40, sinks=True, causal=True, window=(5, None)),
+    "heads share": same(150, 200, heads_q=6, heads_kv=2, causal=True),
+    "packed heads": same(9, 300, heads_q=8, heads_kv=2, causal=True),
+    "packed, all on one": same(5, 300, 2, heads_q=16, heads_kv=1, causal=True),
+    "batch": same(150, 140, 3, causal=True),
+    "128": same(300, 300, head_dim=128, causal=True),
+    "192, 128": same(150, 200, head_dim=192, head_dim_v=128, causal=True),
+    "256": same(150, 200, head_dim=256, causal=True),
+    "80": same(150, 200, head_dim=80),
+    "24, 40": same(150, 200, head_dim=24, head_dim_v=40, causal=True),
+}
+
+
+@LANDING
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name, eager):
+    check(DENSE[name], eager=eager, seed=len(name))
+
+
+def packed(rows: list[tuple[int, int]], rest: int = 0, **more: Any) -> Case:
+    tokens_q, tokens_k = sum(q for q, _ in rows) + rest, sum(k for _, k in rows)
+    made = problem(tokens_q, max(k for _, k in rows), len(rows), varlen=True, tokens_q=tokens_q, **more)
+    return Case(made if made.page_size else replace(made, tokens_k=tokens_k), rows)
+
+
+MIX = [(130, 130), (0, 50), (1, 200), (64, 64), (70, 0), (150, 20)]
+RAGGED = {
+    "varlen": packed(MIX, causal=True),
+    "varlen, full": packed(MIX),
+    "varlen, window": packed(MIX, window=(40, 3)),
+    "varlen, heads share": packed(MIX, heads_q=4, heads_kv=2, causal=True),
+    "varlen, pages of 16": packed(MIX, causal=True, page_size=16, pages=40, lengths=True),
+    "pages of 8": Case(problem(100, 320, 3, page_size=8, pages=130, lengths=True), [(100, 320), (100, 3), (100, 0)]),
+    "pages of 64": Case(
+        problem(70, 256, 2, page_size=64, pages=9, lengths=True, causal=True), [(70, 200), (70, 129)]
+    ),
+    "pages of 256": Case(
+        problem(70, 512, 2, page_size=256, pages=5, lengths=True, causal=True), [(70, 257), (70, 300)]
+    ),
+    "lengths": Case(problem(100, 300, 3, lengths=True, causal=True), [(100, 300), (100, 77), (100, 0)]),
+    "packed heads, lengths": Case(
+        problem(4, 300, 2, lengths=True, causal=True, heads_q=8, heads_kv=1), [(4, 300), (4, 77)]
+    ),
+}  # fmt: skip
+
+
+@LANDING
+@pytest.mark.parametrize("name", RAGGED)
+def test_what_has_no_rectangle_in_memory(name, eager):
+    check(RAGGED[name], eager=eager, seed=len(name))
+
+
+@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_consumers_in_any_order(variant, seed):
+    check(same(400, 400, causal=True, window=(150, None)), variant=variant, seed=seed)
+
+
+def test_static():
+    check(same(300, 300, 2, causal=True), kind="static")
+
+
+#: Texts that are wrong in one place, and what is seen: a wrong number, a deadlock, or a stand-in asked for nonsense.
+CHANGES = {
+    "K is not waited for": ("mbarrier.wait(k_full.index(next_stage), next_phase)", "pass"),
+    "V is not waited for": ("mbarrier.wait(v_full.index(stage), phase)", "pass"),
+    "Q is not waited for": ("mbarrier.wait(q_full.index(q_at), q_phase)", "pass"),
+    "K's stage is given back too early": (
+        "scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_empty.index(next_stage))",
+        "mbarrier.arrive(k_empty.index(next_stage))\n    scores = warpgroup_mma_wait(1, (scores,))",
+    ),
+    "V's stage is not given back": ("    mbarrier.arrive(v_empty.index(stage))\n    o = o *", "    o = o *"),
+    "a K part too few": ("mbarrier.arrive(k_empty.index(stage))\n", "pass\n"),
+    "Q is given back at once": ("mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)", "pass"),
+    "Q's phase stays": ("q_stage, q_phase = step(q_stage, q_phase, QUERIES)\n            # What", "# What"),
+    "the accumulator is not scaled": ("o = o * gl.convert_layout(shrink", "o = o * 1 + 0 * gl.convert_layout(shrink"),
+    "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
+    "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),
+    "the first block is not masked": ("if (last >= plain_end) | (last < plain_begin):", "if False:"),
+    "the window's blocks are left out": ("range(begin, plain_begin)", "range(begin + 1, plain_begin)"),
+    "masked blocks from the wrong end": ("(last - 1 - (j - plain_end)) * BLOCK", "j * BLOCK + BLOCK"),
+    "a cap of another sign": ("2.0 * inner * scores", "-2.0 * inner * scores"),
+    "the sum is not shrunk": ("total * shrink + gl.sum", "total + gl.sum"),
+    "infinity less infinity": ("if MASKED:\n        shift", "if False:\n        shift"),
+    "heads of another pack": ("head * PACK, part * WIDTH", "head, part * WIDTH"),
+    "the second consumer has the first's rows": ("+ WHO * (ROWS // PACK)", ""),
+    "keys of another head": ("head // shared_by", "head"),
+    "one consumer's buffer for both": ("WHO * BUFFERS + i % BUFFERS", "i % BUFFERS"),
+    "stores read on": ("tma.store_wait(0)", "pass"),
+    "turns are not handed on": ("mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))", "pass"),
+    "too few bytes are expected": ("K_BYTES: gl.constexpr = PARTS *", "K_BYTES: gl.constexpr = 1 *"),
+    "what a page has behind the keys": ("gl.minimum(gl.maximum(keys - row + row % PAGE, 0), PAGE)", "PAGE"),
+    "a page from its start": ("row = gl.minimum(row % PAGE, length)", "row = row * 0"),
+    "a sequence's neighbour": ("BEYOND - length + first", "BEYOND - length + first - 1"),
+    "the slot is given back early": (
+        "        if going != 0:\n            first",
+        "        mbarrier.arrive(item_empty.index(slot))\n        if going != 0:\n            first",
+    ),
+}
+SEEN_BY = (
+    same(300, 420, causal=True, window=(150, None), heads_q=4, head_dim=128),
+    same(300, 300, 2, causal=True, softcap=3.0),
+    same(6, 300, 2, heads_q=8, heads_kv=2),
+    same(400, 400),
+    packed(MIX, causal=True, page_size=16, pages=40, lengths=True),
+    RAGGED["pages of 256"],
+)
+
+
+def wrong(change: tuple[str, str] | None) -> bool:
+    """Whether a changed text is seen to be one."""
+
+    def edited(text: str) -> str:
+        return text.replace(*change) if change else text
+
+    for case in SEEN_BY:
+        try:
+            check(case, change=edited if change else None)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.slow
+def test_a_text_that_says_the_same_is_not_seen():
+    assert not wrong(("total * shrink + gl", "total  * shrink + gl"))
+
+
+#: Of each sort one, that are found soon; the others are slow.
+SOON = ("V is not waited for", "Q's phase stays", "the diagonal is one off", "stores read on")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(change, id=name, marks=() if name in SOON else pytest.mark.slow) for name, change in CHANGES.items()],
+)
+def test_a_text_that_is_changed_is_seen(change):
+    assert any(change[0] in inspect.getsource(jitted.fn) for jitted in TEXTS)
+    assert wrong(change)
+
+
+def test_a_loop_that_waits_for_ever_is_a_deadlock():
+    def edited(text: str) -> str:
+        return text.replace("mbarrier.arrive(item_full.index(slot))", "pass")
+
+    with pytest.raises(Deadlock):
+        run(same(100, 100), change=edited)
+
+
+# What the checker explores ------------------------------------------------------------------------------------------
+
+
+def explored(turn: Any, ring: AttentionRing, *who: int, blocks: list[int]) -> list[tuple[Any, ...]]:
+    """A loop's operations in `tilestream.verify.attention_protocol` for items of so many key blocks, by name."""
+    items = [WorkItem(i, 0, 0, 0, 0, count) for i, count in enumerate(blocks)]
+    state: Any = LoadPlaces() if not who else MathPlaces()
+    log: list[tuple[Any, ...]] = []
+    for item in (*items, None):
+        loop, answer = turn(ring, *who, state), None
+        while True:
+            try:
+                op = loop.send(answer)
+            except StopIteration as end:
+                state = end.value
+                break
+            answer = item if isinstance(op, Next | Get) else 0 if log else None
+            name = type(op).__name__
+            if name in ("Next", "Done"):
+                answer = item if name == "Next" else 0
+                continue
+            of = op.barrier if name == "Copy" else op[0]
+            log.append((name, str(of) if name not in ("Put", "Get", "Retire") else of))
+            if name == "WaitBarrier":
+                log[-1] += (op.parity,)
+    return log
+
+
+def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
+    """What a loop of the kernel has done: parts of one product, copies of one load, fields of one item are one."""
+    log: list[tuple[Any, ...]] = []
+    starts = 0
+    for op in machine.logs[who]:
+        if op[:2] == ("Start", "k"):
+            starts += 1
+            if starts % parts:
+                continue
+        if not (log and log[-1] == op and op[0] in ("Copy", "Put", "Get")):
+            log.append(op)
+    return log
+
+
+@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_loops_do_what_is_explored(dim, variant):
+    # Of the queries of the second half most see nothing: items without key blocks are among them.
+    case = same(700, 300, causal=True, window=(200, None), head_dim=dim)
+    plan = plan_of(case.problem, variant=variant)
+    machines: list[Machine] = []
+    run(case, plan=plan, machines=machines)
+    machine = machines[0]
+    arguments = machine.arguments
+    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"])
+    blocks = [count - 1 for count in machine.told if count]
+    assert 0 in blocks
+    assert max(blocks) > 1
+    assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
+    assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
+    for who in range(ring.consumers):
+        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)

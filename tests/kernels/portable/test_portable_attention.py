@@ -1,0 +1,228 @@
+"""The portable attention in Triton's interpreter: masks, lists of lengths, pages, keys that arrive or do not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from interpreted import DEVICE, Words
+
+from attention_maths import FEATURES, MIXES, Case, call_of
+from tilestream.arrival.chunks import Chunks
+from tilestream.kernels.attention import Operands
+from tilestream.ops.attention_gpu import layout_of
+from tilestream.ops.attention_library import lse_shape
+from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.flat import FlatArrival
+from tilestream.plan import portable_attention
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.runtime.channel import channel
+from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tile = portable_attention.AttentionTile(16, 16, 4, 2, 0.5)
+    for table in ("TILES", "UNALIGNED"):
+        monkeypatch.setattr(portable_attention, table, dict.fromkeys(getattr(portable_attention, table), (tile,)))
+    yield
+    assert not channel(CPU).pending
+
+
+class Prepared:
+    """A case, and the launch that is to answer it."""
+
+    def __init__(self, case: Case, kind="dynamic", workers=3, chunks: Chunks | None = None, queues=1, seed=0) -> None:
+        from tilestream.kernels.portable.attention_launch import AttentionLaunch
+
+        self.call = call_of(case, seed=seed)
+        options = dict(self.call.options)
+        left, right = options.get("window", (None, None))
+        causal = options.get("causal", False)
+        given = {**self.call.tensors, "sinks": options.get("sinks")}
+        t = self.tensors = Tensors(**given)
+        scale = options.get("scale", t.q.shape[-1] ** -0.5)
+        s = self.settings = Settings(
+            bool(causal), "top_left" if causal == "top_left" else "bottom_right", -1 if left is None else left,
+            -1 if right is None else right, options.get("softcap", 0.0), scale, return_lse=True,
+        )  # fmt: skip
+        flat = None
+        if chunks is not None:
+            flat = FlatArrival(0, 1, 0, chunks.count, chunks.rows_per_chunk, chunks.bounds, None)
+        problem = problem_of(t, s, flat)
+        self.plan: AttentionPlan = plan_attention.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable")
+        dtype = torch.bfloat16 if case.dtype == torch.float8_e4m3fn else case.dtype
+        self.out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"), dtype=dtype)
+        self.lse = torch.full(lse_shape(t), float("nan"))
+        self.operands = Operands(t.q, t.k, t.v, self.out, scale, self.lse, *t[3:])
+        self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
+
+    def run(self, words: Words | None = None, deadline: float = 0.05) -> Prepared:
+        from tilestream.kernels.portable.attention_launch import IncomingKeys
+
+        self.out.fill_(float("nan"))
+        self.lse.fill_(float("nan"))
+        self.launch(self.operands, None if words is None else IncomingKeys(words, deadline))
+        return self
+
+    def check(self) -> None:
+        self.call.check(self.out, self.lse)
+
+
+def dense(rows: int, keys: int, **more) -> Case:
+    return Case((rows,), (keys, keys), **more)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "features"), [*(((20, 40), name) for name in FEATURES), ((33, 9), "causal"), ((33, 9), "all")]
+)
+def test_dense(lengths, features):
+    Prepared(dense(*lengths, features=features)).run().check()
+
+
+@pytest.mark.parametrize("features", ["causal", "window"])
+@pytest.mark.parametrize("how", ["packed", "packed paged", "paged", "lengths"])
+def test_several_sequences(how, features):
+    queries, keys = MIXES[0]
+    queries = queries if how.startswith("packed") else (20,)
+    Prepared(Case(queries, keys, (2, 1), features=features, how=how, page=8, extra=3)).run().check()
+
+
+@pytest.mark.parametrize("page", [4, 64])
+def test_pages_smaller_and_larger_than_a_block(page):
+    Prepared(Case((20, 5), (30, 17), features="causal", how="packed paged", page=page)).run().check()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_heads_share_the_rows_of_short_queries(rows):
+    prepared = Prepared(Case((rows,), (20,), (8, 2), features="causal"))
+    assert prepared.plan.pack == {1: 4, 4: 4, 5: 2}[rows]
+    prepared.run().check()
+    Prepared(Case((rows,), (20,), (8, 2), features="sinks", how="packed")).run().check()
+
+
+def test_every_small_mask(monkeypatch):
+    for rows, keys, left, right in itertools.product((1, 17), (33,), (None, 5), (None, 0)):
+        monkeypatch.setitem(FEATURES, "this", {"window": (left, right)})
+        Prepared(Case((rows,), (keys,), (1, 1), (8, 8), "this")).run().check()
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (48, 16), (16, 72)], ids=str)
+def test_columns(dims):
+    Prepared(dense(20, 33, dims=dims, features="softcap")).run().check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("features", ["causal", "all"])
+def test_dtypes(features, dtype):
+    Prepared(dense(20, 33, heads=(4, 2), features=features, dtype=dtype)).run().check()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("workers", [7])
+def test_every_number_of_workers(kind, workers):
+    Prepared(dense(33, 20, features="causal"), kind, workers).run().check()
+    Prepared(Case((5, 20), (20, 17), features="causal", how="packed"), kind, workers).run().check()
+
+
+def test_launches_one_after_the_other_clear_nothing():
+    prepared = Prepared(Case((5, 0, 17), (20, 7, 9), features="causal", how="packed", extra=2))
+    for _ in range(2):
+        prepared.run().check()
+
+
+def test_a_captured_launch_restores_its_words(monkeypatch):
+    prepared = Prepared(dense(20, 33), chunks=Chunks.uniform(66, 16))
+    own = captured_words(CPU, prepared.plan.schedule, prepared.plan.block)
+    space = DeviceWorkspace(CPU)
+    monkeypatch.setattr(space, "open", lambda *_: own)
+    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
+    words = Words(5, 0)
+    for _ in range(2):
+        prepared.run(words.arrive()).check()
+        assert not own.counters.any()
+        assert not words.words.any(), "seen, and zeroed"
+
+
+CHUNKINGS = {
+    "blocks": Chunks.uniform(66, 16),
+    "odd": Chunks.uniform(66, 7),
+    "wide": Chunks.uniform(66, 40),
+    "ragged": Chunks((0, 5, 5, 34, 35, 66)),
+    "empty ends": Chunks((0, 0, 33, 66, 66)),
+}
+
+
+@pytest.mark.parametrize(
+    ("chunking", "features"),
+    [("blocks", "causal"), ("odd", "window"), ("wide", "causal"), ("ragged", "full"), ("empty ends", "causal")],
+)
+def test_keys_that_have_arrived(chunking, features):
+    chunks = CHUNKINGS[chunking]
+    Prepared(dense(10, 33, features=features), chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
+    packed = Case((10, 7), (40, 26), (1, 1), features=features, how="packed")
+    Prepared(packed, chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
+
+
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_a_chunk_that_does_not_come_ends_the_launch(missing):
+    # Longest first: the tile that is taken first reads all chunks, and from there on the only worker hands in NaN.
+    prepared = Prepared(Case((40,), (48,), (1, 1)), workers=1, chunks=Chunks.uniform(48, 12))
+    prepared.run(Words(4, 2).arrive(missing))
+    assert prepared.out.isnan().all()
+    assert prepared.lse.isnan().all()
+    with pytest.raises(ArrivalTimeout, match=f"attention: arrival's chunk {missing} did not arrive") as caught:
+        channel(CPU).check()
+    assert caught.value.chunk == missing
+
+
+def test_a_tile_that_reads_no_late_chunk_is_right():
+    # Top left: the only tile sees keys 0 to 15.
+    prepared = Prepared(Case((16,), (64,), (1, 1), features="top left"), workers=1, chunks=Chunks.uniform(64, 16))
+    for x in (prepared.operands.k, prepared.operands.v):
+        x[0, 16:] = float("nan")
+    prepared.run(Words(4, 2).arrive(1, 2, 3))
+    prepared.check()
+
+
+def test_every_signal_is_seen_before_words_are_zeroed():
+    prepared = Prepared(Case((16,), (64,), (1, 1), features="top left"), workers=2, chunks=Chunks.uniform(64, 16))
+    words = Words(4, 0).arrive(3)  # no tile reads it
+    prepared.run(words)
+    prepared.check()
+    assert words.words.tolist() == [1, 1, 1, 0]
+    with pytest.raises(ArrivalTimeout, match="no tile reads"):
+        channel(CPU).check()
+    prepared.run(words.arrive())
+    assert prepared.out.isnan().all(), "what is left may be of the launch that missed a chunk"
+    with pytest.raises(TilestreamError, match=r"call arrival\.reset"):
+        channel(CPU).check()
+    words.quarantine.zero_()
+    prepared.run(words)
+    prepared.check()
+    assert not words.words.any()
+
+
+def test_a_failed_producer_ends_the_launch_at_once():
+    prepared = Prepared(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16))
+    words = Words(4, 4).arrive()
+    words.words[2] = -4
+    prepared.run(words, deadline=1000.0)
+    assert prepared.out.isnan().all()
+    assert prepared.lse.isnan().all()
+    with pytest.raises(ProducerStopped, match="its exception went with its Arrival"):
+        channel(CPU).check()
+
+
+def test_lists_that_lead_outside_stay_inside():
+    """Lengths and pages are not looked at by the host: what they say beyond the operands is cut."""
+    prepared = Prepared(Case((5, 20), (20, 33), features="causal", how="packed paged", page=8))
+    prepared.tensors.block_table.fill_(2**30)
+    prepared.tensors.seqlens_k.fill_(2**30)
+    prepared.tensors.cu_seqlens_q[1:] = torch.tensor([-5, 2**30], dtype=torch.int32)
+    prepared.run()

@@ -1,0 +1,255 @@
+"""`tilestream.attention` on the CPU: numbers, layouts, lists of lengths, what is in memory where nobody may look."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tilestream as ts
+from attention_maths import FEATURES, LENGTHS, MIXES, Case, attention_by_torch, call_of
+from error_rule import passes
+from tilestream.plan import cpu_attention
+
+HOWS = ("packed", "packed paged", "lengths", "paged")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Tiles of 16 rows, blocks of 16 keys: small operands have many."""
+    from tilestream.plan.attention_choose import plan_attention
+
+    monkeypatch.setattr(cpu_attention, "BLOCK", (16, 16))
+    plan_attention.cache_clear()
+    yield
+    plan_attention.cache_clear()
+
+
+def run(case: Case, seed: int = 0, **how) -> None:
+    call = call_of(case, seed=seed)
+    out, lse = ts.attention(**call.tensors, **call.options, return_lse=True, **how)
+    call.check(out, lse)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("lengths", [((37,), (113,)), ((113,), (37,))], ids=str)
+def test_dense(features, lengths):
+    run(Case(*lengths, heads=(4, 2), dims=(32, 32), features=features))
+
+
+@pytest.mark.parametrize("features", ["causal", "all"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths_at_the_edges_of_tiles(features, lengths):
+    run(Case(*lengths, heads=(4, 2), dims=(32, 32), features=features))
+
+
+@pytest.mark.parametrize(
+    ("mix", "features"), [*((MIXES[0], name) for name in FEATURES), *((mix, "all") for mix in MIXES[1:])]
+)
+@pytest.mark.parametrize("how", HOWS)
+def test_several_sequences(mix, how, features, small_blocks):
+    queries, keys = mix
+    if "packed" not in how:
+        queries = queries[2:3] or queries[:1]
+    run(Case(queries, keys, (4, 2), features=features, how=how, page=8, extra=2), workers=2)
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+def test_pages(page, small_blocks):
+    run(Case((20, 40), (100, 33), features="causal", how="packed paged", page=page))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("features", ["causal", "all"])
+def test_dtypes(dtype, features, small_blocks):
+    run(Case((40,), (50, 33), (4, 2), (32, 16), features, "lengths", dtype=dtype))
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (96, 96), (192, 128), (256, 256)], ids=str)
+def test_columns(dims):
+    run(Case((70,), (90,), (4, 2), dims, "causal"))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 1), (6, 2), (6, 6), (32, 4)], ids=str)
+@pytest.mark.parametrize("how", ["dense", "packed"])
+def test_heads(heads, how):
+    run(Case((20,), (33,), heads, features="sinks", how=how))
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_schedule_and_number_of_workers(schedule, workers, small_blocks):
+    run(Case((70,), (90, 20), (4, 2), features="all", how="lengths"), schedule=schedule, workers=workers)
+    run(Case((70, 3), (90, 20), (4, 2), features="all", how="packed"), schedule=schedule, workers=workers)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 50), st.integers(0, 50), st.sampled_from([False, True, "top_left"]),
+    st.none() | st.integers(0, 30), st.none() | st.integers(0, 30), st.booleans(),
+)  # fmt: skip
+def test_masks_of_any_kind(rows, keys, causal, left, right, sinks):
+    generator = torch.Generator().manual_seed(rows * 64 + keys)
+    q, k, v = (torch.randn(1, n, 2, 8, generator=generator, dtype=torch.float64) for n in (rows, keys, keys))
+    sink = torch.randn(2, generator=generator) if sinks else None
+    out, lse = ts.attention(q, k, v, causal=causal, window=(left, right), sinks=sink, return_lse=True)
+    expected, logs = attention_by_torch(q[0], k[0], v[0], causal=causal, window=(left, right), sinks=sink)
+    torch.testing.assert_close(out[0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse[0], logs, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=5), st.data())
+def test_lists_of_any_lengths(lengths, data):
+    queries, keys = zip(*lengths, strict=True)
+    case = Case(
+        queries, keys, (4, 2), features=data.draw(st.sampled_from(list(FEATURES))),
+        how=data.draw(st.sampled_from(["packed", "packed paged"])), page=4, extra=data.draw(st.integers(0, 3)),
+    )  # fmt: skip
+    run(case)
+
+
+def test_layout_bhsd():
+    call = call_of(Case((20,), (33, 33), (4, 2), features="causal"))
+    swapped = {name: x.transpose(1, 2) for name, x in call.tensors.items()}
+    out, lse = ts.attention(**swapped, causal=True, layout="bhsd", return_lse=True)
+    assert out.shape == (2, 4, 20, 16)
+    assert out.is_contiguous()
+    call.check(out.transpose(1, 2), lse)
+
+
+def test_any_strides_whose_last_is_1():
+    call = call_of(Case((20,), (33, 33), (4, 2), features="causal"))
+    spread = {}
+    for name, x in call.tensors.items():
+        store = torch.full((x.shape[0], x.shape[2], x.shape[1], 40), math.nan)
+        spread[name] = store[..., 3 : 3 + x.shape[3]].transpose(1, 2)
+        spread[name].copy_(x)
+    call.check(*ts.attention(**spread, causal=True, return_lse=True))
+
+
+def test_out_is_written_in_place_and_nothing_beside_it():
+    call = call_of(Case((20,), (33,), (4, 2)))
+    store = torch.full((1, 20, 4, 24), math.nan)
+    out = store[..., :16]
+    assert ts.attention(**call.tensors, out=out) is out
+    call.check(out, None)
+    assert store[..., 16:].isnan().all()
+    answer, lse = ts.attention(**call.tensors, out=out, return_lse=True)
+    assert answer is out
+    call.check(out, lse)
+    into = torch.full((1, 4, 20, 16), math.nan)
+    swapped = {name: x.transpose(1, 2) for name, x in call.tensors.items()}
+    assert ts.attention(**swapped, layout="bhsd", out=into) is into
+    call.check(into.transpose(1, 2), None)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2), (1, 0, 2), (2, 5, 0)], ids=str)
+def test_nothing_to_compute(shape):
+    batch, rows, heads = shape
+    q, k = torch.ones(batch, rows, heads, 8), torch.ones(batch, 3, heads, 8)
+    out, lse = ts.attention(q, k, k, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, heads, rows)
+
+
+def test_no_keys_at_all():
+    q, none = torch.ones(1, 5, 2, 8), torch.ones(1, 0, 2, 8)
+    out, lse = ts.attention(q, none, none, return_lse=True)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+    sinks = torch.tensor([0.5, -2.0])
+    out, lse = ts.attention(q, none, none, sinks=sinks, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 5))
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    q, k, v = (x * 1e3 for x in torch.randn(3, 1, 9, 1, 16, generator=torch.Generator().manual_seed(0)))
+    out, lse = ts.attention(q, k, v, return_lse=True)
+    expected, logs = attention_by_torch(q[0].double(), k[0].double(), v[0].double())
+    assert passes(out[0], expected, attention_by_torch(q[0], k[0], v[0])[0])
+    torch.testing.assert_close(lse[0].double(), logs, rtol=1e-6, atol=1e-2)
+
+
+def test_nan_stays_where_it_belongs():
+    call = call_of(Case((20,), (20,), (2, 1), features="causal"))
+    call.tensors["k"][0, 7] = math.nan
+    out = ts.attention(**call.tensors, causal=True)
+    assert out[0, 7:].isnan().all()
+    assert not out[0, :7].isnan().any()
+
+
+def test_the_same_bits_each_time(small_blocks):
+    call = call_of(Case((70, 3), (90, 20), (4, 2), features="all", how="packed"))
+    first = ts.attention(**call.tensors, **call.options, workers=2)
+    for _ in range(20):
+        assert torch.equal(first, ts.attention(**call.tensors, **call.options, workers=2))
+
+
+def test_more_keys_than_a_block_of_scores_fits():
+    """Memory is bounded by blocks, whatever the lengths."""
+    q, k = torch.randn(1, 64, 1, 8), torch.randn(1, 2**16, 1, 8)
+    assert ts.attention(q, k, k).isfinite().all()
+
+
+def test_scales_of_one_element_of_heads_and_of_sequences():
+    call = call_of(Case((5,), (9, 9), (4, 2), dtype=torch.float8_e4m3fn))
+    q, k, v = (call.tensors[name] for name in "qkv")
+    for of_q, of_k in ((torch.tensor(0.5), torch.rand(2)), (torch.rand(4), torch.rand(2, 2)), (None, torch.rand(1))):
+        wide_q = torch.ones(2, 4) if of_q is None else of_q.expand(2, 4)
+        call.scales = (wide_q, of_k.expand(2, 2), torch.ones(2, 2))
+        call.check(ts.attention(q, k, v, scale_q=of_q, scale_k=of_k), None)
+
+
+# merge_attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("cut", [0, 1, 17, 33])
+def test_two_parts_of_the_keys_make_the_whole(cut, layout):
+    call = call_of(Case((20,), (33,), (4, 2)))
+    q, k, v = (call.tensors[name] for name in "qkv")
+    rows = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else (lambda x: x)
+    parts = [
+        ts.attention(rows(q), rows(k[:, part]), rows(v[:, part]), layout=layout, return_lse=True)
+        for part in (slice(0, cut), slice(cut, None))
+    ]
+    out, lse = ts.merge_attention(*parts[0], *parts[1], layout=layout)
+    call.check(rows(out), lse)
+
+
+def test_merge_of_packed_ones_and_of_what_saw_nothing():
+    o, lse = torch.randn(7, 2, 16), torch.randn(7, 2)
+    void, nothing = torch.full_like(o, math.nan), torch.full_like(lse, -math.inf)
+    out, logs = ts.merge_attention(o, lse, void, nothing)
+    assert torch.equal(out, o)
+    assert torch.equal(logs, lse)
+    out, logs = ts.merge_attention(void, nothing, void, nothing)
+    assert not out.any()
+    assert torch.equal(logs, nothing)
+
+
+def test_merge_has_gradients():
+    o = [torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    lse = [torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(ts.merge_attention, (o[0], lse[0], o[1], lse[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"o_a": None}, "o_a is a NoneType; it is a torch.Tensor"),
+        ({"layout": "hsbd"}, "layout='hsbd'; it is one of bshd, bhsd"),
+        ({"o_b": torch.zeros(1, 5, 2, 4)}, r"o_a \[1, 3, 2, 4\] and o_b \[1, 5, 2, 4\]; they are alike"),
+        ({"lse_b": torch.zeros(1, 3, 2)}, r"lse_b has shape \[1, 3, 2\]; of such outputs it is \[1, 2, 3\]"),
+    ],
+)
+def test_merge_refuses(change, message):
+    o, lse = torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 3)
+    given = {"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse, **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        ts.merge_attention(**given)

@@ -1,0 +1,149 @@
+"""Calls of torch's function, and of transformers, that come to `tilestream.attention`, and those that do not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+import tilestream as ts
+from tilestream.ops import attention_routes
+
+sdpa = F.scaled_dot_product_attention
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often attention was asked for here."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return ts.attention(*args, **kwargs)
+
+    monkeypatch.setattr(attention_routes, "attention", counted)
+    attention_routes._say_once.cache_clear()
+    return calls
+
+
+def rand(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 4, 9, 16), (2, 4, 13, 16)), ((4, 9, 16), (4, 5, 16)), ((1, 6, 7, 8), (1, 2, 7, 8))]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_torchs_function_in_the_block(shapes, is_causal, scale, taken):
+    q, k = (rand(*shape) for shape in shapes)
+    how = {"is_causal": is_causal, "scale": scale, "enable_gqa": shapes[0][-3] != shapes[1][-3]}
+    expected = sdpa(q, k, k, **how)
+    with ts.use_attention():
+        mine = F.scaled_dot_product_attention(q, k, k, **how)
+    torch.testing.assert_close(mine, expected)
+    assert len(taken) == 1
+    sdpa(q, k, k, **how)
+    assert len(taken) == 1, "outside of the block"
+
+
+REFUSED = {
+    "a mask": ({"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, {}, "attn_mask= is any mask"),
+    "dropout": ({"dropout_p": 0.5}, {}, r"dropout_p=0\.5"),
+    "columns": ({}, {"columns": 12}, r"\[12\] columns a head"),
+    "dtype": ({}, {"dtype": torch.float64}, r"dtype torch\.float64"),
+    "gradient": ({}, {"gradient": True}, "a gradient is asked for"),
+    "strides": ({}, {"turned": True}, "columns that do not lie side by side"),
+    "dimensions": ({}, {"batch": (2, 3)}, "5 dimensions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_goes_to_torch_and_why(name, taken, caplog):
+    how, make, why = REFUSED[name]
+    q = rand(*make.get("batch", (2,)), 4, 9, make.get("columns", 16)).to(make.get("dtype", torch.float32))
+    if make.get("turned"):
+        q = q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    q.requires_grad_(make.get("gradient", False))
+    with ts.use_attention(), caplog.at_level(logging.INFO, "tilestream"):
+        for _ in range(3):
+            assert F.scaled_dot_product_attention(q, q, q, **how).shape == q.shape
+    assert not taken
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1, "once"
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(lines[0])
+
+
+def test_gradients_for_those_who_ask(taken):
+    q = rand(1, 2, 9, 16).requires_grad_()
+    with ts.use_attention(gradients=True):
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum().backward()
+    mine, q.grad = q.grad, None
+    sdpa(q, q, q, is_causal=True).square().sum().backward()
+    torch.testing.assert_close(mine, q.grad)
+    assert len(taken) == 1
+
+
+def test_other_functions_are_torchs():
+    with ts.use_attention():
+        assert torch.add(torch.ones(2), 1).tolist() == [2, 2]
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """As much of the package as is asked for."""
+
+    class Registry(dict):
+        def register(self, name, fn):
+            self[name] = fn
+
+    def forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
+        out = sdpa(query, key, value, attention_mask, dropout, attention_mask is None, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    made = types.ModuleType("transformers")
+    made.AttentionInterface, made.AttentionMaskInterface = Registry(), Registry()
+    integrations = types.ModuleType("transformers.integrations")
+    of_sdpa = types.ModuleType("transformers.integrations.sdpa_attention")
+    of_sdpa.sdpa_attention_forward = forward
+    masking = types.ModuleType("transformers.masking_utils")
+    masking.sdpa_mask = lambda *args, **kwargs: None
+    for module in (made, integrations, of_sdpa, masking):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
+
+
+def test_registered_with_transformers(transformers, taken):
+    assert ts.register_attention() == "tilestream"
+    fn = transformers.AttentionInterface["tilestream"]
+    assert transformers.AttentionMaskInterface["tilestream"] is sys.modules["transformers.masking_utils"].sdpa_mask
+    module = types.SimpleNamespace(is_causal=True)
+    q, k = rand(2, 4, 9, 16), rand(2, 2, 9, 16)
+    out, weights = fn(module, q, k, k, None, scaling=0.3, sliding_window=None)
+    assert weights is None
+    torch.testing.assert_close(out, sdpa(q, k, k, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2))
+    assert len(taken) == 1
+    # One query after its cache sees all of it.
+    out, _ = fn(module, q[:, :, -1:], k, k, None)
+    torch.testing.assert_close(out, sdpa(q[:, :, -1:], k, k, enable_gqa=True).transpose(1, 2))
+    sinks = torch.zeros(4)
+    out, _ = fn(module, q, k, k, None, s_aux=sinks, softcap=5.0)
+    assert torch.equal(out, ts.attention(q, k, k, layout="bhsd", causal=True, sinks=sinks, softcap=5.0).transpose(1, 2))
+    assert len(taken) == 3
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    out, _ = fn(module, q, k, k, mask)
+    torch.testing.assert_close(out, sdpa(q, k, k, mask, enable_gqa=True).transpose(1, 2))
+    assert len(taken) == 3, "a mask goes to its own"
+    with pytest.raises(NotImplementedError, match=r"attn_mask= .* use attn_implementation='eager'"):
+        fn(module, q, k, k, mask, softcap=5.0)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="it registers with Hugging Face's transformers"):
+        ts.register_attention()

@@ -1,0 +1,130 @@
+"""Problems and plans of attention: what they count, what they pick, what they refuse and say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import tilestream as ts
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.portable_attention import packed_heads
+from tilestream.schedule.attention import diagonal, seen_keys
+
+H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448, (("bfloat16", 7e12),))
+A100 = DeviceProperties("an A100", "portable", 108, 3e11, 1.5e12, "a stub", "sm_80", 166912, (("bfloat16", 3e12),))
+MI300 = DeviceProperties("an MI300X", "portable", 304, 5e11, 5.3e12, "a stub", "gfx942", 65536)
+
+
+def test_pairs_are_those_that_the_masks_leave():
+    for rows, keys, left, right, alignment in itertools.product(
+        (0, 1, 5, 9), (0, 1, 4, 11), (None, 0, 3), (None, 0, 2), ("bottom_right", "top_left")
+    ):
+        problem = AttentionProblem(2, 4, 2, rows, keys, 8, window=(left, right), alignment=alignment)
+        ahead, behind = diagonal(rows, keys) if alignment == "bottom_right" else (0, 0)
+        wide = rows + keys
+        seen = (
+            seen_keys(i, ahead, behind, wide if left is None else left, wide if right is None else right, keys)
+            for i in range(rows)
+        )
+        assert problem.pairs == 2 * sum(end - begin for begin, end in seen)
+        assert problem.operations == 2 * 4 * problem.pairs * 16
+
+
+def test_bytes():
+    problem = AttentionProblem(2, 4, 1, 10, 20, 64, 32)
+    assert problem.bytes == 2 * (2 * 10 * 4 * (64 + 32) + 2 * 20 * 1 * (64 + 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"batch": -1}, ValueError, "batch=-1; an extent is not negative"),
+        ({"head_dim": 12}, ValueError, "head_dim=12; a head has a multiple of 8 columns, at most 256"),
+        ({"heads_kv": 3}, ValueError, "heads_q=4, heads_kv=3; each head of keys serves"),
+        ({"dtype": "int8"}, TypeError, "dtype: int8; attention takes"),
+        ({"alignment": "left"}, ValueError, "alignment='left'; it is one of"),
+        ({"layout": "sbhd"}, ValueError, "layout='sbhd'; it is one of"),
+        ({"page_size": 48}, ValueError, "page_size=48; it is a power of two"),
+        ({"window": (-1, 0)}, ValueError, "window: left=-1"),
+        ({"softcap": -2.0}, ValueError, r"softcap=-2\.0; it is positive"),
+    ],
+)
+def test_a_problem_refuses(change, error, message):
+    given = {"batch": 1, "heads_q": 4, "heads_kv": 2, "seqlen_q": 8, "seqlen_k": 8, "head_dim": 64, **change}
+    with pytest.raises(error, match=message):
+        AttentionProblem(**given)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"seqlen_q": 1.5}, ValueError, r"seqlen_q=1\.5; an extent is a whole number"),
+        ({"causal": "left"}, ValueError, "causal='left'; it is False, True"),
+        ({"window": 3}, ValueError, r"window=3; it is \(left, right\)"),
+        ({"workers": 0}, ValueError, "workers=0; it is a positive whole number"),
+        ({"schedule": "stream_k"}, ValueError, "schedule='stream_k'; attention has auto, static, dynamic"),
+        ({"device": H100, "backend": "cdna"}, ValueError, "backend='cdna'; attention has"),
+        ({"device": H100, "dtype": "float64"}, NotImplementedError, "dtype: float64 on a GPU; only the CPU takes it"),
+        ({"device": A100, "dtype": "float8_e4m3fn"}, NotImplementedError, "an A100, sm_80, has no instructions for it"),
+        ({"device": A100, "seqlen_q": 2**29}, NotImplementedError, "seqlen_q=536870912; the portable kernel counts"),
+    ],
+)
+def test_a_plan_refuses(how, error, message):
+    with pytest.raises(error, match=message):
+        ts.attention_plan(**{"seqlen_q": 64, **how})
+
+
+def test_a_plan_explains_itself():
+    plan = ts.attention_plan(
+        4096, 8192, batch=2, heads_q=16, heads_kv=2, head_dim=192, head_dim_v=128, causal=True, window=(1024, None),
+        softcap=30.0, sinks=True, device=A100, dtype="bfloat16",
+    )  # fmt: skip
+    text = plan.explain()
+    for part in (
+        "attention 2 x 16 heads (2 of keys), 4096 x 8192, head (192, 128), bfloat16 -> bfloat16",
+        "an A100, 108 workers", "backend   portable",
+        "mask      causal, window (1024, all), bottom right, soft cap 30, sinks",
+        "raster    longest first", "arrival   none: no gate code runs", "refused   static: tiles differ in length",
+        "refused   hopper:", "bound by operations",
+    ):  # fmt: skip
+        assert part in text, part
+    assert plan.label.startswith("portable dynamic, 108 workers")
+
+
+def test_the_same_question_has_the_same_answer():
+    problem = AttentionProblem(1, 4, 2, 64, 64, 64)
+    assert plan_attention(problem, device=A100) is plan_attention(problem, device=A100)
+
+
+def test_heads_are_packed_only_where_queries_are_short_and_none_has_a_scale():
+    def packed(rows, heads=(8, 1), **more):
+        return packed_heads(AttentionProblem(1, *heads, rows, 64, 64, **more), 64)
+
+    assert [packed(rows) for rows in (1, 8, 9, 16, 32, 33, 64)] == [8, 8, 4, 4, 2, 1, 1]
+    assert packed(1, (6, 2)) == 1
+    assert packed(1, (6, 1)) == 2
+    assert packed(1, dtype="float8_e4m3fn", scaled=True) == 1
+
+
+def test_groups_keep_keys_in_the_second_level_cache_and_each_xcd_has_a_queue():
+    problem = AttentionProblem(4, 32, 8, 8192, 8192, 128, causal=True)
+    plan = plan_attention(problem, device=A100)
+    assert plan.group == 6 * 4, "24 MB of heads of 4 MB, each for 4 query heads"
+    assert plan.schedule.queues == 1
+    cdna = plan_attention(problem, device=MI300)
+    assert (cdna.schedule.queues, cdna.schedule.split) == (8, "columns")
+    assert cdna.group == 4
+
+
+def test_packed_sequences_have_tiles_enough():
+    for lengths in ((1,), (5, 0, 37, 1), (128, 128), (129, 1, 1)):
+        problem = AttentionProblem(
+            len(lengths), 4, 2, max(lengths), 64, 64, varlen=True, tokens_q=sum(lengths), tokens_k=64
+        )
+        plan = plan_attention(problem, device=A100)
+        packs = problem.heads_q // plan.pack
+        assert plan.schedule.grid.tiles >= packs * sum(-(-n // plan.positions) for n in lengths)
+        assert plan.group <= packs
