@@ -149,8 +149,9 @@ def test_more_operations_cost_more():
 
 
 @pytest.mark.parametrize("length", [512, 2048, 16384])
-@pytest.mark.parametrize(("causal", "block"), [(True, (128, 128)), (False, (192, 64))])
-def test_of_64_columns_the_tile_that_was_measured_faster(length, causal, block):
+@pytest.mark.parametrize("causal", [False, True])
+def test_of_64_columns_the_tile_that_was_measured_faster(length, causal):
+    # Or as fast: full, of 16k, three consumers were faster by 2 %.
     problem = AttentionProblem(16384 // length, 32, 32, length, length, 64, causal=causal)
-    assert plan(problem).block == block
-    assert plan(problem).variant == ("turns" if block[0] == 192 else "apart")
+    assert plan(problem).block == (128, 128)
+    assert plan(problem).variant == "apart"

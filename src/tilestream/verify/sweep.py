@@ -12,14 +12,16 @@ from tilestream.arrival.gate import Gate
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
+from tilestream.verify.attention import AttentionCase
+from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase
-MODELS = ("workers", "ring", "product")
+Case = WorkersCase | RingCase | ProductCase | AttentionCase
+MODELS = ("workers", "ring", "product", "attention")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -95,6 +97,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(workers(level))
     if model == "ring":
         return list(rings(level))
+    if model == "attention":
+        return list(attentions(level))
     if model == "product":
         return list(products(level))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
@@ -299,3 +303,17 @@ def products(level: Level) -> Iterator[ProductCase]:
         yield ProductCase(matmul("dynamic", 2, 4, bounds=(0, 3, 6, 8), pivot=1, k=2), Ring(2, 2))
         yield ProductCase(matmul("dynamic", 2, 3, bounds=(0, 3, 6), pivot=1, k=2), Ring(3, 2))
         yield ProductCase(matmul("stream_k", 2, 3, bounds=(0, 1, 3, 6), pivot=2, k=2), Ring(2, 2))
+
+
+def attentions(level: Level) -> Iterator[AttentionCase]:
+    """The rings of attention. Full: up to 3 blocks an item, three consumers, queries of two items."""
+    yield AttentionCase(AttentionRing(1), (0, 1))
+    for depth, queries, ordered in ((2, 1, False), (2, 2, False), (2, 1, True)):
+        yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (1,))
+        yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (2,))
+    if level == "full":
+        yield AttentionCase(AttentionRing(1, 2), (0, 1))
+        yield AttentionCase(AttentionRing(2, 1, 3, ordered=True), (2,))
+        yield AttentionCase(AttentionRing(2, 2), (0, 2))
+        yield AttentionCase(AttentionRing(2, 2, ordered=True), (1, 3))
+        yield AttentionCase(AttentionRing(2), (0, 1, 2))

@@ -259,7 +259,11 @@ class Machine:
         ]  # fmt: skip
         given = [None if operands.get(name) is None else Pointer(operands[name]) for name in GIVEN]
         filled = arguments.fill((*maps, *given, None, 0, 0, *arguments.scales(scale)))
+        self.arguments = dict(zip(text.attend.arg_names, filled, strict=True))
+        #: What items were told by first: their key blocks and one more, 0 for STOP.
+        self.told: list[int] = []
         names["attend"](*[Integer(x) if type(x) is int else x for x in filled])
+        self.logs: list[list[tuple[Any, ...]]] = [[] for _ in self.loops]
         self.run()
 
     # Threads ----------------------------------------------------------------------------------------------------------
@@ -280,6 +284,7 @@ class Machine:
 
     def loop(self, who: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.local.who, self.local.products, self.local.stores = who, [], []
+        self.local.log = self.logs[who]
         try:
             self.until(lambda: True)
             with np.errstate(all="ignore"):  # of what the kernel means: 2**-inf, log2 0
@@ -360,7 +365,8 @@ class Machine:
         self.loops = loops
 
     def make_barriers(self, count: int, arrivals: int) -> SimpleNamespace:
-        made = [Barrier(f"barrier {len(self.barriers) + i}", arrivals) for i in range(count)]
+        name = BARRIERS[len({bar.name.split("[")[0] for bar in self.barriers})]
+        made = [Barrier(f"{name}[{i}]", arrivals) for i in range(count)]
         self.barriers += made
 
         def index(at: int) -> Barrier:
@@ -371,6 +377,7 @@ class Machine:
 
     def wait(self, bar: Barrier, parity: int) -> None:
         assert parity in (0, 1)
+        self.local.log.append(("WaitBarrier", bar.name, int(parity)))
 
         def passed() -> bool:
             if bar.phase & 1 == parity and bar.copies and bar.arrived == bar.count:
@@ -380,15 +387,18 @@ class Machine:
         self.until(passed)
 
     def arrive(self, bar: Barrier) -> None:
+        self.local.log.append(("Arrive", bar.name))
         bar.arrived += 1
         bar.settle()
 
     def expect(self, bar: Barrier, nbytes: int) -> None:
+        self.local.log.append(("Expect", bar.name))
         bar.arrived += 1
         bar.bytes += nbytes
 
     def tma_load(self, tensor_map: TensorMap, at: Any, bar: Barrier, box: np.ndarray) -> None:
         assert bar.arrived == bar.count, "bytes are expected before they come"
+        self.local.log.append(("Copy", bar.name))
         box[:] = np.nan
 
         def copy() -> int:
@@ -409,10 +419,12 @@ class Machine:
 
     def mma(self, x: Any, y: Buffer, acc: Any, is_async: bool, use_acc: bool = True) -> Product:
         assert is_async
+        self.local.log.append(("Start", "k" if isinstance(x, Buffer) else "v"))
         self.local.products.append(Product(x, y, acc, use_acc))
         return self.local.products[-1]
 
     def mma_wait(self, left: int, tensors: tuple[Any, ...]) -> Any:
+        self.local.log.append(("Retire", left))
         self.until(lambda: True)  # others go on meanwhile, and give what is read too early another content
         while len(self.local.products) > left:
             self.local.products.pop(0).finish()
@@ -431,14 +443,22 @@ class Machine:
 
     def put(self, _: object, slot: int, field: int, value: int, warps: int) -> None:
         assert warps == 1
+        self.local.log.append(("Put", int(slot)))
+        if field == 0:
+            self.told.append(int(value))
         assert -(2**31) <= value < 2**31
         self.slots[int(slot), field] = int(value)
 
     def get(self, _: object, slot: int, field: int, warps: int) -> Integer:
         assert warps == 4
+        self.local.log.append(("Get", int(slot)))
         return Integer(self.slots[int(slot), field])
 
 
+#: In the order in which the kernel makes them.
+BARRIERS = (
+    "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full", "item_empty", "order"
+)  # fmt: skip
 #: Operands behind the maps, in the kernel's order; counters there are none.
 GIVEN = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of")
 

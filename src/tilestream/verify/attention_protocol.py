@@ -1,0 +1,192 @@
+"""The load loop and the math loops of one worker of the Hopper attention, operation by operation.
+
+::
+
+    load loop                                   math loop (two or three consumers)
+      item, or STOP                               wait item_full[slot]; item = slots[slot]
+      wait item_empty[slot]; slots[slot] = item   STOP: arrive item_empty[slot]; leave
+      arrive item_full[slot]                      wait q_full
+      STOP: leave                                 read the slot again, if there are blocks
+                                                  wait k_full; start S of the first block; S is done; arrive k_empty
+      for each consumer:                          for each block after it:
+        wait q_empty; expect; load Q -> q_full      wait k_full (and order); start S of the block
+      for each block, and one more time:            wait v_full; start P V of the block before; (arrive order)
+        wait k_empty; expect; load K -> k_full      S is done; arrive k_empty; P V is done; arrive v_empty
+        of the block before:                      arrive q_empty
+          wait v_empty; expect; load V -> v_full  wait v_full; P V of the last block; arrive v_empty
+                                                  read the slot again; finish the item; arrive item_empty[slot]
+
+That is `tilestream.kernels.hopper.attention` with `attention_load`: a test runs their text and compares. An item may
+have no blocks. The slot is kept until the item's end, so the load loop is one item ahead at most, and each consumer has
+room for the queries of ``queries`` items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tilestream.schedule import WorkItem
+from tilestream.verify.protocol import Arrive, Barrier, Expect, Get, Next, Place, Put, Retire, WaitBarrier, k_steps
+
+
+class Copy(NamedTuple):
+    """Start the copy of ``q``, or of block ``k`` of ``k`` or ``v``, of an item to a buffer; it ends at ``barrier``."""
+
+    what: str
+    at: int
+    item: WorkItem
+    k: int
+    barrier: Barrier
+
+
+class Start(NamedTuple):
+    """Start a multiplication: of the queries at ``q`` by block ``k`` of ``k``; or by block ``k`` of ``v``, ``q`` -1."""
+
+    what: str
+    at: int
+    item: WorkItem
+    k: int
+    q: int = -1
+
+
+class Done(NamedTuple):
+    """Take the accumulator as the result of ``item``."""
+
+    item: WorkItem
+
+
+@dataclass(frozen=True)
+class AttentionRing:
+    """The shapes of the rings.
+
+    Attributes
+    ----------
+    depth
+        Stages, of K and of V each.
+    queries
+        Items whose queries there is room for.
+    consumers
+        Math loops.
+    ordered
+        Whether they take turns at starting multiplications.
+    items
+        Slots of the item ring.
+    """
+
+    depth: int
+    queries: int = 1
+    consumers: int = 2
+    ordered: bool = False
+    items: int = 2
+
+    def barriers(self) -> dict[Barrier, int]:
+        """Each barrier, and how many arrivals complete a phase of it."""
+        counts: dict[Barrier, int] = {}
+        for name, count, arrivals in (
+            ("q_full", self.consumers * self.queries, 1), ("q_empty", self.consumers * self.queries, 1),
+            ("k_full", self.depth, 1), ("k_empty", self.depth, self.consumers),
+            ("v_full", self.depth, 1), ("v_empty", self.depth, self.consumers),
+            ("item_full", self.items, 1), ("item_empty", self.items, self.consumers),
+            ("order", self.consumers, 1),
+        ):  # fmt: skip
+            counts |= {Barrier(name, at): arrivals for at in range(count)}
+        return counts
+
+
+class LoadPlaces(NamedTuple):
+    """What the load loop carries from item to item."""
+
+    q: Place = Place()
+    k: Place = Place()
+    v: Place = Place()
+    slot: Place = Place()
+
+
+class MathPlaces(NamedTuple):
+    """What a math loop carries: where it is with its queries, in the rings, and in its turns."""
+
+    q: Place = Place()
+    stage: Place = Place()
+    slot: Place = Place()
+    turn: int = 0
+
+
+Loop = Generator[Any, Any, Any]
+LoadTurn = Callable[[AttentionRing, LoadPlaces], Loop]
+MathTurn = Callable[[AttentionRing, int, MathPlaces], Loop]
+
+
+def load_turn(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """One item of the load loop."""
+    item = yield Next()
+    q, k, v, slot = state
+    yield WaitBarrier(Barrier("item_empty", slot.at), slot.phase ^ 1)
+    yield Put(slot.at, item)
+    yield Arrive(Barrier("item_full", slot.at))
+    if item is None:
+        return None
+    for who in range(ring.consumers):
+        yield from _fill("q", who * ring.queries + q.at, q.phase, item, 0)
+    blocks = k_steps(item)
+    for block in range(blocks + 1):
+        if block < blocks:
+            yield from _fill("k", k.at, k.phase, item, block)
+            k = k.next(ring.depth)
+        if block > 0:
+            yield from _fill("v", v.at, v.phase, item, block - 1)
+            v = v.next(ring.depth)
+    return LoadPlaces(q.next(ring.queries), k, v, slot.next(ring.items))
+
+
+def _fill(what: str, at: int, phase: int, item: WorkItem, k: int) -> Loop:
+    yield WaitBarrier(Barrier(f"{what}_empty", at), phase ^ 1)
+    yield Expect(Barrier(f"{what}_full", at))
+    yield Copy(what, at, item, k, Barrier(f"{what}_full", at))
+
+
+def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """One item of a math loop."""
+    q, stage, slot, turn = state
+    yield WaitBarrier(Barrier("item_full", slot.at), slot.phase)
+    item = yield Get(slot.at)
+    if item is None:
+        yield Arrive(Barrier("item_empty", slot.at))
+        return None
+    q_at = who * ring.queries + q.at
+    yield WaitBarrier(Barrier("q_full", q_at), q.phase)
+    blocks = k_steps(item)
+    if blocks:
+        yield Get(slot.at)
+        yield WaitBarrier(Barrier("k_full", stage.at), stage.phase)
+        yield Start("k", stage.at, item, 0, q_at)
+        yield Retire(0)
+        yield Arrive(Barrier("k_empty", stage.at))
+    for block in range(1, blocks):
+        ahead = stage.next(ring.depth)
+        yield WaitBarrier(Barrier("k_full", ahead.at), ahead.phase)
+        if ring.ordered:
+            # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it, and passes.
+            yield WaitBarrier(Barrier("order", who), turn ^ (who == 0))
+        yield Start("k", ahead.at, item, block, q_at)
+        yield WaitBarrier(Barrier("v_full", stage.at), stage.phase)
+        yield Start("v", stage.at, item, block - 1)
+        if ring.ordered:
+            yield Arrive(Barrier("order", (who + 1) % ring.consumers))
+        yield Retire(1)
+        yield Arrive(Barrier("k_empty", ahead.at))
+        yield Retire(0)
+        yield Arrive(Barrier("v_empty", stage.at))
+        stage, turn = ahead, turn ^ 1
+    yield Arrive(Barrier("q_empty", q_at))
+    if blocks:
+        yield WaitBarrier(Barrier("v_full", stage.at), stage.phase)
+        yield Start("v", stage.at, item, blocks - 1)
+        yield Retire(0)
+        yield Arrive(Barrier("v_empty", stage.at))
+        stage = stage.next(ring.depth)
+    yield Get(slot.at)
+    yield Done(item)
+    yield Arrive(Barrier("item_empty", slot.at))
+    return MathPlaces(q.next(ring.queries), stage, slot.next(ring.items), turn)
