@@ -286,7 +286,7 @@ def test_static():
 CHANGES = {
     "K is not waited for": ("mbarrier.wait(k_full.index(next_stage), next_phase)", "pass"),
     "V is not waited for": ("mbarrier.wait(v_full.index(stage), phase)", "pass"),
-    "Q is not waited for": ("mbarrier.wait(q_full.index(WHO), q_phase)", "pass"),
+    "Q is not waited for": ("mbarrier.wait(q_full.index(q_at), q_phase)", "pass"),
     "K's stage is given back too early": (
         "scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_empty.index(next_stage))",
         "mbarrier.arrive(k_empty.index(next_stage))\n    scores = warpgroup_mma_wait(1, (scores,))",
@@ -294,9 +294,7 @@ CHANGES = {
     "V's stage is not given back": ("    mbarrier.arrive(v_empty.index(stage))\n    o = o *", "    o = o *"),
     "a K part too few": ("mbarrier.arrive(k_empty.index(stage))\n", "pass\n"),
     "Q is given back at once": ("mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)", "pass"),
-    "Q's phase stays": (
-        "q_stage, q_phase = step(q_stage, q_phase, QUERIES)\n            # What", "# What"
-    ),
+    "Q's phase stays": ("q_stage, q_phase = step(q_stage, q_phase, QUERIES)\n            # What", "# What"),
     "the accumulator is not scaled": ("o = o * gl.convert_layout(shrink", "o = o * 1 + 0 * gl.convert_layout(shrink"),
     "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
     "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),

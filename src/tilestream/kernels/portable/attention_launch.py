@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilestream.kernels.attention import Operands
-from tilestream.kernels.launch import Signals, Table, address, with_words
+from tilestream.kernels.launch import LONGEST_SECONDS, Signals, Table, address, with_words
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_arguments import (
     NO_KEY_GATE,
@@ -18,7 +18,7 @@ from tilestream.kernels.portable.attention_arguments import (
 )
 from tilestream.kernels.portable.attention_list import PLACED, list_sequences
 from tilestream.kernels.portable.jit import INTERPRETED
-from tilestream.kernels.portable.launch import LONGEST_SECONDS, direct
+from tilestream.kernels.portable.launch import direct
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
