@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tilestream import Arrival, plan
 from tilestream.plan import DeviceProperties, Problem, hopper, plan_problem, search_space, tma
-from tilestream.plan.problem import FP8, ITEMSIZE
+from tilestream.plan.problem import FP8, ITEMSIZE, Incoming
 from tilestream.schedule import Schedule
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.order import Raster
@@ -97,6 +97,7 @@ def test_no_tile_is_there_twice():
 
 # What it refuses -----------------------------------------------------------------------------------------------------
 
+CHUNKED = Incoming(Arrival.uniform(512, 8).chunks(4096))
 LARGE = 2**31 - 512
 REFUSED = [
     ({}, A100, "it is for sm_90, this is sm_80"),
@@ -210,6 +211,23 @@ def test_no_stream_k_where_both_operands_arrive():
     assert f"refused   hopper: {why}" in made.explain()
     with pytest.raises(NotImplementedError, match=f"backend='hopper': {why}"):
         plan(**size, **both, schedule="stream_k", backend="hopper")
+
+
+@pytest.mark.parametrize("row", [row for row in hopper.TILES if row.columns in (96, 160, 192, 224, 128, 256)], ids=str)
+def test_where_operands_arrive_the_load_warp_has_no_registers_for_all_of_it(row):
+    one, both = (
+        Problem(4096, 4096, 4096, 1, "bfloat16", "bfloat16", rows, columns)
+        for rows, columns in ((CHUNKED, None), (CHUNKED, CHUNKED))
+    )
+
+    def kinds(problem):
+        made = hopper.candidates(problem, H100, 131, kinds=("dynamic", "stream_k"), variant=row.variant)
+        return {c.schedule.kind for c in made if row[1:3] in (c.block[:2], c.block[1::-1])}
+
+    several = len(hopper.widths(row.columns)) > 1
+    room = row.registers <= hopper._LEAST_ROOM and not several
+    assert kinds(one) == ({"dynamic", "stream_k"} if room else {"dynamic"})
+    assert kinds(both) == (set() if several else {"dynamic"})
 
 
 # What is forced ------------------------------------------------------------------------------------------------------

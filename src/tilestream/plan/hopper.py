@@ -193,10 +193,21 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     return problem.no_tma
 
 
-def no_parts(problem: Problem) -> str:
-    """Why this kernel cuts no tile of such a problem into parts, whatever the tile; empty if it may."""
-    if problem.rows is not None and problem.columns is not None:
-        return "with both operands arriving the load warp has no registers for it"  # it spills, with Triton 3.6
+def arriving(problem: Problem) -> int:
+    """How many of the operands arrive."""
+    return (problem.rows is not None) + (problem.columns is not None)
+
+
+def no_parts(problem: Problem, tile: Tile | None = None) -> str:
+    """Why this kernel cuts no tile, or not this one, along K; empty if it may.
+
+    The load warp has `LOAD_REGISTERS` for schedule and gate: Triton 3.6 spills where it also has both operands' chunks
+    in mind, or the maps of several parts of a tile's columns.
+    """
+    if arriving(problem) > 1:
+        return "with both operands arriving the load warp has no registers for it"
+    if arriving(problem) and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
+        return "with an operand arriving the load warp has no registers for it beside several parts of columns"
     return ""
 
 
@@ -236,6 +247,8 @@ def candidates(
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
+        if arriving(problem) > 1 and len(widths(row.columns, widest(problem))) > 1:  # the load warp spills: `no_parts`
+            continue
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
             continue
@@ -249,7 +262,7 @@ def candidates(
             group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
-                if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem)):
+                if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
