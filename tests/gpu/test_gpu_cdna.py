@@ -68,7 +68,7 @@ def test_every_tile_in_every_layout(at, layout):
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_any_number_of_steps(steps):
     for rest in (0, 16):
-        run(256, 256, 128 * max(steps, 1) + rest, tile=(128, 128))
+        run(256, 256, 128 * steps + rest, tile=(128, 128))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_same_bits_each_time():
         assert torch.equal(plan.run(a, b), first)
 
 
-def test_faster_than_the_portable_kernel_and_beside_hipblaslt(record_property):
+def test_speed_is_recorded(record_property):
     """Recorded, not asserted: of a kernel that nobody has run no speed is promised."""
     m = n = k = 8192
     a, b = operand(m, k, "n", torch.bfloat16), operand(k, n, "t", torch.bfloat16)
