@@ -54,8 +54,10 @@ class Bug(NamedTuple):
 
 _READS, _WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
 _PENDING, _DEADLOCK = "Accessing buffer with pending access", "Deadlock detected"
-_FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)\n"
-_RELEASE = "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n        stage, phase = step("
+_FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, False, Y_K_MAJOR), PARTS)\n"
+_MORE = "        accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, True, Y_K_MAJOR), PARTS)\n"
+_RELEASE = _MORE + "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
+_NEXT = "        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)\n"
 _LAST = "    accs = wait_mma(accs, 0)\n    mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
 BUGS = {
     # The multiplication that has just been started still reads what is given back.
@@ -72,8 +74,7 @@ BUGS = {
         "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
     ),
     "no wait for a full stage": Bug(
-        "multiply", (("    for _ in range(1, steps):\n        mbarrier.wait(full.index(stage), phase)\n",
-                  "    for _ in range(1, steps):\n"),), (_WRITES,)
+        "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (_WRITES,)
     ),
     "a barrier counts one arrival too many": Bug(
         "gemm", (("empty = make_barriers(STAGES, HALVES)", "empty = make_barriers(STAGES, HALVES + 1)"),), (_DEADLOCK,)

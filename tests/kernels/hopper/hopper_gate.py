@@ -291,8 +291,10 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "stores": row.loops * strips if arguments.out else 0,
         "k_loops": row.loops,
         "gmma": row.rows_per_loop // 64 * plan.block[2] // depth * len(arguments.widths),
-        # Without fast accumulation each product is waited for.
-        "in_flight": 0 if problem.fp8 and not problem.fast_accum else len(arguments.widths),
+        # Without fast accumulation each product is waited for; a narrow part that takes x from registers is, too.
+        "in_flight": 0
+        if problem.fp8 and not problem.fast_accum
+        else (len(arguments.widths) - hopper.narrow(arguments.widths, 8 * size)),
         # An operand's chunks are waited for by items, and by the last worker out; each looks, and then naps and looks.
         "looks": 4 * arriving,
         "naps": 2 * arriving,
