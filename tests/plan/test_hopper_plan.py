@@ -309,7 +309,7 @@ def test_a_tile_that_only_the_portable_kernel_has():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"backend": "cuda"}, "backend='cuda'; it is 'hopper', 'portable', or None for the plan's choice"),
+        ({"backend": "cuda"}, "backend='cuda'; it is 'hopper', 'cdna', 'portable', or None for the plan's choice"),
         (
             {"variant": "pingpong"},
             "variant='pingpong'; it is one of cooperative, ping_pong, single, or None for the plan's choice",

@@ -52,8 +52,13 @@ def uniform(x):
 
     What comes of an atomic or of a load is in vector registers. A buffer's address made of it would be taken for one
     that differs from lane to lane, and each copy would become a loop over the lanes.
+
+    The compiler does not look into assembly for hazards: on gfx942 a lane's register may be read so one state after it
+    was written, and what is read so may be an address five states later (LLVM's GCNHazardRecognizer).
     """
-    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "s_nop 0\n\tv_readfirstlane_b32 $0, $1\n\ts_nop 4", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
