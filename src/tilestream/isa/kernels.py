@@ -17,7 +17,8 @@ from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_n
 from tilestream.plan.tma import refuse_contiguous
 
 if TYPE_CHECKING:
-    from tilestream.kernels.portable.arguments import GateArguments, Layout
+    from tilestream.kernels.gate import GateArguments
+    from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 #: The GPU that stands for an arch.
@@ -211,7 +212,7 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple
 def gate_arguments(plan: Plan) -> GateArguments:
     """What a launch would be told of what arrives, of no address and no alignment."""
     from tilestream.isa.build import Pointer
-    from tilestream.kernels.portable.arguments import GateArguments
+    from tilestream.kernels.gate import GateArguments
 
     def words(incoming: Incoming | None) -> tuple[Any, Any, Any]:
         if incoming is None:
