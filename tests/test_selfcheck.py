@@ -33,7 +33,8 @@ def suite(tmp_path: Path) -> Path:
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no')\ndef test_c(): assert 1 == 2, 'one\\ntwo'\n"
     )
     (folder / "test_hangs.py").write_text(
-        "import time\ndef test_d():\n    print('begun', flush=True)\n    time.sleep(60)\n"
+        "import os, time\ndef test_d(): pass\ndef test_e(): time.sleep(60)\ndef test_f(): os._exit(9)\n"
+        "def test_g(): pass\n"
     )
     (folder / "test_breaks.py").write_text("raise RuntimeError('broken')\n")
     return folder
@@ -53,18 +54,19 @@ def test_a_command_is_ended_with_all_it_started(check, tmp_path):
     assert check.run([sys.executable, "-c", "print('x' * 9999)"], 20).said == "x" * 3999 + "\n"
 
 
-def test_a_file_that_hangs_or_breaks_costs_itself_only(check, suite, tmp_path, capsys):
-    status = check.main([str(tmp_path / "out"), "--steps", "tests", "--seconds", "8"], tests=suite)
+def test_a_test_that_hangs_or_kills_its_process_costs_itself_only(check, suite, tmp_path, capsys):
+    status = check.main([str(tmp_path / "out"), "--steps", "tests", "--seconds", "4"], tests=suite)
     found = json.loads((tmp_path / "out" / "report.json").read_text())["tests"]
     assert status == 1
-    fine = found["test_fine.py"]
+    fine, hangs, breaks = found["test_fine.py"], found["test_hangs.py"], found["test_breaks.py"]
     assert (fine["passed"], fine["failed"], fine["skipped"]) == (1, 1, 1)
     assert fine["failures"][0].startswith("test_c: AssertionError: one")
-    assert found["test_hangs.py"]["error"] == "timed out"
-    assert "broken" in found["test_breaks.py"]["said"]
-    assert found["test_breaks.py"]["failed"] == 1
+    assert (hangs["passed"], hangs["failed"]) == (2, 2), "those behind are run, and those before not again"
+    assert hangs["failures"] == ["test_e: it did not end: timed out", "test_f: it did not end: status 9"]
+    assert (breaks["error"], breaks["passed"]) == ("status 2", 0)
+    assert "broken" in breaks["said"]
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| test_hangs.py | 0 | 0 | 0 |" in text
+    assert "| test_hangs.py | 2 | 2 | 0 |" in text
     assert "- test_fine.py: test_c: AssertionError: one" in text
     assert "please send both" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "report.md"]
