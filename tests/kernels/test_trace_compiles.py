@@ -1,4 +1,4 @@
-"""The compile gate of the trace (`trace_gate.py`): the same machine code where it is off, hardly a spill where it is on."""
+"""The compile gate of the trace (`trace_gate.py`): the same machine code where it is off, hardly a spill where on."""
 
 from __future__ import annotations
 
