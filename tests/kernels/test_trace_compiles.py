@@ -1,4 +1,4 @@
-"""The compile gate of the trace (`trace_gate.py`): the same machine code where it is off, few spills where it is on."""
+"""The compile gate of the trace (`trace_gate.py`): the same machine code where it is off, hardly a spill where on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(found: list[dict], least: int) -> None:
         off, on = one["times"]
         assert off == 0 < on, f"{one['name']}: looks at the clock {off} times without a trace, {on} with one"
         # With all that an epilogue has, no register is to spare: a trace costs a few spills there, and some time.
-        full = "cooperative" in one["name"] and "worst" in one["name"]
+        full = "worst" in one["name"] or "arriving" in one["name"]
         assert full or not one["spilled"], f"{one['name']}: spills where it is traced"
         assert not one["notes"], one
         assert one["registers"], f"{one['name']}: another split of registers where it is traced"
@@ -49,4 +49,4 @@ def test_a_sample_is_free_where_it_is_off(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0"])
 def test_it_is_free_where_it_is_off(version, tmp_path):
-    check(compiled(triton(version), "all", tmp_path, 880), 10)
+    check(compiled(triton(version), "all", tmp_path, 880), 12)

@@ -33,7 +33,9 @@ from tilestream.kernels.portable.arguments import Arguments
 #: Of Hopper: tile, swapped, inputs, how, layout, as `hopper_gate` has them.
 HOPPER = (
     (("single", 64, 64), False, "bfloat16", "worst", "nt"),
+    (("single", 64, 32), False, "bfloat16", "arriving", "nt"),
     (("ping_pong", 64, 128), False, "bfloat16", "plain", "nn"),
+    (("cooperative", 128, 128), False, "bfloat16", "rows", "nt"),
     (("cooperative", 128, 256), False, "bfloat16", "plain", "nt"),
     (("cooperative", 128, 128), False, "fp8 precise", "plain", "nt"),
     (("cooperative", 256, 128), False, "bfloat16", "across", "nt"),
@@ -65,6 +67,11 @@ def untraced(text: ModuleType, folder: Path) -> Any:
     return module.gemm
 
 
+def clocks(off: Any, on: Any, without: Any) -> list[int]:
+    """How often a trace looks at the clock; what arrives is waited for by the clock, too."""
+    return [one.asm["ptx"].count("globaltimer") - without.asm["ptx"].count("globaltimer") for one in (off, on)]
+
+
 def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """Each configuration compiled three times."""
     struck = untraced(hopper_text, folder)
@@ -80,7 +87,7 @@ def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
         yield {
             "name": made.name,
             "same": hopper_gate._sass(off.asm["cubin"]) == hopper_gate._sass(without.asm["cubin"]),
-            "times": [kernel.asm["ptx"].count("globaltimer") for kernel in (off, on)],
+            "times": clocks(off, on, without),
             "spilled": found["spilled"] + found["local"] + found["stack"],
             "notes": found["notes"],
             "registers": found["registers"] == found["expected"]["registers"],
@@ -101,12 +108,10 @@ def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
             built.append(gate.build(plan, layout, aligned, "sm_90a"))
         gate.gemm, gate.Arguments = kernel, Arguments
         (off, _), (without, _), (on, said) = built
-        # What arrives is waited for by the clock, too.
-        times = [one.asm["ptx"].count("globaltimer") - without.asm["ptx"].count("globaltimer") for one in (off, on)]
         yield {
             "name": name,
             "same": hopper_gate._sass(off.asm["cubin"]) == hopper_gate._sass(without.asm["cubin"]),
-            "times": times,
+            "times": clocks(off, on, without),
             "spilled": sum(gate.spilled(on, said).values()),
             "notes": [],
             "registers": True,

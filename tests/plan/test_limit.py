@@ -71,7 +71,7 @@ def test_every_schedule_and_backend_keeps_to_it(kind, device):
 
 
 def test_a_plan_for_fewer_workers_may_take_another_tile():
-    """512 tiles of 128x256 are 4 waves of 132 workers, but 6 of 100: smaller tiles waste less there."""
+    """512 tiles of 128x256 are 4 waves of 132 workers, but 6 of 100: there, smaller ones waste less of the last."""
     problem = Problem(4096, 4096, 4096, dtype="bfloat16", out_dtype="bfloat16")
     whole, fewer = plan_problem(problem, device=H100), plan_problem(problem, device=H100, limit=100)
     assert (whole.tile, whole.workers) == ((128, 256), 132)
