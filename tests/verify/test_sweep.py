@@ -6,6 +6,7 @@ import pytest
 
 from tilestream import verify
 from tilestream.verify import sweep
+from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.ring import RingCase
 from tilestream.verify.workers import WorkersCase
@@ -98,7 +99,7 @@ def test_products_are_of_two_workers_and_two_k_steps_or_three_parts():
 
 
 def test_sizes_grow():
-    for model, kind in (("workers", WorkersCase), ("ring", RingCase), ("product", ProductCase)):
+    for model, kind in (("workers", WorkersCase), ("ring", RingCase), ("product", ProductCase), ("gather", GatherCase)):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
         assert len(set(map(str, cases))) > 0.9 * len(cases), "mostly different"
@@ -111,7 +112,7 @@ def test_sizes_grow():
     ("call", "message"),
     [
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
-        (lambda: verify.run("quick", models=["rings"]), "model='rings'; it is one of workers, ring, product"),
+        (lambda: verify.run("quick", models=["rings"]), "model='rings'; it is one of workers, ring, product, gather"),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],
 )

@@ -12,14 +12,15 @@ from tilestream.arrival.gate import Gate
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
+from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase
-MODELS = ("workers", "ring", "product")
+Case = WorkersCase | RingCase | ProductCase | GatherCase
+MODELS = ("workers", "ring", "product", "gather")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -97,6 +98,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(rings(level))
     if model == "product":
         return list(products(level))
+    if model == "gather":
+        return list(gathers(level))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 
@@ -299,3 +302,27 @@ def products(level: Level) -> Iterator[ProductCase]:
         yield ProductCase(matmul("dynamic", 2, 4, bounds=(0, 3, 6, 8), pivot=1, k=2), Ring(2, 2))
         yield ProductCase(matmul("dynamic", 2, 3, bounds=(0, 3, 6), pivot=1, k=2), Ring(3, 2))
         yield ProductCase(matmul("stream_k", 2, 3, bounds=(0, 1, 3, 6), pivot=2, k=2), Ring(2, 2))
+
+
+def gathers(level: Level) -> Iterator[GatherCase]:
+    """The ranks of a gather. Quick: 2 of them; full: 3, more calls, chunks, kernels that expire and ranks lost."""
+    for epochs in (1, 2, 3, 4, 5):
+        yield GatherCase(epochs=epochs)
+    for epochs in (1, 2, 3):
+        yield GatherCase(chunks=2, epochs=epochs)
+    yield GatherCase(world=3, epochs=1)
+    yield GatherCase(epochs=1, expires=((0, 1),))
+    yield GatherCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
+    yield GatherCase(epochs=2, expires=((0, 2),))
+    if level == "full":
+        yield GatherCase(epochs=2, expires=((0, 1),))
+        yield GatherCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield GatherCase(epochs=2, expires=((0, 1), (0, 2), (1, 1), (1, 2)))
+        yield GatherCase(world=3, epochs=2)
+        yield GatherCase(epochs=2, chunks=2, expires=((0, 2),))
+        for epoch in (1, 2, 3):
+            yield GatherCase(epochs=3, expires=((0, epoch),))
+        yield GatherCase(epochs=3, expires=((0, 2), (1, 2)))
+        yield GatherCase(epochs=4, expires=((0, 2),))
+        yield GatherCase(epochs=4, expires=((0, 3),))
+        yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)

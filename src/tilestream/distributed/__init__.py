@@ -1,0 +1,33 @@
+"""Operations across GPUs, and across processes on the CPU, that overlap what they send with what they compute.
+
+The public names; the protocols of this package, which `tilestream.verify` explores, import no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tilestream.runtime.errors import GroupBroken
+
+if TYPE_CHECKING:
+    from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
+
+_LAZY = {
+    "all_gather_matmul": "tilestream.distributed.all_gather",
+    "plan_all_gather_matmul": "tilestream.distributed.all_gather",
+}
+
+__all__ = ["GroupBroken", "all_gather_matmul", "plan_all_gather_matmul"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tilestream.distributed' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
