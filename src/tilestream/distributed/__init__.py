@@ -1,6 +1,6 @@
 """Operations across GPUs, and across processes on the CPU, that overlap what they send with what they compute.
 
-The public names; the protocols of this package, which `tilestream.verify` explores, import no torch.
+The public names. The protocols of this package, which `tilestream.verify` explores, and its decisions import no torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ from tilestream.runtime.errors import GroupBroken
 
 if TYPE_CHECKING:
     from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
+    from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
 
 _LAZY = {
     "all_gather_matmul": "tilestream.distributed.all_gather",
+    "matmul_reduce_scatter": "tilestream.distributed.reduce_scatter",
     "plan_all_gather_matmul": "tilestream.distributed.all_gather",
+    "plan_matmul_reduce_scatter": "tilestream.distributed.reduce_scatter",
 }
 
-__all__ = ["GroupBroken", "all_gather_matmul", "plan_all_gather_matmul"]
+__all__ = [
+    "GroupBroken",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "plan_all_gather_matmul",
+    "plan_matmul_reduce_scatter",
+]
 
 
 def __getattr__(name: str) -> Any:
