@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
 from tilestream.ops.operands import Options, multiply
 from tilestream.runtime import exit
+from tilestream.runtime.channel import check_device
 
 OP = "all_gather_matmul"
 
@@ -87,6 +89,7 @@ def all_gather_matmul(
     operands = checks.as_lists(OP, b, bias, scale_b, activation)
     gather_dim = checks.check_dim(OP, "gather_dim", gather_dim, a_shard)
     checks.check_form(OP, form)
+    checks.check_devices(OP, a_shard, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import all_gather_matmul_op
 
     name = (dist.group.WORLD if group is None else group).group_name if _compiling() else member_of(OP, group).name
@@ -163,7 +166,6 @@ def prepare(
     out_dtype: torch.dtype | None, form: Form,
 ) -> Call:  # fmt: skip
     """Check a call, and say how it is run. Nothing is sent."""
-    checks.check_devices(OP, a_shard, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     last = dim == a_shard.dim() - 1
     if last and scale_a is not None and scale_a.numel() > 1:
         raise ValueError(f"{OP}: scale_a has {scale_a.numel()} elements; with K cut (gather_dim={dim}) it has one")
@@ -172,18 +174,14 @@ def prepare(
     shape[dim] *= member.world
     shards = Shards.of(a_shard.shape, dim, member.world, plan.chunks)
     if last:  # the shard's own rows and columns, rank by rank
-        shards = Shards(1, member.world, a_shard[..., 0].numel(), a_shard.shape[-1])
+        shards = Shards(1, member.world, math.prod(a_shard.shape[:-1]), a_shard.shape[-1])
     scales = None if last else _scales_of_rows(a_shard, scale_a, shards)
     rows = shards.rows if last else shards.total
     full_scale = scale_a if last or scale_a is None else torch.empty(rows, 1, dtype=scale_a.dtype, device="meta")
     checks.rehearse(OP, ((rows, shape[-1]), a_shard.dtype), operands, full_scale, out_dtype)
 
-    def product(
-        b: torch.Tensor, bias: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str
-    ) -> Product:
-        def compute(
-            a: torch.Tensor, scale: torch.Tensor | None, arrival: object, deadline: float
-        ) -> torch.Tensor:
+    def product(b: torch.Tensor, bias: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str) -> Product:
+        def compute(a: torch.Tensor, scale: torch.Tensor | None, arrival: object, deadline: float) -> torch.Tensor:
             options = Options(
                 OP, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
                 scale_a=scale_a if last else scale, scale_b=scale_b, arrival=arrival,  # type: ignore[arg-type]
@@ -203,12 +201,21 @@ def run(
     out_dtype: torch.dtype | None, return_a: bool, form: Form, deadline: float | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """What the registered op does."""
+    if a_shard.is_cuda:
+        check_device(a_shard.device.index)  # an expiry says more than that the group is broken since
     member.check()
     seconds = checks.seconds_of(deadline, member, a_shard.device.type)
     call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, form)
     with exit.call(), member.call(), torch.no_grad():
+        if call.plan.transport == "symmetric memory" and call.plan.fused and not member.reached:
+            # The first call that would: all ranks make it, and find out together whether they can.
+            from tilestream.distributed.symmetric import set_up
+
+            member.reached = True
+            if set_up(member, a_shard.device):
+                call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, form)
         if call.plan.transport == "symmetric memory" and call.plan.fused:
-            from tilestream.distributed.symmetric import gather_matmul
+            from tilestream.distributed.copy_engines import gather_matmul
 
             whole, outs = gather_matmul(member, call.plan, call.shards, call.shard, call.products, seconds, return_a)
         else:
@@ -222,13 +229,15 @@ def _gathered(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """By gloo's messages, or by a collective."""
     shards, last = call.shards, dim == a_shard.dim() - 1
-    if return_a and not last:
-        data = a_shard.new_empty(shards.shape)
-    else:
-        data = member.buffer("whole", shards.shape, a_shard.dtype, a_shard.device)
-    scales = None
+
+    def memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if a_shard.is_cuda or (return_a and not last):  # on a GPU another stream may be at the call before
+            return a_shard.new_empty(shape, dtype=dtype)
+        return member.buffer(name, shape, dtype, a_shard.device)
+
+    data, scales = memory("whole", shards.shape, a_shard.dtype), None
     if call.shard.scales is not None:
-        scales = member.buffer("scales", (*shards.shape[:-1], 1), torch.float32, a_shard.device)
+        scales = memory("scales", (*shards.shape[:-1], 1), torch.float32)
     whole = Whole(data, scales)
     gloo_here = call.plan.transport == "gloo"
     if gloo_here and not last:

@@ -1,11 +1,13 @@
-"""What nothing overlaps: a collective of the group's own backend, then the matmul; or the other way round."""
+"""What nothing overlaps: a collective of the group's own backend, then the matmul; or the other way round.
+
+By the group's own methods: what `torch.distributed` calls them changes from version to version.
+"""
 
 from __future__ import annotations
 
 import weakref
 
 import torch
-import torch.distributed as dist
 
 from tilestream.distributed.gloo import Whole
 from tilestream.distributed.greeting import GREETING_BYTES, differ, greeting
@@ -26,18 +28,27 @@ def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:
     """
     mine = greeting(plan.agreed)
     known = _agreed.setdefault(member, set())
-    if mine in known:
-        return
-    said = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    heard = torch.empty(member.world * GREETING_BYTES, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(heard, said, group=member.group)
-    everybody = bytes(heard.tolist())
-    for peer in range(member.world):
-        theirs = everybody[peer * GREETING_BYTES : (peer + 1) * GREETING_BYTES]
-        error = differ(plan.case.op, mine, member.rank, theirs, peer)
+    if mine in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return  # under capture nothing can be heard: whoever warms up before has compared
+    for peer, theirs in enumerate(exchange_bytes(member, mine, device)):
+        error = differ(plan.case.op, mine.rstrip(), member.rank, theirs, peer)
         if error is not None:
             raise error
     known.add(mine)
+
+
+def exchange_bytes(member: Member, mine: bytes, device: torch.device) -> list[bytes]:
+    """What each rank has said, at most `GREETING_BYTES`, without the blanks at its end. Waits for all."""
+    said = torch.frombuffer(bytearray(mine.ljust(GREETING_BYTES)), dtype=torch.uint8).to(device)
+    heard = torch.empty(member.world * GREETING_BYTES, dtype=torch.uint8, device=device)
+    member.group._allgather_base(heard, said).wait()
+    everybody = bytes(heard.tolist())
+    return [everybody[i * GREETING_BYTES : (i + 1) * GREETING_BYTES].rstrip() for i in range(member.world)]
+
+
+def meet(member: Member, device: torch.device) -> None:
+    """Wait until all ranks are here."""
+    exchange_bytes(member, b"here", device)
 
 
 def gather_whole(member: Member, plan: DistributedPlan, shard: Whole, whole: Whole) -> None:
@@ -56,13 +67,18 @@ def gather_whole(member: Member, plan: DistributedPlan, shard: Whole, whole: Who
 def _gather(into: torch.Tensor, mine: torch.Tensor, member: Member) -> None:
     # As bytes: not every backend knows dtypes of 8 bits.
     sent, got = (x.view(-1).view(torch.uint8) for x in (mine, into))
-    dist.all_gather_into_tensor(got, sent, group=member.group)
+    member.group._allgather_base(got, sent).wait()
 
 
 def reduce_parts(member: Member, plan: DistributedPlan, parts: torch.Tensor) -> torch.Tensor:
     """``[world, ...]`` on each rank to the sum over all ranks of this rank's part, by the group's reduce-scatter."""
     agree(member, plan, parts.device)
+    return sum_of_parts(member, parts)
+
+
+def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:
+    """As `reduce_parts`, between ranks that know that they agree."""
     out = parts.new_empty(parts.shape[1:])
     if out.numel():
-        dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=member.group)
+        member.group._reduce_scatter_base(out.view(-1), parts.view(-1)).wait()
     return out

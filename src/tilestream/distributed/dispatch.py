@@ -3,8 +3,8 @@
 A pure function of what they all know, and of the table that ships with the package: entries that were measured, by
 shape class, and rates. Where no entry speaks of a class a model decides, from rates, and says so.
 
-The model: unfused costs transfer + matmul, each in turn; fused costs the longer of the two, one tile more for what
-cannot be hidden, and a handshake. Fused is taken if it wins by `MARGIN`.
+The model: unfused costs transfer + matmul, one after the other; fused the longer of the two, where behind the transfer
+there is a tile still to do, and the matmul is a little slower. Either has a latency of its own: the handshake.
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 Form = Literal["auto", "fused", "unfused"]
 #: What a caller may ask for as ``form=``.
 FORMS: tuple[Form, ...] = get_args(Form)
-#: What fused must win by, where nothing was measured: less than that is within the rates' own error.
-MARGIN = 0.02
-#: Rows and columns of the tile that is left when the last chunk has come.
-_TILE = (128, 256)
-_WORKERS = 132
-
 _FILE = Path(__file__).with_name("table.json")
 
 
@@ -121,7 +115,7 @@ def decide(case: Case, form: Form = "auto") -> Decision:
     if rates is None:
         return Decision(False, 1, f"modelled: no rates of {case.device} are known")
     fused, unfused = _seconds(case, rates, fused=True), _seconds(case, rates, fused=False)
-    wins = fused <= (1 - MARGIN) * unfused
+    wins = fused < unfused
     why = f"modelled: {fused * 1e3:.3g} ms fused, {unfused * 1e3:.3g} ms unfused ({rates['source']})"
     return Decision(wins, chunks if wins else 1, why)
 
@@ -149,5 +143,5 @@ def _seconds(case: Case, rates: dict[str, Any], *, fused: bool) -> float:
     transfer = (case.world - 1) * case.shard_bytes / link[nearest]
     if not fused:
         return transfer + matmul + rates["latency"][form]
-    tile = 2.0 * _TILE[0] * _TILE[1] * case.k * _WORKERS / flops
-    return max(transfer, matmul) + min(tile, matmul) + rates["latency"][form]
+    tile = 2.0 * math.prod(rates["tile"]) * case.k * rates["workers"] / flops
+    return max(transfer + min(tile, matmul), matmul * rates["slower"]) + rates["latency"][form]

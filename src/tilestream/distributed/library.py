@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tilestream.distributed import all_gather, reduce_scatter
 from tilestream.distributed.checks import Operands
+from tilestream.distributed.collective import sum_of_parts
 from tilestream.distributed.members import member_by_name
 from tilestream.ops.library import _activation_backward, library, result_dtype
 from tilestream.ops.operands import Options, multiply
@@ -86,8 +87,8 @@ def _(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group:
 
 # Autograd -----------------------------------------------------------------------------------------------------------
 #
-# The two are each other's transpose: the gradient of a gathered operand is a matmul + reduce-scatter, that of a scattered
-# one an all-gather + matmul, and overlaps as the forward does. What was gathered is not kept, but gathered once more.
+# The two are each other's transpose: the gradient of a gathered operand is a matmul + reduce-scatter, that of a
+# scattered one an all-gather + matmul, and overlaps as the forward does. What was gathered is gathered once more.
 
 
 def _refuse(op: str, **tensors: torch.Tensor | None) -> None:
@@ -116,9 +117,7 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
         whole, _ = all_gather_matmul_op(
             a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, *ctx.how
         )  # fmt: skip
-    before = [
-        _before(grad, whole, *of) for grad, *of in zip(grads, b, bias, ctx.activation, strict=True)
-    ]
+    before = [_before(grad, whole, *of) for grad, *of in zip(grads, b, bias, ctx.activation, strict=True)]
     summed = torch.cat(before, -1) if len(before) > 1 else before[0]
     weights = torch.cat(b, -1) if len(b) > 1 else b[0]
     shard = matmul_reduce_scatter_op(
@@ -155,10 +154,7 @@ def _weight(a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 def _scattered(whole: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """The sum over ranks of this rank's part."""
     member = member_by_name(GATHER, group)
-    parts = torch.stack(whole.chunk(member.world, dim)).contiguous()
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=member.group)
-    return out
+    return sum_of_parts(member, torch.stack(whole.chunk(member.world, dim)))
 
 
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -11,18 +11,22 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tilestream.runtime.errors import GroupBroken
 
+if TYPE_CHECKING:
+    from tilestream.distributed.copy_engines import Gatherer
+
 #: Worlds that the ops are for: more ranks than this are not in one NVLink domain, or on one host.
 MOST_RANKS = 8
 
 
 class Member:
-    """This rank, as one of a group.
+    """A rank of a group: this process.
 
     Attributes
     ----------
@@ -42,6 +46,11 @@ class Member:
         self.rank, self.world = group.rank(), group.size()
         self.lock = threading.Lock()
         self.calls = 0
+        #: Why its GPUs cannot pull from each other; empty where they can, or nobody has asked yet.
+        self.unreachable = ""
+        self.reached = False
+        #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.
+        self.gatherer: Gatherer | None = None
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -116,7 +125,7 @@ _members: weakref.WeakKeyDictionary[dist.ProcessGroup, Member] = weakref.WeakKey
 
 
 def member_of(op: str, group: dist.ProcessGroup | None) -> Member:
-    """This process in ``group`` (None: the default group).
+    """The member that this process is of ``group`` (None: the default group).
 
     Raises
     ------
@@ -145,5 +154,5 @@ def member_of(op: str, group: dist.ProcessGroup | None) -> Member:
 
 
 def member_by_name(op: str, name: str) -> Member:
-    """This process in the group of that name, as registered ops have it."""
+    """As `member_of`, by the group's name, as registered ops have it."""
     return member_of(op, dist.distributed_c10d._resolve_process_group(name))

@@ -102,6 +102,8 @@ def make_plan(
     transport, refused = _transport(member, x, dim == len(shard) - 1)
     if not refused and not decision.fused:
         refused = (Refusal("fused", decision.why),)
+    if refused and transport == "symmetric memory":
+        transport = "collective"
     all_agreed = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -36,7 +37,7 @@ def matmul_reduce_scatter(
     form: Form = "auto",
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """This rank's part, along ``scatter_dim``, of the sum over all ranks of ``a @ b``; then ``bias``.
+    """The sum over all ranks of ``a @ b``, of which each rank gets its part along ``scatter_dim``; then ``bias``.
 
     All ranks of the group make the same call, with operands of one shape. What other ranks need is computed first, and
     sent while the rest is computed. Parts travel in the result's dtype and are added in float32, in the order of the
@@ -73,7 +74,8 @@ def matmul_reduce_scatter(
     checks.check_form(OP, form)
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"{OP}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
-    checks.as_lists(OP, b, bias, scale_b, None)
+    operands = checks.as_lists(OP, b, bias, scale_b, None)
+    checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import matmul_reduce_scatter_op
 
     compiling = torch.compiler.is_compiling()
@@ -127,9 +129,8 @@ def run(
 ) -> torch.Tensor:  # fmt: skip
     """What the registered op does."""
     member.check()
-    checks.check_devices(OP, a, b=[b], bias=[bias], scale_a=[scale_a], scale_b=[scale_b])
     seconds = checks.seconds_of(deadline, member, a.device.type)
-    rows = a[..., 0].numel()
+    rows = math.prod(a.shape[:-1])
     operands = Operands([b], [bias], [scale_b], ["none"])
     (travels,) = checks.rehearse(OP, ((rows, a.shape[-1]), a.dtype), operands, _of_rows(a, scale_a), out_dtype)
     shape = _part_shape(member, a, b, dim)
@@ -166,4 +167,4 @@ def _of_rows(a: torch.Tensor, scale_a: torch.Tensor | None) -> torch.Tensor | No
     """A stand-in for the scales of ``a``'s rows, seen as a matrix; the real ones are checked by `canonical_scales`."""
     if scale_a is None or scale_a.numel() == 1:
         return scale_a
-    return torch.empty(a[..., 0].numel(), 1, dtype=scale_a.dtype, device="meta")
+    return torch.empty(math.prod(a.shape[:-1]), 1, dtype=scale_a.dtype, device="meta")

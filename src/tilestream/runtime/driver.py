@@ -77,6 +77,38 @@ def stream_write(stream: int, address: int, value: int) -> None:
         )
 
 
+def stream_wait(stream: int, address: int, value: int) -> None:
+    """Hold ``stream`` until the 32-bit word at ``address`` is at least ``value``, cyclically; no SM is held.
+
+    For words that a peer GPU writes with `stream_write`: what came before that write in its stream is visible then.
+    It has no bound: whoever issues it has a watchdog that can write the word.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver refuses.
+    """
+    bind_context()
+    code = _function("cuStreamWaitValue32_v2", "", _WRITE_ARGUMENTS)(stream, address, value & 0xFFFFFFFF, 0)
+    if code:
+        raise RuntimeError(f"the driver's stream wait failed: {error_name(code)}")
+
+
+def copy_across(stream: int, to: int, source: int, size: int) -> None:
+    """Copy ``size`` bytes between memories of GPUs that this process has mapped, in a stream's order.
+
+    By a copy engine where one of them is another GPU's: no SM is needed.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver refuses.
+    """
+    code = _function("cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync", _COPY_ARGUMENTS)(to, source, size, stream)
+    if code:
+        raise RuntimeError(f"the driver's copy between devices failed: {error_name(code)}")
+
+
 def copy_in(stream: int, to: int, source: int, size: int) -> None:
     """Copy ``size`` bytes from pinned memory at ``source`` to ``to`` on the current device, in a stream's order.
 

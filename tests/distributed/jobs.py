@@ -1,0 +1,360 @@
+"""What ranks do in the tests of the ops across ranks. Inputs are random numbers that every rank can make anew."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilestream as ts
+from error_rule import Maths, check
+from small_tiles import use_small_tiles
+from tilestream import distributed as tsd
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same numbers on each rank."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+def raised(call) -> str:
+    """What ``call`` raised: the type's name and the message."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def gathers(rank, world, cases):
+    """Each case against all shards side by side, multiplied by torch."""
+    for shape, dim, columns, dtype, form, extra in cases:
+        dtype = getattr(torch, dtype)
+        shards = [random(10 * r + 1, *shape, dtype=dtype) for r in range(world)]
+        whole = torch.cat(shards, dim)
+        bs = [random(500 + i, whole.shape[-1], n, dtype=dtype) for i, n in enumerate(columns)]
+        options = dict(extra)
+        biases = [random(900 + i, n, dtype=dtype) for i, n in enumerate(columns)] if options.pop("bias", 0) else None
+        scaled = options.pop("scaled", "")
+        scale_a = scale_b = scale_whole = None
+        if scaled:
+            one = scaled == "tensor"
+            of = [random(70 + r, *((1,) if one else (*shape[:-1], 1))).abs() + 0.5 for r in range(world)]
+            scale_a = of[rank]
+            scale_whole = torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
+            scale_b = [random(80 + i, 1 if one else n).abs() + 0.5 for i, n in enumerate(columns)]
+        a, outs = tsd.all_gather_matmul(
+            shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form, return_a=True,
+            **options,
+        )  # fmt: skip
+        assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
+        for i, out in enumerate(outs):
+            assert out.shape == (*whole.shape[:-1], columns[i])
+            check(
+                out,
+                Maths(
+                    whole, bs[i], bias=None if biases is None else biases[i], activation=options.get("activation"),
+                    scale_a=scale_whole, scale_b=None if scale_b is None else scale_b[i],
+                ),
+            )  # fmt: skip
+    return True
+
+
+def scatters(rank, world, cases):
+    """Each case against the sum of all ranks' products in float64; twice, with the same bits."""
+    for rows, dim, k, n, dtype, form, reduce_op, bias in cases:
+        dtype = getattr(torch, dtype)
+        shape = list(rows)
+        shape[dim] *= world
+        inputs = [
+            (random(10 * r + 3, *shape, k, dtype=dtype), random(10 * r + 4, k, n, dtype=dtype)) for r in range(world)
+        ]
+        added = random(5, n, dtype=dtype) if bias else None
+        a, b = inputs[rank]
+        outs = [
+            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form)
+            for _ in range(2)
+        ]
+        assert outs[0].equal(outs[1]), "other bits the second time"
+        exact = sum(x.double() @ y.double() for x, y in inputs)
+        by_torch = sum((x @ y).float() for x, y in inputs)
+        if reduce_op == "avg":
+            exact, by_torch = exact / world, by_torch / world
+        if bias:
+            exact, by_torch = exact + added.double(), by_torch + added.float()
+        own = [x.chunk(world, dim)[rank] for x in (exact, by_torch.to(dtype))]
+        assert outs[0].shape == own[0].shape
+        assert outs[0].dtype == dtype
+        ulp = torch.finfo(dtype).eps * own[0].abs().max()
+        for norm in (torch.amax, torch.linalg.vector_norm):
+            error, theirs = ((x.double() - own[0]).abs() for x in (outs[0], own[1]))
+            scale = 1 if norm is torch.amax else own[0].numel() ** 0.5
+            assert norm(error) <= 2 * norm(theirs) + ulp * scale, (rows, dim, dtype, form)
+    return True
+
+
+def iterates(rank, world, count):
+    """Many calls without a barrier between, on other data each time; now and then a rank is late."""
+    b = random(1, 24, 20)
+    for i in range(count):
+        if i % 10 == rank:
+            time.sleep(0.01)
+        whole = random(1000 + i, 7 * world, 24)
+        mine = whole[7 * rank : 7 * rank + 7]
+        out = tsd.all_gather_matmul(mine, b, form="fused" if i % 3 else "unfused")
+        assert torch.allclose(out, whole @ b, atol=1e-4), i
+        part = tsd.matmul_reduce_scatter(whole, b, form="fused")
+        assert torch.allclose(part, world * (mine @ b), atol=1e-3), i
+    return True
+
+
+def overlaps(rank, world, folder):
+    """The last rank comes when the others have done what comes before its rows, and not before.
+
+    So that it ends at all shows it: they tell it so, by a file each. A rank begins with its own rows and goes on with
+    those of the ranks after it: rank 0 has all others' before the last one's, rank 1 of 3 has its own.
+    """
+    a, b = random(rank, 64, 32), random(99, 32, 64)
+    flags = [Path(folder) / str(r) for r in range(world - 1)]
+    end = time.monotonic() + 20
+
+    def wait_for(happened, what):
+        while not happened():
+            assert time.monotonic() < end, what
+            time.sleep(0.002)
+
+    if rank == world - 1:
+        wait_for(lambda: all(flag.exists() for flag in flags), "the others have not done what they could without it")
+        return tsd.all_gather_matmul(a, b, form="fused").shape == (64 * world, 64)
+    with pytest.MonkeyPatch.context() as patch, ts.trace.record() as recorder:
+        small = use_small_tiles(patch)
+        next(small)
+        context = contextvars.copy_context()  # the recorder is this context's
+        caller = threading.Thread(
+            target=context.run, args=(tsd.all_gather_matmul, a, b), kwargs={"form": "fused", "deadline": 20}
+        )
+        caller.start()
+        wait_for(lambda: recorder.launches, "no launch")
+        launch = recorder.launches[0]
+        before = launch.tiles * (world - 1 - rank) // world
+        wait_for(lambda: launch.tiles_done == before, "tiles whose rows are there are not done")
+        flags[rank].touch()
+        caller.join(20)
+        assert not caller.is_alive()
+        assert launch.tiles_done == launch.tiles >= 4 * world
+        spans = [span for span in launch.spans if span.kind == "tile"]
+        assert [spans[i * len(spans) // world].pm * 16 // 64 for i in range(world)] == [
+            (rank + x) % world for x in range(world)
+        ], "its own rows first"
+    return True
+
+
+def differs(rank, world, how):
+    """One rank calls with something else: all raise, and the group works on."""
+    shape, dtype, dim, form = (4, 8), torch.float32, 0, "fused"
+    if rank == 1:
+        shape = (5, 8) if how == "rows" else shape
+        dtype = torch.bfloat16 if how == "dtype" else dtype
+        form = "unfused" if how == "form" else form
+    a, b = torch.ones(shape, dtype=dtype), torch.ones(8, 6, dtype=dtype)
+    if how == "op" and rank == 1:
+        text = raised(lambda: tsd.matmul_reduce_scatter(torch.ones(4 * world, 8), b, form="fused", deadline=10))
+    else:
+        text = raised(lambda: tsd.all_gather_matmul(a, b, gather_dim=dim, form=form, deadline=10))
+    again = tsd.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 6), form="fused")
+    assert again.eq(8).all()
+    return text
+
+
+def loses(rank, world, when):
+    """The last rank dies: the others raise, now and at each later call; soon, not at the deadline."""
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    tsd.all_gather_matmul(a, b, form="fused")
+    if rank == world - 1:
+        if when == "before":
+            os._exit(0)
+        threading.Timer(0.3, lambda: os._exit(0)).start()
+        time.sleep(5)
+    begin = time.monotonic()
+    first = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=15))
+    waited = time.monotonic() - begin
+    second = raised(lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, deadline=15))
+    return first, second, waited
+
+
+def expires(rank, world, op):
+    """The last rank never calls: the others give up at the deadline, and say for whom they waited."""
+    b = torch.ones(8, 6)
+    begin = time.monotonic()
+    if rank == world - 1:
+        time.sleep(1.5)
+        # It comes too late: the others have closed the connections.
+        first = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, form="fused", deadline=10))
+    elif op == "gather":
+        first = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, form="fused", deadline=0.5))
+    else:
+        first = raised(lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, form="fused", deadline=0.5))
+    second = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, deadline=5))
+    alive = [t.name for t in threading.enumerate() if t.name.startswith("tilestream")]
+    assert not alive, alive
+    return first, second, time.monotonic() - begin
+
+
+def two_groups(rank, world):
+    """Two groups of the same ranks at once, from two threads, in opposite order on two ranks."""
+    groups = [dist.new_group(list(range(world))) for _ in range(2)]
+    whole = [random(60 + i, 8 * world, 16) for i in range(2)]
+    b = random(9, 16, 12)
+    outs = [[], []]
+
+    def go(i):
+        for _ in range(20):
+            mine = whole[i][8 * rank : 8 * rank + 8]
+            outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], form="fused"))
+
+    threads = [threading.Thread(target=go, args=(i,)) for i in ((0, 1) if rank % 2 else (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert all(torch.allclose(out, whole[i] @ b, atol=1e-4) for i in range(2) for out in outs[i])
+    assert len(outs[0]) == len(outs[1]) == 20
+    # One of them breaks: the other works on.
+    if rank == 0:
+        text = raised(lambda: tsd.all_gather_matmul(whole[0][:8], b, group=groups[0], form="fused", deadline=0.3))
+        assert text.startswith("ArrivalTimeout"), text
+    dist.barrier()
+    assert raised(lambda: tsd.all_gather_matmul(whole[0][:8], b, group=groups[0], deadline=1)).startswith("GroupBroken")
+    out = tsd.all_gather_matmul(whole[1][8 * rank : 8 * rank + 8], b, group=groups[1], form="fused")
+    return torch.allclose(out, whole[1] @ b, atol=1e-4)
+
+
+def forgets(rank, world):
+    """Nothing of ours keeps a group, or its buffers, once it is destroyed."""
+    import gc
+    import weakref
+
+    from tilestream.distributed import members
+
+    group = dist.new_group(list(range(world)))
+    tsd.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group=group, form="fused")
+    member = weakref.ref(members.member_of("test", group))
+    assert member() is not None
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return member() is None
+
+
+def gradients(rank, world, dim):
+    """Gradients against torch's own on all ranks' data at once."""
+    shape = (3, 4, 6)
+    for activation in (None, "relu", "silu"):
+        shards = [random(r, *shape).double().requires_grad_() for r in range(world)]
+        weights = [random(50 + i, 6, 5 + i).double().requires_grad_() for i in range(2)]
+        bias = random(70, 5).double().requires_grad_()
+        mine = shards[rank].detach().clone().requires_grad_()
+        ours = [w.detach().clone().requires_grad_() for w in (*weights, bias)]
+        a, outs = tsd.all_gather_matmul(
+            mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True
+        )
+        # What each rank makes of the result is another thing, and they add up.
+        factors = [random(200 + r, 1).double() for r in range(world)]
+        (factors[rank] * (outs[0].square().sum() + outs[1].sin().sum() + a.cos().sum())).backward()
+        whole = torch.cat(shards, dim)
+        act = {None: lambda x: x, "relu": torch.relu, "silu": torch.nn.functional.silu}[activation]
+        losses = act(whole @ weights[0] + bias).square().sum() + act(whole @ weights[1]).sin().sum()
+        losses = losses + whole.cos().sum()
+        expected = torch.autograd.grad(losses, [shards[rank], *weights, bias])
+        assert torch.allclose(mine.grad, sum(factors) * expected[0])
+        for x, y in zip(ours, expected[1:], strict=True):
+            assert torch.allclose(x.grad, factors[rank] * y)
+        scattered = random(300 + rank, 4 * world, 6).double().requires_grad_()
+        weight = random(400 + rank, 6, 5).double().requires_grad_()
+        out = tsd.matmul_reduce_scatter(scattered, weight, reduce_op="avg")
+        (factors[rank] * out).sum().backward()
+        grad = torch.cat([factors[r].expand(4, 5) for r in range(world)]) / world
+        assert torch.allclose(scattered.grad, grad @ weight.detach().T)
+        assert torch.allclose(weight.grad, scattered.detach().T @ grad)
+    return True
+
+
+def compiles(rank, world):
+    """Under torch.compile, with the graph whole; the backend runs it as it is."""
+    group = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def block(x, w1, w2):
+        return tsd.matmul_reduce_scatter(tsd.all_gather_matmul(x, w1, activation="relu", group=group), w2, group=group)
+
+    x, w1, w2 = random(rank, 4, 8), random(31, 8, 12), random(32, 12, 8)
+    whole = torch.cat([random(r, 4, 8) for r in range(world)])
+    expected = world * torch.relu(whole[4 * rank : 4 * rank + 4] @ w1) @ w2
+    return torch.allclose(block(x, w1, w2), expected, atol=1e-3)
+
+
+def refuses(rank, world):
+    """Bad arguments raise on their rank, before anything is sent: the texts."""
+    ok, b = torch.ones(4, 8), torch.ones(8, 6)
+    gather, scatter = tsd.all_gather_matmul, tsd.matmul_reduce_scatter
+    before = tsd.plan_all_gather_matmul(ok, b)
+    calls = {
+        "gather_dim": lambda: gather(ok, b, gather_dim=2),
+        "a vector": lambda: gather(torch.ones(8), b),
+        "no b": lambda: gather(ok, []),
+        "K": lambda: gather(ok, torch.ones(9, 6)),
+        "dtype": lambda: gather(ok, b.bfloat16()),
+        "b 3-D": lambda: gather(ok, torch.ones(2, 8, 6)),
+        "bias count": lambda: gather(ok, [b, b], bias=[None]),
+        "bias shape": lambda: gather(ok, b, bias=torch.ones(5)),
+        "activation": lambda: gather(ok, b, activation="tanh"),
+        "scale": lambda: gather(ok, b, scale_a=torch.ones(3, 1)),
+        "scale dtype": lambda: gather(ok, b, scale_a=torch.ones(1).double()),
+        "form": lambda: gather(ok, b, form="fast"),
+        "deadline": lambda: gather(ok, b, deadline=0),
+        "group": lambda: gather(ok, b, group="tp"),
+        "device": lambda: gather(ok, b.to("meta")),
+        "rows": lambda: scatter(torch.ones(world + 1, 8), b),
+        "scatter_dim": lambda: scatter(torch.ones(world, 8), b, scatter_dim=1),
+        "reduce_op": lambda: scatter(torch.ones(world, 8), b, reduce_op="max"),
+        "int": lambda: gather(ok.int(), b.int()),
+    }
+    texts = {name: raised(call) for name, call in calls.items()}
+    out = gather(ok, b, form="fused")
+    assert out.eq(8).all(), "the group goes on"
+    assert before.case.world == world
+    return texts
+
+
+def explains(rank, world):
+    """Plans in words."""
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    return {
+        "fused": tsd.plan_all_gather_matmul(a, b, form="fused").explain(),
+        "unfused": tsd.plan_all_gather_matmul(a, b, form="unfused").explain(),
+        "auto": tsd.plan_all_gather_matmul(torch.empty(4096, 4096), torch.empty(4096, 4096)).explain(),
+        "small": tsd.plan_all_gather_matmul(a, b).explain(),
+        "last": tsd.plan_all_gather_matmul(a, torch.ones(8 * world, 6), gather_dim=1, form="fused").explain(),
+        "scatter": tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), b, form="fused").explain(),
+        "agreed": str(tsd.plan_all_gather_matmul(a, b).agreed),
+    }
+
+
+def empties(rank, world):
+    """A shard of no rows, of no columns, of no K."""
+    for rows, k, n in ((0, 8, 6), (3, 8, 0), (3, 0, 6)):
+        out = tsd.all_gather_matmul(torch.ones(rows, k), torch.ones(k, n), form="fused")
+        assert out.shape == (rows * world, n)
+        assert out.eq(k).all()
+        part = tsd.matmul_reduce_scatter(torch.ones(rows * world, k), torch.ones(k, n), form="fused")
+        assert part.shape == (rows, n)
+        assert part.eq(world * k).all()
+    return True
