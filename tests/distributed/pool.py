@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that live as long as the session, and form a gloo group for each job.
+"""Ranks for tests: processes that live as long as the session, and form a process group for each job.
 
 A job is a function of a module of this folder, named with its arguments. Every rank runs it and answers with what it
 returned, or with the text of what it raised. Everything is bounded: a rank that does not answer in time is killed.
@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import importlib
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -21,8 +22,9 @@ HERE = Path(__file__).parent
 LOST = "lost"
 
 
-def _rank_main(pipe: Any, path: list[str]) -> None:
+def _rank_main(pipe: Any, path: list[str], backend: str, environment: dict[str, str]) -> None:
     sys.path[:] = path
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
@@ -35,8 +37,10 @@ def _rank_main(pipe: Any, path: list[str]) -> None:
         except EOFError:
             return
         try:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(
-                "gloo", init_method=f"file://{where}", rank=rank, world_size=world,
+                backend, init_method=f"file://{where}", rank=rank, world_size=world,
                 timeout=datetime.timedelta(seconds=seconds),
             )  # fmt: skip
             answer = getattr(importlib.import_module(module), name)(rank, world, *args)
@@ -48,9 +52,10 @@ def _rank_main(pipe: Any, path: list[str]) -> None:
 
 
 class Pool:
-    """Processes that jobs are run on, made when they are first needed."""
+    """Processes that jobs are run on, made when they are first needed. On a machine with GPUs each takes its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo", **environment: str) -> None:
+        self._how = backend, environment
         self._context = multiprocessing.get_context("spawn")
         self._ranks: list[Any] = []
         self._folder = tempfile.TemporaryDirectory()
@@ -58,7 +63,9 @@ class Pool:
 
     def _start(self) -> Any:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_rank_main, args=(theirs, [str(HERE), *sys.path]), daemon=True)
+        process = self._context.Process(
+            target=_rank_main, args=(theirs, [str(HERE), *sys.path], *self._how), daemon=True
+        )
         process.start()
         theirs.close()
         return process, ours

@@ -12,16 +12,17 @@ import torch.distributed as dist
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
 from tilestream.distributed.collective import gather_whole
-from tilestream.distributed.dispatch import Form
+from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.gloo import Product, Whole
-from tilestream.distributed.members import Member, member_of
+from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
+from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, multiply
 from tilestream.runtime import exit
 from tilestream.runtime.channel import check_device
 
-OP = "all_gather_matmul"
+OP: Op = "all_gather_matmul"
 
 
 def all_gather_matmul(
@@ -92,18 +93,13 @@ def all_gather_matmul(
     checks.check_devices(OP, a_shard, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import all_gather_matmul_op
 
-    name = (dist.group.WORLD if group is None else group).group_name if _compiling() else member_of(OP, group).name
     biases = [a_shard.new_empty(0) if x is None else x for x in operands.biases]
     whole, outs = all_gather_matmul_op(
-        a_shard, operands.bs, gather_dim, name, biases, operands.activations, scale_a, operands.scales,
-        out_dtype, return_a, form, -1.0 if deadline is None else checks.check_deadline(deadline),
+        a_shard, operands.bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
+        out_dtype, return_a, form, -1.0 if deadline is None else check_deadline(deadline),
     )  # fmt: skip
     result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
     return (whole, result) if return_a else result
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 def plan_all_gather_matmul(

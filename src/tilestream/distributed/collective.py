@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch.distributed import ReduceScatterOptions
 
 from tilestream.distributed.gloo import Whole
 from tilestream.distributed.greeting import GREETING_BYTES, differ, greeting
@@ -38,7 +39,11 @@ def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:
 
 
 def exchange_bytes(member: Member, mine: bytes, device: torch.device) -> list[bytes]:
-    """What each rank has said, at most `GREETING_BYTES`, without the blanks at its end. Waits for all."""
+    """What each rank has said, at most `GREETING_BYTES`, without the blanks at its end. Waits for all.
+
+    By the CPU where the group has gloo: then no GPU is waited for.
+    """
+    device = torch.device("cpu") if member.backend("cpu") == "gloo" else device
     said = torch.frombuffer(bytearray(mine.ljust(GREETING_BYTES)), dtype=torch.uint8).to(device)
     heard = torch.empty(member.world * GREETING_BYTES, dtype=torch.uint8, device=device)
     member.group._allgather_base(heard, said).wait()
@@ -67,7 +72,17 @@ def gather_whole(member: Member, plan: DistributedPlan, shard: Whole, whole: Who
 def _gather(into: torch.Tensor, mine: torch.Tensor, member: Member) -> None:
     # As bytes: not every backend knows dtypes of 8 bits.
     sent, got = (x.view(-1).view(torch.uint8) for x in (mine, into))
-    member.group._allgather_base(got, sent).wait()
+    if _by_the_cpu(member, mine):
+        through = torch.empty(got.shape, dtype=got.dtype)
+        member.group._allgather_base(through, sent.cpu()).wait()
+        got.copy_(through)
+    else:
+        member.group._allgather_base(got, sent).wait()
+
+
+def _by_the_cpu(member: Member, x: torch.Tensor) -> bool:
+    """Whether a GPU's tensor goes through the CPU: gloo has no such collectives for it."""
+    return x.is_cuda and member.backend("cuda") == "gloo"
 
 
 def reduce_parts(member: Member, plan: DistributedPlan, parts: torch.Tensor) -> torch.Tensor:
@@ -78,7 +93,9 @@ def reduce_parts(member: Member, plan: DistributedPlan, parts: torch.Tensor) -> 
 
 def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:
     """As `reduce_parts`, between ranks that know that they agree."""
-    out = parts.new_empty(parts.shape[1:])
-    if out.numel():
-        member.group._reduce_scatter_base(out.view(-1), parts.view(-1)).wait()
-    return out
+    if not parts.numel():
+        return parts.new_empty(parts.shape[1:])
+    sent = parts.cpu() if _by_the_cpu(member, parts) else parts
+    out = sent.new_empty(parts.shape[1:])
+    member.group._reduce_scatter_base(out.view(-1), sent.view(-1), ReduceScatterOptions()).wait()
+    return out.to(parts.device)

@@ -183,7 +183,7 @@ class Gatherer:
             self._side.wait_event(self._posted)
 
         parts = list(shards.of_rank(self._rank))
-        perform = {
+        perform: dict[type, Callable[[Any], Any]] = {
             p.AwaitSide: await_side,
             p.Fill: fill,
             p.Filled: _nothing,  # what is issued to a stream comes after what was
@@ -208,7 +208,7 @@ class Gatherer:
         flag = self.memory.flag
         with torch.cuda.stream(side):
             write, end = cast("DeviceSignals", arrival._signals).set_in_row(order)
-        perform = {
+        perform: dict[type, Callable[[Any], Any]] = {
             p.AwaitPost: _nothing,  # `post` has issued it
             p.Tell: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
             p.AwaitFlag: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),

@@ -134,14 +134,17 @@ def _chunks(case: Case, rates: dict[str, Any] | None) -> int:
 
 def _seconds(case: Case, rates: dict[str, Any], *, fused: bool) -> float:
     """What a call costs by the model."""
-    flops = rates["flops"] * (2 if case.itemsize == 1 else 1)
+    flops: float = rates["flops"] * (2 if case.itemsize == 1 else 1)
     # A gather's matmul has the rows of all ranks, and so has a scatter's, before they are added.
     matmul = 2.0 * case.rows * case.world * case.n * case.k / flops
     form = "fused" if fused else "unfused"
     link = rates.get("gather" if case.op == "all_gather_matmul" else "scatter", rates["gather"])[form]
     nearest = min(link, key=lambda world: abs(int(world) - case.world))
-    transfer = (case.world - 1) * case.shard_bytes / link[nearest]
+    transfer: float = (case.world - 1) * case.shard_bytes / link[nearest]
+    latency: float = rates["latency"][form]
     if not fused:
-        return transfer + matmul + rates["latency"][form]
-    tile = 2.0 * math.prod(rates["tile"]) * case.k * rates["workers"] / flops
-    return max(transfer + min(tile, matmul), matmul * rates["slower"]) + rates["latency"][form]
+        return transfer + matmul + latency
+    tile: float = 2.0 * math.prod(rates["tile"]) * case.k * rates["workers"] / flops
+    slower: float = rates["slower"]
+    last = min(tile, matmul)
+    return max(transfer + last, matmul * slower) + latency

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tilestream.distributed import all_gather, reduce_scatter
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import sum_of_parts
-from tilestream.distributed.members import member_by_name
+from tilestream.distributed.members import member_by_name, resolve
 from tilestream.ops.library import _activation_backward, library, result_dtype
 from tilestream.ops.operands import Options, multiply
 
@@ -65,11 +64,10 @@ for _device in ("CPU", "CUDA"):
 
 
 def _world(group: str) -> int:
-    size: int = dist.distributed_c10d._resolve_process_group(group).size()
-    return size
+    return resolve(group).size()
 
 
-@torch.library.register_fake("tilestream::all_gather_matmul", lib=library)
+@torch.library.register_fake("tilestream::all_gather_matmul", lib=library)  # type: ignore[untyped-decorator]
 def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
     out_dtype, return_a = others[4], others[5]
     shape = list(a_shard.shape)
@@ -78,7 +76,7 @@ def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: 
     return a, [a_shard.new_empty((*shape[:-1], x.shape[1]), dtype=result_dtype(a_shard, out_dtype)) for x in b]
 
 
-@torch.library.register_fake("tilestream::matmul_reduce_scatter", lib=library)
+@torch.library.register_fake("tilestream::matmul_reduce_scatter", lib=library)  # type: ignore[untyped-decorator]
 def _(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, *others: Any) -> torch.Tensor:
     shape = [*a.shape[:-1], b.shape[1]]
     shape[scatter_dim] //= _world(group)

@@ -136,7 +136,7 @@ def member_of(op: str, group: dist.ProcessGroup | None) -> Member:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{op}: group={group}; there is no process group: call torch.distributed.init_process_group")
-    found = dist.group.WORLD if group is None else group
+    found: object = dist.group.WORLD if group is None else group
     if found is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{op}: group: this process is not in it; call it on the group's own ranks")
     if not isinstance(found, dist.ProcessGroup):
@@ -155,4 +155,19 @@ def member_of(op: str, group: dist.ProcessGroup | None) -> Member:
 
 def member_by_name(op: str, name: str) -> Member:
     """As `member_of`, by the group's name, as registered ops have it."""
-    return member_of(op, dist.distributed_c10d._resolve_process_group(name))
+    return member_of(op, resolve(name))
+
+
+def resolve(name: str) -> dist.ProcessGroup:
+    """The group of that name."""
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return found
+
+
+def name_of(op: str, group: dist.ProcessGroup | None) -> str:
+    """The name of ``group`` (None: of the default group), checked; while a compiler looks on, as it is."""
+    if not torch.compiler.is_compiling():
+        return member_of(op, group).name
+    found = dist.group.WORLD if group is None else group
+    assert found is not None, "torch.distributed is not initialised"
+    return str(found.group_name)

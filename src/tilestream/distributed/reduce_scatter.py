@@ -11,15 +11,16 @@ import torch.distributed as dist
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import reduce_parts
-from tilestream.distributed.dispatch import Form
-from tilestream.distributed.members import Member, member_of
+from tilestream.distributed.dispatch import Form, Op
+from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
+from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, multiply
 from tilestream.ops.scales import canonical_scales
 from tilestream.runtime import exit
 
-OP = "matmul_reduce_scatter"
+OP: Op = "matmul_reduce_scatter"
 REDUCE_OPS = ("sum", "avg")
 
 
@@ -78,11 +79,9 @@ def matmul_reduce_scatter(
     checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import matmul_reduce_scatter_op
 
-    compiling = torch.compiler.is_compiling()
-    name = (dist.group.WORLD if group is None else group).group_name if compiling else member_of(OP, group).name
     result: torch.Tensor = matmul_reduce_scatter_op(
-        a, b, scatter_dim, reduce_op, name, bias, scale_a, scale_b, out_dtype, form,
-        -1.0 if deadline is None else checks.check_deadline(deadline),
+        a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, form,
+        -1.0 if deadline is None else check_deadline(deadline),
     )  # fmt: skip
     return result
 

@@ -8,6 +8,7 @@ No barrier of symmetric memory's own is used (a kernel that spins without a boun
 
 from __future__ import annotations
 
+import os
 import socket
 import warnings
 
@@ -56,7 +57,7 @@ def set_up(member: Member, device: torch.device) -> str:
     verdict = ""
     if len(set(hosts)) > 1:
         verdict = f"{len(set(hosts))} hosts: shards are pulled inside one"
-    elif len(set(gpus)) < member.world:
+    elif len(set(gpus)) < member.world and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
         verdict = "several ranks share a GPU"
     own = verdict or _peer_access(device)
     # What one rank cannot do, none does (invariant 11).

@@ -220,13 +220,16 @@ class GatherModel(Model):
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`: nothing is done by a rank that is lost."""
-        ask = self._asked.get(type(op), lambda self, rank, op, m: (0,))
+        ask = self._asked.get(type(op), GatherModel._always)
 
         def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
             rank = pid // len(_ROLES)
             return () if m[self.at(rank, "dead")] else ask(self, rank, op, m)
 
         return answers
+
+    def _always(self, rank: int, op: Any, m: Memory) -> Sequence[int]:
+        return (0,)
 
     def _begin(self, rank: int, op: p.Begin, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "broken")]:
