@@ -36,6 +36,8 @@ from tilestream.verify.processes import LEFT, Process
 TORN, OVERWRITTEN = -1, -2
 
 Turn = Generator[Any, int, "int | None"]
+#: ``(model, rank, operation, memory)`` to the possible answers.
+_Asked = Callable[[Any, int, Any, Memory], Sequence[int]]
 
 
 class Issued(NamedTuple):
@@ -220,7 +222,7 @@ class GatherModel(Model):
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`: nothing is done by a rank that is lost."""
-        ask = self._asked.get(type(op), GatherModel._always)
+        ask: _Asked = self._asked.get(type(op), GatherModel._always)
 
         def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
             rank = pid // len(_ROLES)
@@ -278,7 +280,7 @@ class GatherModel(Model):
         # 1: a flag that came between the look and the write is overwritten.
         return (0, 1)
 
-    _asked: ClassVar[dict[type, Callable[[Any, int, Any, Memory], Sequence[int]]]] = {
+    _asked: ClassVar[dict[type, _Asked]] = {
         p.Begin: _begin, Issued: _issued, p.AwaitSide: _await_side, p.AwaitPost: _await_post,
         p.AwaitFlag: _await_flag, Gate: _gate, p.Notice: _notice, p.Oldest: _oldest, p.AwaitKernel: _await_kernel,
         p.AwaitDone: _await_done, p.Release: _release_answers,
