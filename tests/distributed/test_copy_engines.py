@@ -139,6 +139,8 @@ def world(ranks: int, shards: Shards):
         patch.setattr(copy_engines, "copy_across", cuda._copy)
         patch.setattr(copy_engines, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
         patch.setattr(copy_engines, "aside", at_once)
+        # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
+        patch.setattr(copy_engines, "lend_to", lambda borrower, device: cuda.stream())
         patch.setattr(copy_engines, "LOOK_SECONDS", 0.01)
         # While the watchdog sleeps the device runs.
         clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
@@ -165,13 +167,11 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shar
             rank = data.draw(st.sampled_from(ranks))
             what = data.draw(st.integers(0, 2))
             # The host of a real rank would wait where its side stream is further behind.
-            behind = len(rank.calls) - sum(rank.gatherer._epoch >= 0 and c.side.query() for c in rank.gatherer._calls)
             room = len(rank.gatherer._underway()) <= protocol.AHEAD
             if what == 0 and len(rank.calls) < calls and room:
                 rank.call()
             else:
                 (rank.calling if what == 1 else rank.side).run(data.draw(st.integers(1, 3)))
-            assert behind >= 0
             if data.draw(st.integers(0, 9)) == 0:
                 cuda.run()
                 for each in ranks:
