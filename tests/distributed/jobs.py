@@ -358,3 +358,108 @@ def empties(rank, world):
         assert part.shape == (rows, n)
         assert part.eq(world * k).all()
     return True
+
+
+def torch_ops(rank, world):
+    """torch's own fused ops, run by ours while a handle is open, and only for its group; the same as by torch."""
+    group = dist.group.WORLD
+    name = group.group_name
+    ops = torch.ops.symm_mem
+    shards = [random(r, 2, 3, 16) for r in range(world)]
+    b1, b2 = random(50, 16, 8), random(51, 16, 5)
+    x, w = random(60 + rank, 2, 3 * world, 16), random(70 + rank, 16, 8)
+    handle = tsd.async_tp(group)
+    assert raised(lambda: tsd.async_tp(group)).startswith("ValueError: async_tp: group")
+    for dim in (0, 1):
+        whole = torch.cat(shards, dim)
+        a, (c1, c2) = ops.fused_all_gather_matmul(shards[rank], [b1, b2], dim, name)
+        assert a.equal(whole)
+        assert torch.allclose(c1, whole @ b1, atol=1e-4)
+        assert torch.allclose(c2, whole @ b2, atol=1e-4)
+    none, _ = ops.fused_all_gather_matmul(shards[rank], [b1], 0, name, return_A=False)
+    assert none is None
+    # fp8, a scale a row: sharded, and each rank has all.
+    f8 = [x.flatten(0, 1).to(torch.float8_e4m3fn) for x in shards]
+    w8, scales, of_b = b1.t().contiguous().to(torch.float8_e4m3fn).t(), random(80, 6 * world, 1).abs(), torch.ones(1, 8)
+    exact = (torch.cat([x.float() for x in f8]) @ w8.float()) * scales
+    for scale in (scales, scales.chunk(world)[rank]):
+        _, (c,) = ops.fused_all_gather_scaled_matmul(
+            f8[rank], [w8], scale, [of_b], 0, name, [None], [None], [torch.bfloat16], [False]
+        )
+        assert c.dtype == torch.bfloat16
+        assert torch.allclose(c.float(), exact, rtol=2e-2, atol=2e-2)
+    parts = [random(60 + r, 2, 3 * world, 16) @ random(70 + r, 16, 8) for r in range(world)]
+    for op in ("sum", "avg"):
+        mine = (sum(parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
+        assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, 1, name), mine, atol=1e-4)
+        # The scaled form gets a matrix, and the shape it had.
+        one = torch.ones(())
+        flat = x.flatten(0, 1).to(torch.float8_e4m3fn)
+        wide = w.t().contiguous().to(torch.float8_e4m3fn)
+        scaled = ops.fused_scaled_matmul_reduce_scatter(
+            flat, wide.t(), one, one, op, 1, 0, name, [2, 3 * world, 8], None, None, torch.bfloat16, False
+        )
+        f8parts = [
+            random(60 + r, 2, 3 * world, 16).to(torch.float8_e4m3fn).float()
+            @ random(70 + r, 16, 8).t().contiguous().to(torch.float8_e4m3fn).t().float()
+            for r in range(world)
+        ]
+        mine = (sum(f8parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
+        assert scaled.shape == mine.shape
+        assert torch.allclose(scaled.float(), mine, rtol=5e-2, atol=0.2)
+    sites = handle.report()
+    assert {site.op for site in sites} == {
+        "fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter",
+        "fused_scaled_matmul_reduce_scatter",
+    }  # fmt: skip
+    assert sum(site.calls for site in sites) == 9
+    assert all(site.why for site in sites)
+    other = dist.new_group(list(range(world)))
+    c = ops.fused_matmul_reduce_scatter(x, w, "sum", 1, other.group_name)  # torch's, by plain collectives
+    assert torch.allclose(c, sum(parts).chunk(world, 1)[rank], atol=1e-4)
+    assert sum(site.calls for site in handle.report()) == 9, "not ours"
+    handle.close()
+    handle.close()
+    assert "NotImplementedError" in raised(lambda: ops.fused_all_gather_matmul(shards[rank], [b1], 0, name))
+    with tsd.async_tp(group):
+        ops.fused_all_gather_matmul(shards[rank], [b1], 0, name)
+    return str(sites[0])
+
+
+def fakes(rank, world):
+    """What the compiler is told of the ops' results is what they are."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    a, b = random(rank, 4, 3, 8).bfloat16(), random(9, 8, 6).bfloat16()
+    calls = [
+        lambda a, b: tsd.all_gather_matmul(a, [b, b[:, :2]], gather_dim=1, return_a=True),
+        lambda a, b: tsd.all_gather_matmul(a, b, out_dtype=torch.float32),
+        lambda a, b: tsd.matmul_reduce_scatter(a.repeat(world, 1, 1), b),
+    ]
+    for call in calls:
+        real = torch.utils._pytree.tree_leaves(call(a, b))
+        with FakeTensorMode() as mode:
+            fake = torch.utils._pytree.tree_leaves(call(mode.from_tensor(a), mode.from_tensor(b)))
+        for x, y in zip(real, fake, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+    return True
+
+
+def parts(rank, world):
+    """Shards in several chunks that do not divide them."""
+    from tilestream.distributed import dispatch
+
+    rates = dispatch.table()["rates"]["cpu"]
+    before, rates["chunk_bytes"] = rates["chunk_bytes"], 256
+    dispatch.table_hash.cache_clear()
+    try:
+        a, b = random(1, 37, 8), random(2, 8, 5)
+        assert tsd.plan_all_gather_matmul(a, b, form="fused").chunks == 4
+        gathers(
+            rank, world, [((37, 8), 0, (5,), "float32", "fused", {}), ((2, 19, 8), 1, (5,), "float32", "fused", {})]
+        )
+        scatters(rank, world, [((37,), 0, 4, 8, "float32", "fused", "sum", False)])
+    finally:
+        rates["chunk_bytes"] = before
+        dispatch.table_hash.cache_clear()
+    return True

@@ -35,9 +35,7 @@ def test_gathers_between_five_ranks(ranks):
 
 
 def test_shards_in_several_chunks_that_do_not_divide_them(ranks):
-    # By the table a chunk has 4 MiB: 37 rows of a shard of 9.4 MiB are two chunks, of 18 and 19 rows.
-    case = ((37, 65536), 0, (3,), "float32", "fused", {})
-    assert ranks.run(2, jobs.gathers, [case]) == [True, True]
+    assert ranks.run(2, jobs.parts) == [True, True]
 
 
 def test_begins_with_its_own_rows_and_computes_while_a_rank_is_late(ranks, tmp_path):
@@ -108,6 +106,11 @@ def test_gradients_are_torchs(ranks, dim):
     assert ranks.run(2, jobs.gradients, dim) == [True, True]
 
 
+def test_the_compiler_is_told_what_the_results_are(ranks):
+    assert ranks.run(2, jobs.fakes) == [True, True]
+
+
+@pytest.mark.slow
 def test_compiles_to_one_graph(ranks):
     assert ranks.run(2, jobs.compiles) == [True, True]
 

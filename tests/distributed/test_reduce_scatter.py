@@ -25,8 +25,3 @@ def test_sums_what_torch_does(ranks, world):
 @pytest.mark.slow
 def test_sums_between_five_ranks(ranks):
     assert ranks.run(5, jobs.scatters, list(cases())) == [True] * 5
-
-
-def test_parts_of_several_chunks(ranks):
-    case = ((37,), 0, 4, 65536, "float32", "fused", "sum", False)
-    assert ranks.run(2, jobs.scatters, [case]) == [True, True]

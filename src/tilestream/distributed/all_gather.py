@@ -36,6 +36,7 @@ def all_gather_matmul(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | Tensors | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
     return_a: bool = False,
     form: Form = "auto",
     deadline: float | None = None,
@@ -61,7 +62,7 @@ def all_gather_matmul(
     scale_a
         float32 of one element, or one a row of ``a_shard`` (what broadcasts to ``[..., M / world, ..., 1]``). It is
         gathered, too: each rank's own.
-    out_dtype
+    out_dtype, use_fast_accum
         As for `tilestream.matmul`.
     return_a
         Whether ``A`` is wanted, too.
@@ -96,7 +97,7 @@ def all_gather_matmul(
     biases = [a_shard.new_empty(0) if x is None else x for x in operands.biases]
     whole, outs = all_gather_matmul_op(
         a_shard, operands.bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
-        out_dtype, return_a, form, -1.0 if deadline is None else check_deadline(deadline),
+        out_dtype, use_fast_accum, return_a, form, -1.0 if deadline is None else check_deadline(deadline),
     )  # fmt: skip
     result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
     return (whole, result) if return_a else result
@@ -159,7 +160,7 @@ def _scales_of_rows(a_shard: torch.Tensor, scale_a: torch.Tensor | None, shards:
 
 def prepare(
     member: Member, a_shard: torch.Tensor, operands: Operands, dim: int, scale_a: torch.Tensor | None,
-    out_dtype: torch.dtype | None, form: Form,
+    out_dtype: torch.dtype | None, fast_accum: bool, form: Form,
 ) -> Call:  # fmt: skip
     """Check a call, and say how it is run. Nothing is sent."""
     last = dim == a_shard.dim() - 1
@@ -181,7 +182,7 @@ def prepare(
             options = Options(
                 OP, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
                 scale_a=scale_a if last else scale, scale_b=scale_b, arrival=arrival,  # type: ignore[arg-type]
-                deadline=None if arrival is None else deadline,
+                deadline=None if arrival is None else deadline, fast_accum=fast_accum,
             )  # fmt: skip
             return multiply(a, b, options)
 
@@ -194,14 +195,14 @@ def prepare(
 
 def run(
     member: Member, a_shard: torch.Tensor, operands: Operands, dim: int, scale_a: torch.Tensor | None,
-    out_dtype: torch.dtype | None, return_a: bool, form: Form, deadline: float | None,
+    out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool, form: Form, deadline: float | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """What the registered op does."""
     if a_shard.is_cuda:
         check_device(a_shard.device.index)  # an expiry says more than that the group is broken since
     member.check()
     seconds = checks.seconds_of(deadline, member, a_shard.device.type)
-    call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, form)
+    call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
     with exit.call(), member.call(), torch.no_grad():
         if call.plan.transport == "symmetric memory" and call.plan.fused and not member.reached:
             # The first call that would: all ranks make it, and find out together whether they can.
@@ -209,7 +210,7 @@ def run(
 
             member.reached = True
             if set_up(member, a_shard.device):
-                call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, form)
+                call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
         if call.plan.transport == "symmetric memory" and call.plan.fused:
             from tilestream.distributed.copy_engines import gather_matmul
 

@@ -17,12 +17,13 @@ from tilestream.ops.operands import Options, multiply
 # A bias without elements is none: gradients go to tensors of a list, and not to those that may be None.
 library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] b, int gather_dim, str group, Tensor[] bias, str[] activation, "
-    "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool return_a, str form, float deadline) "
+    "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool fast_accum, bool return_a, str form, "
+    "float deadline) "
     "-> (Tensor, Tensor[])"
 )
 library.define(
     "matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, str reduce_op, str group, Tensor? bias, "
-    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, str form, float deadline) -> Tensor"
+    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline) -> Tensor"
 )
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
@@ -38,23 +39,24 @@ def _deadline(seconds: float) -> float | None:
 def _all_gather_matmul(
     a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
     bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
-    scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, return_a: bool, form: str, deadline: float,
+    scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool, form: str,
+    deadline: float,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     operands = Operands(b, [x if x.numel() else None for x in bias], scale_b, activation)
     return all_gather.run(
-        member_by_name(GATHER, group), a_shard, operands, gather_dim, scale_a, out_dtype, return_a,
+        member_by_name(GATHER, group), a_shard, operands, gather_dim, scale_a, out_dtype, fast_accum, return_a,
         form, _deadline(deadline),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def _matmul_reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, form: str,
-    deadline: float,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
+    fast_accum: bool, form: str, deadline: float,
 ) -> torch.Tensor:  # fmt: skip
     return reduce_scatter.run(
         member_by_name(SCATTER, group), a, b, scatter_dim, reduce_op, bias, scale_a, scale_b, out_dtype,
-        form, _deadline(deadline),  # type: ignore[arg-type]
+        fast_accum, form, _deadline(deadline),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -69,7 +71,7 @@ def _world(group: str) -> int:
 
 @torch.library.register_fake("tilestream::all_gather_matmul", lib=library)  # type: ignore[untyped-decorator]
 def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
-    out_dtype, return_a = others[4], others[5]
+    out_dtype, return_a = others[4], others[6]
     shape = list(a_shard.shape)
     shape[gather_dim] *= _world(group)
     a = a_shard.new_empty(shape if return_a else 0)
@@ -96,7 +98,7 @@ def _refuse(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a_shard, b, dim, group, bias, activation, scale_a, scale_b, _, return_a, form, deadline = inputs
+    a_shard, b, dim, group, bias, activation, scale_a, scale_b, _, _, return_a, form, deadline = inputs
     if scale_a is not None or any(x is not None for x in scale_b):
         _refuse(GATHER, a_shard=a_shard, scale_a=scale_a, **{f"b[{i}]": x for i, x in enumerate(b)})
         ctx.set_materialize_grads(False)
@@ -113,13 +115,13 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
     if needs_weight or any(name != "none" for name in ctx.activation):
         none: list[Any] = []
         whole, _ = all_gather_matmul_op(
-            a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, *ctx.how
+            a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, True, *ctx.how
         )  # fmt: skip
     before = [_before(grad, whole, *of) for grad, *of in zip(grads, b, bias, ctx.activation, strict=True)]
     summed = torch.cat(before, -1) if len(before) > 1 else before[0]
     weights = torch.cat(b, -1) if len(b) > 1 else b[0]
     shard = matmul_reduce_scatter_op(
-        summed, weights.mT, ctx.dim, "sum", ctx.group, None, None, None, None, *ctx.how
+        summed, weights.mT, ctx.dim, "sum", ctx.group, None, None, None, None, True, *ctx.how
     )  # fmt: skip
     if ctx.return_a:
         shard = shard + _scattered(grad_a, ctx.dim, ctx.group)
@@ -128,7 +130,7 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
         g.sum(dim=tuple(range(g.dim() - 1))).to(x.dtype) if x.numel() else torch.zeros_like(x)
         for x, g in zip(bias, before, strict=True)
     ]
-    return shard, of_b, None, None, of_bias, *[None] * 7
+    return shard, of_b, None, None, of_bias, *[None] * 8
 
 
 def _before(
@@ -156,7 +158,7 @@ def _scattered(whole: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, form, deadline = inputs
+    a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, form, deadline = inputs
     if scale_a is not None or scale_b is not None:
         _refuse(SCATTER, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     ctx.save_for_backward(a, b)
@@ -170,9 +172,20 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if ctx.reduce_op == "avg":
         grad = grad / _world(ctx.group)
     whole, (of_a,) = all_gather_matmul_op(
-        grad.to(a.dtype), [b.mT], ctx.dim, ctx.group, [grad.new_empty(0)], ["none"], None, [None], None, True, *ctx.how
+        grad.to(a.dtype),
+        [b.mT],
+        ctx.dim,
+        ctx.group,
+        [grad.new_empty(0)],
+        ["none"],
+        None,
+        [None],
+        None,
+        True,
+        True,
+        *ctx.how,
     )
-    return (of_a, _weight(a, whole), None, None, None, of_bias, *[None] * 5)
+    return (of_a, _weight(a, whole), None, None, None, of_bias, *[None] * 6)
 
 
 torch.library.register_autograd(

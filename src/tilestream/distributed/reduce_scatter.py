@@ -35,6 +35,7 @@ def matmul_reduce_scatter(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
     form: Form = "auto",
     deadline: float | None = None,
 ) -> torch.Tensor:
@@ -58,7 +59,7 @@ def matmul_reduce_scatter(
         As for `all_gather_matmul`.
     bias
         ``[N]``: added once, after the sum (or average).
-    scale_a, scale_b, out_dtype
+    scale_a, scale_b, out_dtype, use_fast_accum
         As for `tilestream.matmul`, on ``a @ b``.
 
     Returns
@@ -80,7 +81,7 @@ def matmul_reduce_scatter(
     from tilestream.distributed.library import matmul_reduce_scatter_op
 
     result: torch.Tensor = matmul_reduce_scatter_op(
-        a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, form,
+        a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
         -1.0 if deadline is None else check_deadline(deadline),
     )  # fmt: skip
     return result
@@ -123,8 +124,8 @@ def _plan(member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, form: Form
 
 def run(
     member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, reduce_op: str, bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, form: Form,
-    deadline: float | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
+    fast_accum: bool, form: Form, deadline: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """What the registered op does."""
     member.check()
@@ -145,14 +146,16 @@ def run(
         at = (part.batch, rank, slice(part.begin, part.end))
         scale = scales if of_rows is None else of_rows[at]
         if into.numel():
-            multiply(of_a[at], b, Options(OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b))
+            options = Options(OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum)
+            multiply(of_a[at], b, options)
 
     with exit.call(), member.call(), torch.no_grad():
         if plan.transport == "gloo":
             total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
         else:
             parts = torch.empty(shards.world, shards.batches, shards.rows, shards.width, dtype=travels, device=a.device)
-            whole = multiply(of_a.view(rows, -1), b, Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b))
+            options = Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum)
+            whole = multiply(of_a.view(rows, -1), b, options)
             parts.copy_(whole.view(shards.shape).transpose(0, 1))
             total = reduce_parts(member, plan, parts).to(wide)
     if reduce_op == "avg":
