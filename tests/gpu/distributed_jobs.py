@@ -65,10 +65,11 @@ def gathers(rank, world, cases):
             assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
             for i, out in enumerate(outs):
                 maths = Maths(
-                    whole, bs[i], bias=None if biases is None else biases[i], activation=options.get("activation"),
-                    scale_a=scale_whole, scale_b=None if scale_b is None else scale_b[i],
+                    whole.flatten(0, -2), bs[i], bias=None if biases is None else biases[i],
+                    activation=options.get("activation"), scale_b=None if scale_b is None else scale_b[i],
+                    scale_a=None if scale_whole is None else scale_whole.flatten(0, -2),
                 )  # fmt: skip
-                check(out, maths)
+                check(out.flatten(0, -2), maths)
     plan = tsd.plan_all_gather_matmul(random(1, 256, 256), random(2, 256, 256), form="fused")
     return plan.explain()
 
@@ -221,3 +222,24 @@ def forgets(rank, world):
         time.sleep(0.05)
     left = [t.name for t in threading.enumerate() if t.name == "tilestream-watchdog"]
     return member() is None, left
+
+
+def torch_compiles(rank, world):
+    """torch's compiler makes its fused ops of an unchanged function, and they run on ours."""
+    import torch.distributed._functional_collectives as collectives
+
+    group = dist.group.WORLD
+
+    def block(x, w1, w2):
+        whole = collectives.all_gather_tensor(x, 0, group)
+        return collectives.reduce_scatter_tensor(torch.relu(whole @ w1) @ w2, "sum", 0, group)
+
+    w1, w2 = random(31, 1024, 512) / 32, random(32, 512, 1024) / 32
+    x = random(rank, 1024, 1024)
+    with torch.no_grad(), tsd.async_tp(group) as handle:
+        out = torch.compile(block, fullgraph=True)(x, w1, w2)
+        expected = block(x, w1, w2)
+        torch.cuda.synchronize()
+        ts.check()
+        error = ((out - expected).float().norm() / expected.float().norm()).item()
+        return error, [str(site) for site in handle.report()]

@@ -98,6 +98,14 @@ def test_scatter_sums_what_torch_does(ranks):
     assert all(ranks.run(2, jobs.scatters, bound=120, seconds=60))
 
 
+def test_torchs_compiler_fuses_and_it_runs_on_ours(ranks):
+    if SHARED:
+        pytest.skip("that pass wants NCCL")
+    for error, sites in ranks.run(2, jobs.torch_compiles, bound=150, seconds=60):
+        assert error < 1e-2
+        assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_rank_that_does_not_come(killed):
     pool = make_pool()  # of its own: what is left of such a group is not for others

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -234,7 +234,7 @@ def _scaled_gather(
     alike = len({(dtype, fast) for *_, dtype, fast in each}) == 1
     outs, gathered = [], None
     for some in [each] if alike else [[one] for one in each]:
-        gathered, out = all_gather_matmul(  # type: ignore[misc]
+        gathered, out = all_gather_matmul(
             a, [x[0] for x in some], gather_dim=gather_dim, group=group, bias=[x[1] for x in some], scale_a=scale,
             scale_b=[x[2] for x in some], out_dtype=some[0][3], use_fast_accum=some[0][4], return_a=True,
         )  # fmt: skip
@@ -255,7 +255,11 @@ def _scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, scatter_dim: int,
         "fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim),
         lambda: plan_matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, group=group),
     )  # fmt: skip
-    return matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, reduce_op=reduce_op, group=group)
+    return matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, reduce_op=_reduction(reduce_op), group=group)
+
+
+def _reduction(op: str) -> Literal["sum", "avg"]:
+    return cast(Literal["sum", "avg"], op)  # what it may be is checked there
 
 
 def _part(shape: list[int], dim: int, group: str) -> list[int]:
@@ -288,7 +292,7 @@ def _scaled_scatter(
         lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=orig_scatter_dim, group=group),
     )  # fmt: skip
     return matmul_reduce_scatter(
-        rows, b, scatter_dim=orig_scatter_dim, reduce_op=reduce_op, group=group, bias=bias, scale_a=scale,
+        rows, b, scatter_dim=orig_scatter_dim, reduce_op=_reduction(reduce_op), group=group, bias=bias, scale_a=scale,
         scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
     )  # fmt: skip
 

@@ -171,19 +171,9 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
     if ctx.reduce_op == "avg":
         grad = grad / _world(ctx.group)
+    narrow, no_bias = grad.to(a.dtype), grad.new_empty(0)
     whole, (of_a,) = all_gather_matmul_op(
-        grad.to(a.dtype),
-        [b.mT],
-        ctx.dim,
-        ctx.group,
-        [grad.new_empty(0)],
-        ["none"],
-        None,
-        [None],
-        None,
-        True,
-        True,
-        *ctx.how,
+        narrow, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
     )
     return (of_a, _weight(a, whole), None, None, None, of_bias, *[None] * 6)
 
