@@ -17,9 +17,9 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals
 from tilestream.distributed import copy_engines, protocol
 from tilestream.distributed.copy_engines import Gatherer
-from tilestream.distributed.gloo import Whole
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import LINE
+from tilestream.distributed.whole import Whole
 from tilestream.runtime.errors import GroupBroken
 
 
@@ -89,11 +89,13 @@ class Rank:
         s = self.shards
         return torch.full((s.batches, s.rows, s.width), 100.0 * rank + call)
 
-    def call(self) -> None:
+    def call(self, whole: torch.Tensor | None = None) -> None:
         """The next call: a kernel that hands in what is gathered, or None where it has expired."""
         number = len(self.calls) + 1
-        whole = torch.full(self.shards.shape, float("nan"))
+        if whole is None:
+            whole = torch.full(self.shards.shape, float("nan"))
         self.calls.append(whole)
+        calling = self.calling
 
         def kernel(arrival: Arrival) -> list[torch.Tensor]:
             words = arrival._signals.use()
@@ -106,7 +108,7 @@ class Rank:
                     self.results[number] = None
                 return number in self.results
 
-            self.calling.give(Until(ended))
+            calling.give(Until(ended))
             return []
 
         mine = Whole(self.data(self.rank, number), None)
@@ -210,6 +212,44 @@ def test_the_host_waits_where_it_is_too_far_ahead():
         second.call()
         first.cuda.run()
         first.call()  # the first is done: the third may begin
+
+
+def test_a_call_on_another_stream_does_not_write_what_the_last_kernel_still_reads():
+    shards = SHARDS[0]
+    with world(2, shards) as (cuda, ranks):
+        first, second = ranks
+        whole = torch.full(shards.shape, float("nan"))
+        one = first.calling
+        first.call(whole)
+        second.call()
+        for _ in range(9):  # all but the last of what is on the first stream: its kernel, and the wait after it
+            one.run(one.issued - one.done - 2)
+            for rank in (second.calling, second.side, first.side):
+                rank.run()
+        assert first.side.query()
+        assert not first.results
+        first.calling = cuda.stream()
+        first.call(whole)
+        second.call()
+        for _ in range(9):
+            for stream in (first.calling, first.side, second.calling, second.side):
+                stream.run()
+        assert whole.equal(first.expected(1)), "the first kernel has not run"
+        cuda.run()
+        assert first.results[1].equal(first.expected(1))
+        assert first.results[2].equal(first.expected(2))
+
+
+def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
+    with world(2, SHARDS[0]) as (_, ranks):
+        first, second = ranks
+        monkeypatch.setattr(copy_engines, "stream_wait", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+        with pytest.raises(RuntimeError, match="no driver"):
+            first.call()
+        monkeypatch.undo()
+        with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
+            first.call()
+        assert second.gatherer.memory.aborted()
 
 
 def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():

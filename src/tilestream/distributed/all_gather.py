@@ -9,14 +9,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from tilestream.arrival.arrival import Arrival
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
 from tilestream.distributed.collective import gather_whole
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.gloo import Product, Whole
 from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
+from tilestream.distributed.whole import Product, Whole
 from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, multiply
 from tilestream.runtime import exit
@@ -178,10 +179,12 @@ def prepare(
     checks.rehearse(OP, ((rows, shape[-1]), a_shard.dtype), operands, full_scale, out_dtype)
 
     def product(b: torch.Tensor, bias: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str) -> Product:
-        def compute(a: torch.Tensor, scale: torch.Tensor | None, arrival: object, deadline: float) -> torch.Tensor:
+        def compute(
+            a: torch.Tensor, scale: torch.Tensor | None, arrival: Arrival | None, deadline: float
+        ) -> torch.Tensor:
             options = Options(
                 OP, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
-                scale_a=scale_a if last else scale, scale_b=scale_b, arrival=arrival,  # type: ignore[arg-type]
+                scale_a=scale_a if last else scale, scale_b=scale_b, arrival=arrival,
                 deadline=None if arrival is None else deadline, fast_accum=fast_accum,
             )  # fmt: skip
             return multiply(a, b, options)
@@ -247,4 +250,4 @@ def _gathered(
         data = data[0].permute(1, 0, 2).reshape(shards.rows, shards.world * shards.width)
     a = data.view(-1, call.shape[-1])
     of_rows = None if scales is None else scales.view(-1, 1)
-    return data, [product(a, of_rows, None, seconds) for product in call.products]  # type: ignore[arg-type]
+    return data, [product(a, of_rows, None, seconds) for product in call.products]

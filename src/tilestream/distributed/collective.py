@@ -10,10 +10,10 @@ import weakref
 import torch
 from torch.distributed import ReduceScatterOptions
 
-from tilestream.distributed.gloo import Whole
 from tilestream.distributed.greeting import GREETING_BYTES, differ, greeting
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.whole import Whole
 
 #: What the ranks of a group have found that they call alike.
 _agreed: weakref.WeakKeyDictionary[Member, set[bytes]] = weakref.WeakKeyDictionary()
@@ -46,7 +46,11 @@ def exchange_bytes(member: Member, mine: bytes, device: torch.device) -> list[by
     device = torch.device("cpu") if member.backend("cpu") == "gloo" else device
     said = torch.frombuffer(bytearray(mine.ljust(GREETING_BYTES)), dtype=torch.uint8).to(device)
     heard = torch.empty(member.world * GREETING_BYTES, dtype=torch.uint8, device=device)
-    member.group._allgather_base(heard, said).wait()
+    try:
+        member.group._allgather_base(heard, said).wait()
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise member.break_(f"ranks could not compare their calls: {reason}") from error
     everybody = bytes(heard.tolist())
     return [everybody[i * GREETING_BYTES : (i + 1) * GREETING_BYTES].rstrip() for i in range(member.world)]
 

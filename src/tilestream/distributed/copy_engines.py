@@ -27,11 +27,11 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.distributed import protocol as p
 from tilestream.distributed.collective import agree, meet
-from tilestream.distributed.gloo import Product, Whole
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.distributed.symmetric import PeerMemory
+from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime import exit
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
 from tilestream.runtime.errors import GroupBroken
@@ -45,6 +45,8 @@ LOOK_SECONDS = 0.05
 #: Looks after which a kernel that has ended before its side stream has given up: of one that has not, the side stream
 #: has an event left to record.
 _LOOKS = 3
+#: Signals that are kept, of as many shapes.
+_MOST_ARRIVALS = 128
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
 
@@ -79,6 +81,7 @@ class Gatherer:
         self._epoch = 0
         self._arrivals: dict[tuple[Shards, int], Arrival] = {}
         self._calls: list[Underway] = []
+        self._last: Underway | None = None
         self._lock = threading.Lock()  # of `_calls`
         self._posted = torch.cuda.Event()
         self._looks = 0
@@ -122,6 +125,8 @@ class Gatherer:
         key = shards, epoch % (p.AHEAD + 1)
         found = self._arrivals.get(key)
         if found is None:
+            if len(self._arrivals) >= _MOST_ARRIVALS:
+                del self._arrivals[next(iter(self._arrivals))]
             found = self._arrivals[key] = self.make_arrival(shards)
             rank = self._rank
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
@@ -148,16 +153,21 @@ class Gatherer:
         for x in whole:
             if x is not None:  # not freed, and used for something else, while the side stream writes it (invariant 9)
                 x.record_stream(self._side)
-        self._publish(epoch, shards, shard, whole, arrival, calling)
-        # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
-        done = self._gather(epoch, shards, whole, arrival)
+        try:
+            self._publish(epoch, shards, shard, whole, arrival, calling)
+            # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
+            done = self._gather(epoch, shards, whole, arrival)
+        except BaseException as error:  # half a call: what the peers wait for may never come
+            self._give_up(f"all_gather_matmul on rank {self._rank}: {type(error).__name__}: {error}")
+            raise
         try:
             outs = compute(arrival)
-        finally:
+        finally:  # without a kernel, too: the peers pull what was published
             kernel = torch.cuda.Event()
             kernel.record(calling)
+            self._last = Underway(epoch, arrival, kernel, done)
             with self._lock:
-                self._calls.append(Underway(epoch, arrival, kernel, done))
+                self._calls.append(self._last)
             self._watchdog.wake()
             # Whoever comes after this call in its stream may free what the side stream writes.
             calling.wait_event(done)
@@ -167,9 +177,9 @@ class Gatherer:
         self, epoch: int, shards: Shards, shard: Whole, whole: Whole, arrival: Arrival, calling: torch.cuda.Stream
     ) -> None:
         def await_side(op: p.AwaitSide) -> None:
-            for call in self._underway():
-                calling.wait_event(call.kernel)  # of a call on another stream: it reads what is written now
-                calling.wait_event(call.side)
+            if self._last is not None:
+                calling.wait_event(self._last.kernel)  # on another stream, perhaps: it reads what is written now
+                calling.wait_event(self._last.side)
 
         def fill(op: p.Fill) -> None:
             slot = self._slot(self._rank, op.slot, shards, shard)
@@ -232,6 +242,15 @@ class Gatherer:
         at = -(-size // _ALIGN) * _ALIGN
         scales = memory[at : at + 4 * shards.batches * shards.rows].view(torch.float32)
         return Whole(data, scales.view(shards.batches, shards.rows, 1))
+
+    def _give_up(self, why: str) -> None:
+        """Break the group, here and on all peers."""
+        member = self._member()
+        if member is not None:
+            perform = self._watching(member, why)
+            perform[p.Break](p.Break())
+            for peer in p.peers(self._rank, self._world):
+                perform[p.Abort](p.Abort(peer))
 
     # The watchdog --------------------------------------------------------------------------------------------------
 

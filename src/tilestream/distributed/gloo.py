@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -28,17 +27,8 @@ from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Shards
+from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
-
-#: ``product(a, scale_a, arrival, deadline)``: what is computed of a whole whose rows may arrive.
-Product = Callable[[torch.Tensor, "torch.Tensor | None", Arrival, float], torch.Tensor]
-
-
-class Whole(NamedTuple):
-    """What is gathered: ``[batches, world, rows, width]``, and a scale a row, float32, where there are scales."""
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
 
 
 class _Gathering:

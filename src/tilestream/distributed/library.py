@@ -11,19 +11,20 @@ from tilestream.distributed import all_gather, reduce_scatter
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import sum_of_parts
 from tilestream.distributed.members import member_by_name, resolve
-from tilestream.ops.library import _activation_backward, library, result_dtype
+from tilestream.ops.library import _activation_backward, _alone, library, result_dtype
 from tilestream.ops.operands import Options, multiply
 
 # A bias without elements is none: gradients go to tensors of a list, and not to those that may be None.
 library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] b, int gather_dim, str group, Tensor[] bias, str[] activation, "
     "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool fast_accum, bool return_a, str form, "
-    "float deadline) "
-    "-> (Tensor, Tensor[])"
+    "float deadline) -> (Tensor, Tensor[])",
+    tags=_alone,
 )
 library.define(
     "matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, str reduce_op, str group, Tensor? bias, "
-    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline) -> Tensor"
+    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline) -> Tensor",
+    tags=_alone,
 )
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default

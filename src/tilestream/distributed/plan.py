@@ -100,6 +100,10 @@ def make_plan(
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
     transport, refused = _transport(member, x, dim == len(shard) - 1)
+    if not refused and not all((rows, width, n, k)):
+        refused = (Refusal("fused", "no rows, columns or K: there is nothing to overlap with"),)
+    if not refused and member.world == 1:
+        refused = (Refusal("fused", "one rank: nothing travels"),)
     if not refused and not decision.fused:
         refused = (Refusal("fused", decision.why),)
     if refused and transport == "symmetric memory":
