@@ -26,7 +26,8 @@ def cases():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gathers_what_torch_does(ranks, world):
-    assert ranks.run(world, jobs.gathers, list(cases())) == [True] * world
+    some = list(cases())[:: 3 if world == 1 else 1]
+    assert ranks.run(world, jobs.gathers, some) == [True] * world
 
 
 @pytest.mark.slow
@@ -84,7 +85,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks, op):
     names = {first.split(":")[0] for first, _, _ in others}
     assert "ArrivalTimeout" in names <= {"ArrivalTimeout", "GroupBroken"}, others  # the second may be told by the first
     said = next(first for first, _, _ in others if first.startswith("ArrivalTimeout"))
-    what = "rank 2's part of a_shard's chunk 2" if op == "gather" else "what rank 2 sends's chunk 0"
+    what = "rank 2's part of a_shard's chunk 2" if op == "gather" else "rank 2's part's chunk 0"
     assert what in said
     assert "within the deadline of 0.5 s: rank " in said
     for first, second, seconds in (*others, late):

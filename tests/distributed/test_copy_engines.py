@@ -161,7 +161,7 @@ SHARDS = (Shards(1, 2, 3, 2), Shards(1, 3, 3, 2, parts=2), Shards(2, 2, 3, 1))
 
 
 @given(data=st.data(), shards=st.sampled_from(SHARDS))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shards):
     with world(shards.world, shards) as (cuda, ranks):
         calls = 5
