@@ -463,3 +463,27 @@ def parts(rank, world):
         rates["chunk_bytes"] = before
         dispatch.table_hash.cache_clear()
     return True
+
+
+def autocasts(rank, world):
+    """Under autocast the operands are converted before anything is sent, and the gradient comes back in their dtype."""
+    x = random(rank, 4, 8).requires_grad_()
+    w = random(50, 8, 6)
+    whole = torch.cat([random(r, 4, 8) for r in range(world)])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tsd.all_gather_matmul(x, w, form="fused")
+        z = tsd.matmul_reduce_scatter(y, w.t(), form="fused")
+    assert y.dtype == z.dtype == torch.bfloat16
+    assert torch.allclose(y.float(), whole @ w, rtol=5e-2, atol=0.1)
+    z.float().sum().backward()
+    return x.grad.dtype == torch.float32
+
+
+def differs_and_loses(rank, world):
+    """One rank differs and another dies: what is left has a broken group, not one that is taken for whole."""
+    a, b = torch.ones(4 + (rank == 1), 8), torch.ones(8, 6)
+    if rank == world - 1:
+        os._exit(0)
+    first = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=5))
+    second = raised(lambda: tsd.all_gather_matmul(b.t(), a.t(), form="fused", deadline=5))
+    return first, second

@@ -94,6 +94,17 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks, op):
         assert seconds < 8
 
 
+def test_a_rank_that_differs_while_another_dies(ranks):
+    *others, _ = ranks.run(3, jobs.differs_and_loses)
+    for first, second in others:
+        assert first.startswith(("ValueError", "GroupBroken")), first
+        assert second.startswith("GroupBroken"), second
+
+
+def test_autocast(ranks):
+    assert ranks.run(2, jobs.autocasts) == [True, True]
+
+
 def test_nothing_keeps_a_destroyed_group(ranks):
     assert ranks.run(2, jobs.forgets) == [True, True]
 

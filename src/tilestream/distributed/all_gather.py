@@ -19,7 +19,7 @@ from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.whole import Product, Whole
 from tilestream.ops.flat import check_deadline
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.runtime import exit
 from tilestream.runtime.channel import check_device
 
@@ -95,9 +95,10 @@ def all_gather_matmul(
     checks.check_devices(OP, a_shard, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import all_gather_matmul_op
 
+    a_shard, *bs = autocast(Options(OP), a_shard, *operands.bs)
     biases = [a_shard.new_empty(0) if x is None else x for x in operands.biases]
     whole, outs = all_gather_matmul_op(
-        a_shard, operands.bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
+        a_shard, bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
         out_dtype, use_fast_accum, return_a, form, -1.0 if deadline is None else check_deadline(deadline),
     )  # fmt: skip
     result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
@@ -206,7 +207,7 @@ def run(
     member.check()
     seconds = checks.seconds_of(deadline, member, a_shard.device.type)
     call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
-    with exit.call(), member.call(), torch.no_grad():
+    with exit.call(), member.call(), torch.no_grad(), torch.autocast(a_shard.device.type, enabled=False):
         if call.plan.transport == "symmetric memory" and call.plan.fused and not member.reached:
             # The first call that would: all ranks make it, and find out together whether they can.
             from tilestream.distributed.symmetric import set_up

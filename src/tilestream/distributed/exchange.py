@@ -107,18 +107,21 @@ class Exchange:
             What the exchange with a peer ended with: the first rank's, a difference before a loss. Then nobody may
             go on with this group but after `close`.
         """
-        for thread in self._threads:
-            thread.join()
+        self.join()
         for peer in sorted(self.errors, key=lambda peer: (isinstance(self.errors[peer], TilestreamError), peer)):
             raise self.errors[peer]
+
+    def join(self) -> None:
+        """Wait for the threads."""
+        for thread in self._threads:
+            thread.join()
 
     def close(self) -> None:
         """Give up: close every connection of the group, so that all ranks know, and wait for the threads."""
         peer = (self._member.rank + 1) % self._member.world
         with contextlib.suppress(RuntimeError):  # it times out, or the connections are closed already
             self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOTHING).wait(timedelta(milliseconds=1))
-        for thread in self._threads:
-            thread.join()
+        self.join()
 
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.exit`."""

@@ -28,7 +28,7 @@ from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.distributed.whole import Product, Whole
-from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
+from tilestream.runtime.errors import ArrivalTimeout, GroupBroken, TilestreamError
 
 
 class _Gathering:
@@ -115,14 +115,17 @@ def gather_matmul(
 
 def _exchanging(member: Member, exchange: Exchange, compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
     """``compute``, and the exchange that it goes with; whatever happens, no thread is left when this returns."""
-    exchange.start()
     try:
+        exchange.start()
         results = compute()
         exchange.finish()
-    except ValueError:
-        exchange.finish()  # a peer that differs: with the others all goes its way, and this raises it
-        raise
     except BaseException as error:
+        if isinstance(error, ValueError):  # a peer that differs: with the others all goes its way
+            exchange.join()
+            lost = next((e for e in exchange.errors.values() if isinstance(e, TilestreamError)), None)
+            if lost is None:
+                raise
+            error = lost
         reason = error.reason if isinstance(error, GroupBroken) else f"{type(error).__name__}: {error}"
         member.break_(reason)
         exchange.close()

@@ -36,8 +36,6 @@ class Member:
         Of this process in the group, and the group's size.
     lock
         Held for the length of a call: a group's calls come one after the other, as collectives do.
-    calls
-        Calls begun with this group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -45,7 +43,6 @@ class Member:
         self.name = group.group_name
         self.rank, self.world = group.rank(), group.size()
         self.lock = threading.Lock()
-        self.calls = 0
         #: Why its GPUs cannot pull from each other; empty where they can, or nobody has asked yet.
         self.unreachable = ""
         self.reached = False
@@ -116,7 +113,6 @@ class Member:
         """A call with this group: one at a time, and none once it is broken."""
         with self.lock:
             self.check()
-            self.calls += 1
             yield
 
 

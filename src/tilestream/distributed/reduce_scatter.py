@@ -16,7 +16,7 @@ from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.ops.flat import check_deadline
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.ops.scales import canonical_scales
 from tilestream.runtime import exit
 
@@ -80,6 +80,7 @@ def matmul_reduce_scatter(
     checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import matmul_reduce_scatter_op
 
+    a, b = autocast(Options(OP), a, b)
     result: torch.Tensor = matmul_reduce_scatter_op(
         a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
         -1.0 if deadline is None else check_deadline(deadline),
@@ -149,7 +150,7 @@ def run(
             options = Options(OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum)
             multiply(of_a[at], b, options)
 
-    with exit.call(), member.call(), torch.no_grad():
+    with exit.call(), member.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         if plan.transport == "gloo":
             total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
         else:
