@@ -10,7 +10,7 @@ import weakref
 import torch
 from torch.distributed import ReduceScatterOptions
 
-from tilestream.distributed.greeting import GREETING_BYTES, differ, greeting
+from tilestream.distributed.greeting import GREETING_BYTES, differ
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.whole import Whole
@@ -27,7 +27,7 @@ def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:
     ValueError
         On every rank, where they differ.
     """
-    mine = greeting(plan.agreed)
+    mine = plan.greeting
     known = _agreed.setdefault(member, set())
     if mine in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return  # under capture nothing can be heard: whoever warms up before has compared

@@ -23,7 +23,6 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.distributed.exchange import Exchange, Receive
-from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Shards
@@ -92,7 +91,7 @@ def gather_matmul(
             all_[:, rank].copy_(mine)
     for part in shards.of_rank(rank):
         arrival.signal(part.chunk)
-    exchange = Exchange(op, member, greeting(plan.agreed), _Gathering(rank, shards, whole, arrival), seconds)
+    exchange = Exchange(op, member, plan.greeting, _Gathering(rank, shards, whole, arrival), seconds)
     data = whole.data.view(shards.total, shards.width)
     scales = None if whole.scales is None else whole.scales.view(shards.total, 1)
 
@@ -197,7 +196,7 @@ def matmul_scatter(
     received = member.buffer("received", shards.shape, travels, cpu)
     own = member.buffer("own", (shards.batches, shards.rows, shards.width), wide, cpu)
     traffic = _Scattering(rank, shards, sent, received)
-    exchange = Exchange(plan.case.op, member, greeting(plan.agreed), traffic, seconds)
+    exchange = Exchange(plan.case.op, member, plan.greeting, traffic, seconds)
 
     def compute() -> list[torch.Tensor]:
         try:

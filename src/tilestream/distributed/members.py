@@ -20,6 +20,7 @@ from tilestream.runtime.errors import GroupBroken
 
 if TYPE_CHECKING:
     from tilestream.distributed.copy_engines import Gatherer
+    from tilestream.distributed.plan import DistributedPlan
 
 #: Worlds that the ops are for: more ranks than this are not in one NVLink domain, or on one host.
 MOST_RANKS = 8
@@ -48,6 +49,8 @@ class Member:
         self.reached = False
         #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.
         self.gatherer: Gatherer | None = None
+        #: Plans made so far, by all that they depend on.
+        self.plans: dict[object, DistributedPlan] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 

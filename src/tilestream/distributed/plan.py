@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +11,13 @@ from typing import Literal
 import torch
 
 from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, table_hash
+from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
 
+#: Plans that a member keeps.
+_MOST_PLANS = 1024
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
@@ -43,6 +48,11 @@ class DistributedPlan:
     transport: Transport
     refused: tuple[Refusal, ...]
     agreed: Mapping[str, object]
+
+    @functools.cached_property
+    def greeting(self) -> bytes:
+        """``agreed``, as ranks say it to each other."""
+        return greeting(self.agreed)
 
     @property
     def fused(self) -> bool:
@@ -93,10 +103,21 @@ def make_plan(
     agreed
         What the ranks must call alike; the decision and the table's hash are added.
     """
-    width = shard[-1]
-    rows = 1
-    for extent in shard[:-1]:
-        rows *= extent
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = op, shard, dim, x.dtype, x.device, n, k, form, tuple(agreed.items()), capturing, member.unreachable
+    found = member.plans.get(key)
+    if found is None:
+        if len(member.plans) >= _MOST_PLANS:
+            member.plans.clear()
+        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed)
+    return found
+
+
+def _make(
+    op: Op, member: Member, shard: tuple[int, ...], dim: int, x: torch.Tensor, n: int, k: int, form: Form,
+    agreed: Mapping[str, object],
+) -> DistributedPlan:  # fmt: skip
+    rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
     transport, refused = _transport(member, x, dim == len(shard) - 1)

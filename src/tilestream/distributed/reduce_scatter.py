@@ -116,10 +116,10 @@ def _part_shape(member: Member, a: torch.Tensor, b: torch.Tensor, dim: int) -> t
     return tuple(shape)
 
 
-def _plan(member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, form: Form) -> DistributedPlan:
-    agreed = {
-        "a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), "scatter_dim": dim,
-    }  # fmt: skip
+def _plan(
+    member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, form: Form, **more: object
+) -> DistributedPlan:  # fmt: skip
+    agreed = {"a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), "scatter_dim": dim, **more}
     return make_plan(OP, member, _part_shape(member, a, b, dim), dim, a, b.shape[-1], a.shape[-1], form, agreed)
 
 
@@ -135,8 +135,7 @@ def run(
     operands = Operands([b], [bias], [scale_b], ["none"])
     (travels,) = checks.rehearse(OP, ((rows, a.shape[-1]), a.dtype), operands, _of_rows(a, scale_a), out_dtype)
     shape = _part_shape(member, a, b, dim)
-    plan = _plan(member, a, b, dim, form)
-    plan.agreed.update(travels=str(travels), reduce_op=reduce_op)  # type: ignore[attr-defined]
+    plan = _plan(member, a, b, dim, form, travels=str(travels), reduce_op=reduce_op)
     wide = torch.float64 if travels == torch.float64 else torch.float32
     shards = Shards.of(shape, dim, member.world, plan.chunks)
     of_a = a.reshape(*shards.shape[:-1], a.shape[-1])
