@@ -176,9 +176,9 @@ class Gatherer:
     def _publish(
         self, epoch: int, shards: Shards, shard: Whole, whole: Whole, arrival: Arrival, calling: torch.cuda.Stream
     ) -> None:
-        def await_side(op: p.AwaitSide) -> None:
+        def await_call(op: p.AwaitCall) -> None:
             if self._last is not None:
-                calling.wait_event(self._last.kernel)  # on another stream, perhaps: it reads what is written now
+                calling.wait_event(self._last.kernel)
                 calling.wait_event(self._last.side)
 
         def fill(op: p.Fill) -> None:
@@ -194,7 +194,7 @@ class Gatherer:
 
         parts = list(shards.of_rank(self._rank))
         perform: dict[type, Callable[[Any], Any]] = {
-            p.AwaitSide: await_side,
+            p.AwaitCall: await_call,
             p.Fill: fill,
             p.Filled: _nothing,  # what is issued to a stream comes after what was
             p.Signal: lambda op: arrival.signal(parts[op.chunk].chunk),

@@ -4,15 +4,16 @@ Each rank has `SLOTS` slots for its shard in memory that its peers can read, and
 that peer writes. A call has the next epoch, on every rank the same, and slot ``epoch % SLOTS``::
 
     calling stream                                side stream
-      side stream done with the last call           shard is in the slot
+      the last call's kernel and side stream        shard is in the slot
       shard -> slot; signal one's own chunks        each peer's memory: my flag = epoch
       side stream may begin                         for each peer, the next rank first:
       kernel: gate, load, math, ... per tile          wait until its flag here >= epoch
                                                       for each of its chunks: pull it; signal it
     host, before that: at most `AHEAD` calls of which the side stream is not done
 
-The first wait is for the sake of memory (invariant 9): whoever comes after a call in the calling stream may free what
-the side stream writes to. No other property needs it.
+The first wait is for calls from several streams: what a call gathers into may be what the last call's kernel still
+reads. (On one stream the kernel is waited for anyway. The side stream is for the sake of memory, invariant 9: whoever
+comes after a call may free what it writes to.)
 
 A flag of epoch n says two things: its writer's shard of epoch n is in its slot, and its writer has finished pulling
 epoch n - 1. So one handshake a call opens this epoch's slots and frees those of the epoch before the last.
@@ -50,8 +51,8 @@ class Begin(NamedTuple):
     after: int
 
 
-class AwaitSide(NamedTuple):
-    """Calling stream: wait until the side stream is done with ``epoch``."""
+class AwaitCall(NamedTuple):
+    """Calling stream: wait until ``epoch``'s kernel has ended, and the side stream is done with it."""
 
     epoch: int
 
@@ -185,7 +186,7 @@ def begin(epoch: int) -> Turn:
 
 def publish(rank: int, chunks: int, epoch: int) -> Turn:
     """The calling stream's part of a call, before the kernel."""
-    yield AwaitSide(epoch - 1)
+    yield AwaitCall(epoch - 1)
     slot = epoch % SLOTS
     yield Fill(slot, epoch)
     yield Filled(slot, epoch)

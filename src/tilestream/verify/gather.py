@@ -1,8 +1,9 @@
 """Model 3: the ranks of a gather, their streams, hosts and watchdogs, over slots, flags, signals and abort words.
 
 Explored is the text of `tilestream.distributed.protocol`, as GPUs perform it. A rank is four processes: the host, which
-issues calls ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. A copy has a
-begin and an end, and anything may come between.
+issues calls ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. Calls may also
+come from two streams in turn, which know nothing of each other. A copy has a begin and an end, and anything may come
+between.
 
 The world outside may make a kernel that waits expire (``expires``: also one whose peers are only late), and may take a
 rank away for good, at any moment, in the middle of a copy too (``lost``).
@@ -18,7 +19,7 @@ Reductions, and why they hide nothing:
 - *Signal, Post, Done, Ended* are eager: they make others go on, and take no behaviour away. What could come between
   one of them and the end of the copy before it can come before both. So it is with *Break*, *Overrule* and *Release*
   and the look before them, which changes nothing.
-- *Issued, AwaitSide, AwaitPost* are lazy: they wait for what, once it is there, stays, and change nothing.
+- *Issued, AwaitCall, AwaitPost* are lazy: they wait for what, once it is there, stays, and change nothing.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class GatherCase:
         Which rank may be lost; None: none.
     slots
         Slots of a rank, as the text that is run has them.
+    streams
+        Calling streams, which take the calls in turn.
     begin, publish, gather, watch
         The text.
     """
@@ -100,6 +103,7 @@ class GatherCase:
     expires: tuple[tuple[int, int], ...] = ()
     lost: int | None = None
     slots: int = p.SLOTS
+    streams: int = 1
     begin: Callable[[int], Turn] = p.begin
     publish: Callable[[int, int, int], Turn] = p.publish
     gather: Callable[[int, int, int, int], Turn] = p.gather
@@ -112,6 +116,7 @@ class GatherCase:
     def __str__(self) -> str:
         words = [f"{self.world} ranks, {self.chunks} chunks a shard, {self.epochs} calls, {self.slots} slots"]
         words += [f"rank {rank}'s kernel of call {epoch} may expire" for rank, epoch in self.expires]
+        words += [f"from {self.streams} streams in turn"] if self.streams > 1 else []
         words += [f"rank {self.lost} may be lost"] if self.lost is not None else []
         ours = (p.begin, p.publish, p.gather, p.watch)
         texts = (self.begin, self.publish, self.gather, self.watch)
@@ -137,7 +142,7 @@ def calling(case: GatherCase, rank: int, epoch: int) -> Turn:
             yield Read(peer, chunk, epoch)
             yield ReadDone(peer, chunk, epoch)
     yield Ended(epoch)
-    return epoch + 1 if epoch < case.epochs else None
+    return epoch + case.streams if epoch + case.streams <= case.epochs else None
 
 
 def side(case: GatherCase, rank: int, epoch: int) -> Turn:
@@ -149,8 +154,7 @@ def side(case: GatherCase, rank: int, epoch: int) -> Turn:
 
 
 #: What a rank's memory begins with: what its host and streams have come to, by epoch, and what was said to it.
-_FIELDS = ("issued", "posted", "sided", "ended", "over", "broken", "expired", "abort", "dead", "pull", "read")
-_ROLES = ("host", "calling stream", "side stream", "watchdog")
+_FIELDS = ("issued", "posted", "sided", "ended", "over", "broken", "expired", "abort", "dead", "pull")
 
 
 class GatherModel(Model):
@@ -160,25 +164,29 @@ class GatherModel(Model):
         {p.Fill, p.Pull, p.Signal, p.Post, p.Done, p.Break, p.Overrule, p.Release, Read, Ended}
     )
     delayed: frozenset[type] = frozenset({p.Filled, p.Pulled, ReadDone})
-    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitSide, p.AwaitPost})
+    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost})
     progress: ClassVar[frozenset[type]] = frozenset({p.Begin})
 
     def __init__(self, case: GatherCase, reduce: bool = True) -> None:
         self.case = case
+        streams = [f"calling stream {i}" if case.streams > 1 else "calling stream" for i in range(case.streams)]
+        roles = ("host", *streams, "side stream", "watchdog")
+        self._roles = len(roles)
         turns: list[Process] = []
         for rank in range(case.world):
             programs: list[tuple[Callable[[Any], Turn], int]] = [
                 (lambda epoch: host(case, epoch), 1),
-                (lambda epoch, rank=rank: calling(case, rank, epoch), 1),  # type: ignore[misc]
+                *((lambda epoch, rank=rank: calling(case, rank, epoch), 1 + i) for i in range(case.streams)),
                 (lambda epoch, rank=rank: side(case, rank, epoch), 1),  # type: ignore[misc]
                 (lambda _, rank=rank: case.watch(rank, case.world), 0),  # type: ignore[misc]
             ]
             turns += [
                 Process(f"rank {rank}'s {role}", turn, start, (role, rank))
-                for role, (turn, start) in zip(_ROLES, programs, strict=True)
+                for role, (turn, start) in zip(roles, programs, strict=True)
             ]
         shards = case.world * case.chunks
         sizes = {"flags": case.world, "signals": shards, "slots": case.slots * case.chunks, "gathered": shards}
+        sizes["read"] = case.streams  # what each stream's kernel is reading
         self._offset = {name: i for i, name in enumerate(_FIELDS)}
         at = len(_FIELDS)
         for name, size in sizes.items():
@@ -205,8 +213,8 @@ class GatherModel(Model):
         if lost is None or not state[self.at(lost, "dead")]:
             return state
         m = list(state)
-        first = len(_ROLES) * lost
-        m[first : first + len(_ROLES)] = [LEFT] * len(_ROLES)
+        first = self._roles * lost
+        m[first : first + self._roles] = [LEFT] * self._roles
         for at in range(self.at(lost, "issued"), self.at(lost, "issued") + self._size):
             if not self.at(lost, "slots") <= at < self.at(lost, "gathered") and at != self.at(lost, "dead"):
                 m[at] = 0
@@ -225,7 +233,7 @@ class GatherModel(Model):
         ask: _Asked = self._asked.get(type(op), GatherModel._always)
 
         def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
-            rank = pid // len(_ROLES)
+            rank = pid // self._roles
             return () if m[self.at(rank, "dead")] else ask(self, rank, op, m)
 
         return answers
@@ -241,10 +249,10 @@ class GatherModel(Model):
     def _issued(self, rank: int, op: Issued, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "issued")] >= op.epoch:
             return (1,)
-        return (0,) if m[rank * len(_ROLES)] == LEFT else ()
+        return (0,) if m[rank * self._roles] == LEFT else ()
 
-    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
+    def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
+        return (0,) if min(m[self.at(rank, "sided")], m[self.at(rank, "ended")]) >= op.epoch else ()
 
     def _await_post(self, rank: int, op: p.AwaitPost, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "posted")] >= op.epoch else ()
@@ -259,8 +267,8 @@ class GatherModel(Model):
     def _notice(self, rank: int, op: p.Notice, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "expired")] or m[self.at(rank, "abort")]:
             return (1,)
-        first = rank * len(_ROLES)
-        return (0,) if m[first] == m[first + 1] == m[first + 2] == LEFT else ()
+        first = rank * self._roles
+        return (0,) if all(local == LEFT for local in m[first : first + self._roles - 1]) else ()
 
     def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
         sided = m[self.at(rank, "sided")]
@@ -272,7 +280,7 @@ class GatherModel(Model):
     def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "sided")] >= op.epoch:
             return (1,)
-        waits = self.locals.op[m[rank * len(_ROLES) + 2]]
+        waits = self.locals.op[m[(rank + 1) * self._roles - 2]]
         stuck = type(waits) is p.AwaitFlag and not self._await_flag(rank, waits, m)
         return (0,) if stuck else ()
 
@@ -281,7 +289,7 @@ class GatherModel(Model):
         return (0, 1)
 
     _asked: ClassVar[dict[type, _Asked]] = {
-        p.Begin: _begin, Issued: _issued, p.AwaitSide: _await_side, p.AwaitPost: _await_post,
+        p.Begin: _begin, Issued: _issued, p.AwaitCall: _await_call, p.AwaitPost: _await_post,
         p.AwaitFlag: _await_flag, Gate: _gate, p.Notice: _notice, p.Oldest: _oldest, p.AwaitKernel: _await_kernel,
         p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
@@ -293,7 +301,7 @@ class GatherModel(Model):
         done = self._does.get(type(op))
         if done is None:
             return None
-        return lambda pid, op, answer, m: done(self, pid // len(_ROLES), op, answer, m)
+        return lambda pid, op, answer, m: done(self, pid // self._roles, op, answer, m)
 
     def _set_issued(self, rank: int, op: p.Begin, answer: int, m: Memory) -> None:
         if answer:
@@ -315,7 +323,8 @@ class GatherModel(Model):
 
     def _write(self, rank: int, source: int, chunk: int, value: int, m: Memory) -> None:
         """Write a chunk to what ``rank`` has gathered."""
-        if m[self.at(rank, "read")] == (source, chunk):
+        reads = self.at(rank, "read")
+        if (source, chunk) in m[reads : reads + self.case.streams]:
             raise Fault("overwritten while read", f"rank {rank}'s kernel reads chunk {chunk} of rank {source}'s shard")
         m[self.at(rank, "gathered", self.shard(source, chunk))] = value
 
@@ -347,13 +356,16 @@ class GatherModel(Model):
             raise Fault("overwritten while read", f"{what}, which that rank wrote over while it was pulled")
         if value != op.epoch:
             raise Fault("read before arrival", f"{what}, and has {'half of it' if value < 0 else f'that of {value}'}")
-        m[self.at(rank, "read")] = (op.rank, op.chunk)
+        m[self._reader(rank, op.epoch)] = (op.rank, op.chunk)
 
     def _read_done(self, rank: int, op: ReadDone, answer: int, m: Memory) -> None:
-        m[self.at(rank, "read")] = 0
+        m[self._reader(rank, op.epoch)] = 0
+
+    def _reader(self, rank: int, epoch: int) -> int:
+        return self.at(rank, "read", (epoch - 1) % self.case.streams)
 
     def _ended(self, rank: int, op: Ended, answer: int, m: Memory) -> None:
-        m[self.at(rank, "ended")] = op.epoch
+        m[self.at(rank, "ended")] = max(m[self.at(rank, "ended")], op.epoch)
 
     def _break(self, rank: int, op: p.Break, answer: int, m: Memory) -> None:
         m[self.at(rank, "broken")] = 1
@@ -383,12 +395,13 @@ class GatherModel(Model):
         for rank in range(self.case.world):
             if m[self.at(rank, "dead")]:
                 continue
-            waits = self.locals.op[m[rank * len(_ROLES) + 1]]
-            may = type(waits) is Gate and (rank, waits.epoch) in self.case.expires
-            if may and not self._gate(rank, waits, m):
-                n = m.copy()
-                n[self.at(rank, "over")], n[self.at(rank, "expired")] = waits.epoch, 1
-                out.append((f"rank {rank}'s kernel of call {waits.epoch} expires", n))
+            for stream in range(self.case.streams):
+                waits = self.locals.op[m[rank * self._roles + 1 + stream]]
+                may = type(waits) is Gate and (rank, waits.epoch) in self.case.expires
+                if may and not self._gate(rank, waits, m):
+                    n = m.copy()
+                    n[self.at(rank, "over")], n[self.at(rank, "expired")] = waits.epoch, 1
+                    out.append((f"rank {rank}'s kernel of call {waits.epoch} expires", n))
             if rank == self.case.lost:
                 n = m.copy()
                 n[self.at(rank, "dead")], n[self.at(rank, "pull")] = 1, 0
@@ -398,7 +411,8 @@ class GatherModel(Model):
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
         alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
-        here = [pid for rank in alive for pid in range(4 * rank, 4 * rank + 4) if m[pid] != LEFT]
+        roles = range(self._roles)
+        here = [pid for rank in alive for pid in (self._roles * rank + role for role in roles) if m[pid] != LEFT]
         if here:
             if not self.environment(m):
                 stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)

@@ -16,7 +16,7 @@ from tilestream.verify.sweep import MODELS, Case, Level, configurations
 #: States at which the search for the shortest trace gives up.
 PLAIN_LIMIT = 2_000_000
 #: Of a gather: four processes a rank, and most steps concern nobody else. There it is the other search that finds.
-GATHER_LIMIT = 20_000
+GATHER_LIMIT = 5_000
 
 
 @dataclass(frozen=True)

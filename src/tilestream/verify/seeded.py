@@ -328,7 +328,7 @@ def _products() -> tuple[SeededBug, ...]:
 
 def _gathers() -> tuple[SeededBug, ...]:
     def bug(name: str, kind: str, says: object, epochs: int, *expires: tuple[int, int], **text: Any) -> SeededBug:
-        least = max((epoch for _, epoch in expires), default=1)
+        least = max(text.get("streams", 1), *(epoch for _, epoch in expires), 1)
         cases = tuple(GatherCase(epochs=n, expires=expires, **text) for n in range(least, epochs + 1))
         return SeededBug(name, kind, "gather", _says(says), cases)
 
@@ -338,6 +338,10 @@ def _gathers() -> tuple[SeededBug, ...]:
         bug("no handshake at the end", early, one, 3, publish=one, gather=g.gather_one_slot),
         bug("slot of the wrong epoch", early, g.fills_the_other_slot, 3, publish=g.fills_the_other_slot),
         bug("told before the slot is full", early, g.posts_before_filled, 2, publish=g.posts_before_filled),
+        bug(
+            "order of one stream taken for granted", overwritten, g.publishes_at_once, 2, publish=g.publishes_at_once,
+            streams=2,
+        ),
         bug("signal before copy", early, g.signals_before_copy, 2, gather=g.signals_before_copy),
         bug("flags written by the reader", early, g.reader_writes_flags, 2, gather=g.reader_writes_flags),
         bug("flags ignored", early, g.waits_for_nobody, 2, gather=g.waits_for_nobody),

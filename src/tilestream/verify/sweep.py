@@ -310,6 +310,8 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(epochs=epochs)
     for epochs in (1, 2, 3):
         yield GatherCase(chunks=2, epochs=epochs)
+    for epochs in (2, 3):
+        yield GatherCase(epochs=epochs, streams=2)
     yield GatherCase(world=3, epochs=1)
     yield GatherCase(epochs=1, expires=((0, 1),))
     yield GatherCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
@@ -325,4 +327,6 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(epochs=3, expires=((0, 2), (1, 2)))
         yield GatherCase(epochs=4, expires=((0, 2),))
         yield GatherCase(epochs=4, expires=((0, 3),))
+        yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
+        yield GatherCase(epochs=4, streams=2)
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
