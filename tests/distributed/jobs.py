@@ -487,3 +487,27 @@ def differs_and_loses(rank, world):
     first = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=5))
     second = raised(lambda: tsd.all_gather_matmul(b.t(), a.t(), form="fused", deadline=5))
     return first, second
+
+
+def layers(rank, world):
+    """A tensor-parallel MLP against the same on one rank: forward, and every gradient."""
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(8, 6 * world).double(), torch.nn.Linear(6 * world, 8).double()
+    column = tsd.ColumnParallelLinear.of(up, dim=1, activation="gelu")
+    row = tsd.RowParallelLinear.of(down, dim=1)
+    whole = random(5, 2, 3 * world, 8).double().requires_grad_()
+    mine = whole.detach().chunk(world, 1)[rank].clone().requires_grad_()
+    expected = down(torch.nn.functional.gelu(up(whole)))
+    out = row(column(mine))
+    assert torch.allclose(out, expected.chunk(world, 1)[rank])
+    expected.square().sum().backward()
+    out.square().sum().backward()
+    assert torch.allclose(mine.grad, whole.grad.chunk(world, 1)[rank])
+    assert torch.allclose(column.weight.grad, up.weight.grad.chunk(world)[rank])
+    assert torch.allclose(column.bias.grad, up.bias.grad.chunk(world)[rank])
+    assert torch.allclose(row.weight.grad, down.weight.grad.chunk(world, 1)[rank])
+    dist.all_reduce(row.bias.grad)  # of each rank's own rows
+    assert torch.allclose(row.bias.grad, down.bias.grad)
+    fresh = tsd.ColumnParallelLinear(8, 2 * world, bias=False)
+    assert fresh(torch.ones(1, 8)).shape == (world, 2)
+    return raised(lambda: tsd.RowParallelLinear(2 * world + 1, 8))

@@ -13,9 +13,12 @@ from tilestream.runtime.errors import GroupBroken
 if TYPE_CHECKING:
     from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
     from tilestream.distributed.async_tp import AsyncTP, async_tp
+    from tilestream.distributed.modules import ColumnParallelLinear, RowParallelLinear
     from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
 
 _LAZY = {
+    "ColumnParallelLinear": "tilestream.distributed.modules",
+    "RowParallelLinear": "tilestream.distributed.modules",
     "AsyncTP": "tilestream.distributed.async_tp",
     "async_tp": "tilestream.distributed.async_tp",
     "all_gather_matmul": "tilestream.distributed.all_gather",
@@ -26,7 +29,9 @@ _LAZY = {
 
 __all__ = [
     "AsyncTP",
+    "ColumnParallelLinear",
     "GroupBroken",
+    "RowParallelLinear",
     "all_gather_matmul",
     "async_tp",
     "matmul_reduce_scatter",
