@@ -282,6 +282,24 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
         assert second.results[1].equal(second.expected(1))
 
 
+def test_looks_at_several_calls_do_not_add_up():
+    with world(2, SHARDS[0]) as (cuda, ranks):
+        first, second = ranks
+        for _ in range(copy_engines._LOOKS + 2):
+            for rank in ranks:
+                rank.call()
+            # The moment in which a kernel has ended, and the event behind its last chunk has not been recorded.
+            patched = pytest.MonkeyPatch()
+            call = first.gatherer._calls[-1]
+            patched.setattr(call.kernel, "query", lambda: True)
+            patched.setattr(call.side, "query", lambda: False)
+            first.gatherer.look()
+            patched.undo()
+            cuda.run()
+        assert not first.member.broken
+        assert len(first.results) == len(second.results) == copy_engines._LOOKS + 2
+
+
 def test_a_late_rank_is_not_taken_for_a_lost_one():
     with world(2, SHARDS[0]) as (cuda, ranks):
         first, second = ranks

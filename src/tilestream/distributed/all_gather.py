@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tilestream.arrival.arrival import Arrival
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
-from tilestream.distributed.collective import gather_whole
+from tilestream.distributed.collective import agree, gather_whole
 from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
@@ -212,6 +212,7 @@ def run(
             # The first call that would: all ranks make it, and find out together whether they can.
             from tilestream.distributed.symmetric import set_up
 
+            agree(member, call.plan, a_shard.device)
             member.reached = True
             if set_up(member, a_shard.device):
                 call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)

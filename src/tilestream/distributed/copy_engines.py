@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks of the watchdog, while a call is under way.
 LOOK_SECONDS = 0.05
-#: Looks after which a kernel that has ended before its side stream has given up: of one that has not, the side stream
-#: has an event left to record.
+#: Looks after which a kernel that has ended before its side stream is known to have given up. Of one that has all its
+#: chunks, the side stream has an event left to record.
 _LOOKS = 3
 #: Signals that are kept, of as many shapes.
 _MOST_ARRIVALS = 128
@@ -74,7 +74,7 @@ class Gatherer:
     """A member's calls on one GPU: their epochs, streams, signals, and what is under way. Hold the member's call."""
 
     def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
-        self._rank, self._world, self._name, self._device = member.rank, member.world, member.name, device
+        self._rank, self._world, self._name, self.device = member.rank, member.world, member.name, device
         self._member = weakref.ref(member)
         self.memory = memory or PeerMemory(member, device)
         self._side = lend_to(self, device)
@@ -84,7 +84,7 @@ class Gatherer:
         self._last: Underway | None = None
         self._lock = threading.Lock()  # of `_calls`
         self._posted = torch.cuda.Event()
-        self._looks = 0
+        self._suspect = 0, 0  # a call, and in how many looks its kernel had ended and its side stream not
         self._watchdog = _Watchdog(self)
 
     # The host ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Gatherer:
 
     def make_arrival(self, shards: Shards) -> Arrival:
         """Signals in this GPU's memory."""
-        return shards.arrival(self._rank, device=str(self._device))
+        return shards.arrival(self._rank, device=str(self.device))
 
     # A call --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Gatherer:
         """Issue a call: publish, gather, kernels. Returns what ``compute`` does; none of it has run yet."""
         epoch = self.begin()
         arrival = self.arrival(shards, epoch)
-        calling = torch.cuda.current_stream(self._device)
+        calling = torch.cuda.current_stream(self.device)
         for x in (*shard, *whole):
             if x is not None:
                 x.record_stream(calling)
@@ -259,14 +259,13 @@ class Gatherer:
         calls = self._underway()
         member = self._member()
         if not calls or member is None:
-            self._looks = 0
             return bool(calls)
-        ended = calls[0].kernel.query()
-        self._looks = self._looks + 1 if ended else 0
-        with aside(self._device):
+        epoch, looks = self._suspect
+        oldest = calls[0]
+        self._suspect = oldest.epoch, (looks if oldest.epoch == epoch else 0) + int(oldest.kernel.query())
+        with aside(self.device):
             told = self.memory.aborted()
-        if told or self._looks >= _LOOKS:
-            self._looks = 0
+        if told or self._suspect[1] >= _LOOKS:
             why = "a peer has given up waiting" if told else f"rank {self._rank} has given up waiting for a peer"
             _answer(p.watch(self._rank, self._world), self._watching(member, f"all_gather_matmul: {why}"))
         return True
@@ -276,7 +275,7 @@ class Gatherer:
             return next((call for call in self._underway() if call.epoch == epoch), None)
 
         def write(address: int, value: int) -> None:
-            with aside(self._device) as stream:
+            with aside(self.device) as stream:
                 stream_write(stream.cuda_stream, address, value)
 
         def overrule(op: p.Overrule) -> None:
@@ -386,6 +385,10 @@ def gather_matmul(
         gatherer = member.gatherer
         if gatherer is None:
             gatherer = member.gatherer = Gatherer(member, device)
+        elif gatherer.device != device:
+            raise ValueError(
+                f"{plan.case.op}: a_shard is on {device}; this group's calls are on {gatherer.device}: a rank has one GPU"
+            )
         size = -(-math.prod(x.shape) * x.element_size() // _ALIGN) * _ALIGN + 4 * shards.batches * shards.rows
         if gatherer.memory.slot_bytes < size:
             gatherer.quiet()
