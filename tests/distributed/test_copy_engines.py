@@ -21,6 +21,7 @@ from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import LINE
 from tilestream.distributed.whole import Whole
 from tilestream.runtime.errors import GroupBroken
+from tilestream.runtime.record import EXPIRED, Record, op_number
 
 
 class Memory:
@@ -280,6 +281,20 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
         with pytest.raises(GroupBroken, match="a peer has given up waiting"):
             second.call()
         assert second.results[1].equal(second.expected(1))
+
+
+def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
+    shards = Shards(1, 2, 3, 2, parts=2)
+    with world(2, shards) as (_, ranks):
+        ranks[0].call()
+        signals = ranks[0].gatherer._calls[0].arrival._signals
+        record = Record(EXPIRED, op_number("all_gather_matmul"), 5, 0, 3, signals.key, 1, 7, -1, 1, 3, 10**9, 10**9)
+        error = record.error()
+        assert (error.rank, error.chunk) == (0, 3)
+        assert str(error).startswith(
+            "all_gather_matmul: rank 1's part of a_shard's chunk 3 did not arrive within the deadline of 1 s: rank 0, "
+            "worker 5 waited 1.000 s"
+        )
 
 
 def test_looks_at_several_calls_do_not_add_up():
