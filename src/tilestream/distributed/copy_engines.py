@@ -387,7 +387,8 @@ def gather_matmul(
             gatherer = member.gatherer = Gatherer(member, device)
         elif gatherer.device != device:
             raise ValueError(
-                f"{plan.case.op}: a_shard is on {device}, and this group's calls on {gatherer.device}: a rank has one GPU"
+                f"{plan.case.op}: a_shard is on {device}; this group's calls are on {gatherer.device}: "
+                "a rank has one GPU"
             )
         size = -(-math.prod(x.shape) * x.element_size() // _ALIGN) * _ALIGN + 4 * shards.batches * shards.rows
         if gatherer.memory.slot_bytes < size:
