@@ -5,8 +5,6 @@ By the group's own methods: what `torch.distributed` calls them changes from ver
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch.distributed import ReduceScatterOptions
 
@@ -14,9 +12,6 @@ from tilestream.distributed.greeting import GREETING_BYTES, differ
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.whole import Whole
-
-#: What the ranks of a group have found that they call alike.
-_agreed: weakref.WeakKeyDictionary[Member, set[bytes]] = weakref.WeakKeyDictionary()
 
 
 def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:
@@ -28,14 +23,13 @@ def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:
         On every rank, where they differ.
     """
     mine = plan.greeting
-    known = _agreed.setdefault(member, set())
-    if mine in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if mine in member.agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return  # under capture nothing can be heard: whoever warms up before has compared
     for peer, theirs in enumerate(exchange_bytes(member, mine, device)):
         error = differ(plan.case.op, mine.rstrip(), member.rank, theirs, peer)
         if error is not None:
             raise error
-    known.add(mine)
+    member.agreed.add(mine)
 
 
 def exchange_bytes(member: Member, mine: bytes, device: torch.device) -> list[bytes]:

@@ -49,6 +49,8 @@ class Member:
         self.reached = False
         #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.
         self.gatherer: Gatherer | None = None
+        #: Greetings of calls that all ranks are known to make alike.
+        self.agreed: set[bytes] = set()
         #: Plans made so far, by all that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
         self._broken: str | None = None
