@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import time
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ class Rank:
         self.member = Member(rank, memory.ranks)
         self.calling = cuda.stream()
         self.over: set[int] = set()  # calls whose kernel has expired
+        self.records: list[Callable[[], None]] = []  # what is done when that is raised
         self.calls: list[torch.Tensor] = []
         self.results: dict[int, torch.Tensor | None] = {}
         with cuda.on(self.calling):
@@ -107,6 +109,7 @@ class Rank:
                     self.results[number] = whole.clone()
                 elif number in self.over or any(word == -words.epoch for word in state):
                     self.results[number] = None
+                    self.records.append(arrival._signals.gave_up)
                 return number in self.results
 
             calling.give(Until(ended))
@@ -185,6 +188,41 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shar
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
             look(rank)
             assert not rank.member.broken, "a watchdog saw what is not there"
+
+
+@given(data=st.data(), shards=st.sampled_from(SHARDS[:2]))
+@settings(max_examples=40)
+def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, shards):
+    with world(shards.world, shards) as (cuda, ranks):
+        for _ in range(data.draw(st.integers(5, 60))):
+            rank = data.draw(st.sampled_from(ranks))
+            what = data.draw(st.integers(0, 9))
+            if what <= 1 and len(rank.gatherer._underway()) <= protocol.AHEAD and not rank.member.broken:
+                rank.call()
+            elif what == 2 and rank.calls:
+                rank.over.add(len(rank.calls))  # its kernel's deadline has passed, if it still waits
+            elif what == 3:
+                look(rank)
+            else:
+                (rank.calling if what % 2 else rank.side).run(data.draw(st.integers(1, 4)))
+        for rank in ranks:  # at last every deadline passes, and every watchdog looks
+            rank.over.update(range(1, len(rank.calls) + 1))
+        for _ in range(8):
+            cuda.run()
+            for rank in ranks:
+                look(rank)
+        for rank in ranks:
+            assert rank.calling.query(), "stuck"
+            assert rank.side.query(), "stuck"
+            for call in range(1, len(rank.calls) + 1):
+                result = rank.results[call]
+                assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
+            for raised in rank.records:
+                raised()
+            assert rank.member.broken or not rank.records, "who has given up knows that the group is broken"
+        if any(rank.member.broken for rank in ranks):
+            cuda.run()
+            assert all(rank.member.broken or rank.gatherer.memory.aborted() for rank in ranks), "all are told"
 
 
 def test_what_is_issued_is_the_text():
@@ -288,6 +326,7 @@ def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
     with world(2, shards) as (_, ranks):
         ranks[0].call()
         signals = ranks[0].gatherer._calls[0].arrival._signals
+        assert not ranks[0].member.broken
         record = Record(EXPIRED, op_number("all_gather_matmul"), 5, 0, 3, signals.key, 1, 7, -1, 1, 3, 10**9, 10**9)
         error = record.error()
         assert (error.rank, error.chunk) == (0, 3)
@@ -295,6 +334,7 @@ def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
             "all_gather_matmul: rank 1's part of a_shard's chunk 3 did not arrive within the deadline of 1 s: rank 0, "
             "worker 5 waited 1.000 s"
         )
+        assert ranks[0].member.broken, "with the first news of it"
 
 
 def test_looks_at_several_calls_do_not_add_up():

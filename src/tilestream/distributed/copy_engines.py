@@ -128,8 +128,9 @@ class Gatherer:
             if len(self._arrivals) >= _MOST_ARRIVALS:
                 del self._arrivals[next(iter(self._arrivals))]
             found = self._arrivals[key] = self.make_arrival(shards)
-            rank = self._rank
+            rank, weakly = self._rank, weakref.ref(self)
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
+            found._signals.gave_up = lambda: _expired(weakly())
         else:
             found.advance()
         return found
@@ -158,7 +159,7 @@ class Gatherer:
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             done = self._gather(epoch, shards, whole, arrival)
         except BaseException as error:  # half a call: what the peers wait for may never come
-            self._give_up(f"all_gather_matmul on rank {self._rank}: {type(error).__name__}: {error}")
+            self.give_up(f"all_gather_matmul on rank {self._rank}: {type(error).__name__}: {error}")
             raise
         try:
             outs = compute(arrival)
@@ -243,10 +244,14 @@ class Gatherer:
         scales = memory[at : at + 4 * shards.batches * shards.rows].view(torch.float32)
         return Whole(data, scales.view(shards.batches, shards.rows, 1))
 
-    def _give_up(self, why: str) -> None:
-        """Break the group, here and on all peers."""
+    def expired(self) -> str:
+        """What is said where a kernel of this rank has expired."""
+        return f"all_gather_matmul: rank {self._rank} has given up waiting for a peer"
+
+    def give_up(self, why: str) -> None:
+        """Break the group, here and on all peers, unless it is."""
         member = self._member()
-        if member is not None:
+        if member is not None and not member.broken:
             perform = self._watching(member, why)
             perform[p.Break](p.Break())
             for peer in p.peers(self._rank, self._world):
@@ -266,8 +271,8 @@ class Gatherer:
         with aside(self.device):
             told = self.memory.aborted()
         if told or self._suspect[1] >= _LOOKS:
-            why = "a peer has given up waiting" if told else f"rank {self._rank} has given up waiting for a peer"
-            _answer(p.watch(self._rank, self._world), self._watching(member, f"all_gather_matmul: {why}"))
+            why = "all_gather_matmul: a peer has given up waiting" if told else self.expired()
+            _answer(p.watch(self._rank, self._world), self._watching(member, why))
         return True
 
     def _watching(self, member: Member, why: str) -> dict[type, Callable[[Any], Any]]:
@@ -303,6 +308,12 @@ class Gatherer:
             p.Oldest: lambda op: min((call.epoch for call in self._underway()), default=0),
             p.Overrule: overrule, p.AwaitKernel: await_kernel, p.Release: release, p.AwaitDone: await_done,
         }  # fmt: skip
+
+
+def _expired(gatherer: Gatherer | None) -> None:
+    """A kernel has expired: also where its peer came just behind the deadline, and the watchdog saw nothing."""
+    if gatherer is not None:
+        gatherer.give_up(gatherer.expired())
 
 
 class _Watchdog:

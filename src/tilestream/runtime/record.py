@@ -91,6 +91,8 @@ class Record(NamedTuple):
         rank = None
         if signals is not None and signals.whose is not None:
             rank, argument = signals.whose(self.chunk)
+        if signals is not None and signals.gave_up is not None:
+            signals.gave_up()
         error = ArrivalTimeout(
             op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, rank, argument
         )
