@@ -54,13 +54,15 @@ class Bug(NamedTuple):
 
 _READS, _WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
 _PENDING, _DEADLOCK = "Accessing buffer with pending access", "Deadlock detected"
-_FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)\n"
-_RELEASE = "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n        stage, phase = step("
+_FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, False, Y_K_MAJOR), PARTS)\n"
+_MORE = "        accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, True, Y_K_MAJOR), PARTS)\n"
+_RELEASE = _MORE + "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
+_NEXT = "        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)\n"
 _LAST = "    accs = wait_mma(accs, 0)\n    mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
 BUGS = {
     # The multiplication that has just been started still reads what is given back.
     "a stage is released too early": Bug(
-        "gemm",
+        "multiply",
         (
             (_FIRST, _FIRST + "    mbarrier.arrive(empty.index(stage))\n"),
             (_RELEASE, _RELEASE.replace("before(stage, STAGES)", "stage")),
@@ -72,8 +74,7 @@ BUGS = {
         "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
     ),
     "no wait for a full stage": Bug(
-        "gemm", (("    for _ in range(1, steps):\n        mbarrier.wait(full.index(stage), phase)\n",
-                  "    for _ in range(1, steps):\n"),), (_WRITES,)
+        "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (_WRITES,)
     ),
     "a barrier counts one arrival too many": Bug(
         "gemm", (("empty = make_barriers(STAGES, HALVES)", "empty = make_barriers(STAGES, HALVES + 1)"),), (_DEADLOCK,)
@@ -98,10 +99,12 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
 
 def seeded(bug: Bug, folder: Path) -> Any:
     """The kernel with a bug, from copies of its files."""
-    texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in ("gemm", "epilogue")}
+    names = ("epilogue", "multiply", "gemm")  # each imports those before it
+    texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in names}
     texts[bug.module] = changed(texts[bug.module], bug.changes)
-    texts["gemm"] = texts["gemm"].replace("tilestream.kernels.hopper.epilogue", "seeded_epilogue")
-    for name in ("epilogue", "gemm"):
+    for name in names:
+        for other in names:
+            texts[name] = texts[name].replace(f"tilestream.kernels.hopper.{other}", f"seeded_{other}")
         path = folder / f"seeded_{name}.py"
         path.write_text(texts[name], encoding="utf-8")
         spec = importlib.util.spec_from_file_location(path.stem, path)

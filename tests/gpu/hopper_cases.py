@@ -15,6 +15,7 @@ import torch
 from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
 
 from error_rule import Maths
+from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.ops import gpu
 from tilestream.plan import hopper
@@ -22,7 +23,7 @@ from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
 from tilestream.plan.plan import Plan, of_candidate
-from tilestream.plan.problem import Problem, dtype_name
+from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.schedule.schedule import Kind
 
 #: Where an output lies: in rows that begin at multiples of 16 bytes; without a gap; in columns; in rows of odd strides;
@@ -38,7 +39,8 @@ class HopperCase:
     ``swapped``: which way round the tile is, where there are two tiles of such rows and columns.
 
     Rows of operands are padded so that TMA can address them, whatever the extents, and all that lies around an operand
-    is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0.
+    is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0. ``rows``, ``columns``: the
+    bounds of the chunks in which A's rows (of all batches), B's columns arrive; ``pivot``: the one to begin with.
     """
 
     m: int
@@ -67,6 +69,9 @@ class HopperCase:
     activation: str | None = None
     scales: str = "none"
     fast_accum: bool = True
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    pivot: int = 0
 
     @property
     def name(self) -> str:
@@ -83,7 +88,8 @@ class HopperCase:
                 ("shared-", self.shared), ("", self.out if self.out != "rows" else ""), ("bias", self.bias),
                 ("residual-", self.residual), ("alpha", self.alpha if self.alpha != 1 else None),
                 ("", self.activation), ("scales-", self.scales if self.scales != "none" else ""),
-                ("precise", not self.fast_accum),
+                ("precise", not self.fast_accum), ("rows", len(self.rows)), ("columns", len(self.columns)),
+                ("pivot", self.pivot),
             )
             if value
         ]  # fmt: skip
@@ -167,6 +173,7 @@ class HopperCase:
         b_dtype = dtype_name(b.dtype) if b.dtype != a.dtype else ""
         problem = Problem(
             self.m, self.n, self.k, self.batch or 1, dtype_name(a.dtype), dtype_name(out.dtype),
+            *(Incoming(chunks_of(bounds), self.pivot) if bounds else None for bounds in (self.rows, self.columns)),
             shared_rows=self.batch > 1 and a.stride(0) == 0, no_tma=gpu._no_tma(a, b, layout), b_dtype=b_dtype,
             scales=self.scales, fast_accum=self.fast_accum or not self.fp8,
         )  # fmt: skip
@@ -198,6 +205,13 @@ class HopperCase:
 def poisoned(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """So many NaNs."""
     return torch.full((count,), float("nan"), dtype=F32, device=device).to(dtype)
+
+
+def chunks_of(bounds: tuple[int, ...]) -> Chunks:
+    """Uniform where they are: all of one size, but for the last."""
+    size, count = bounds[1] - bounds[0], len(bounds) - 1
+    uniform = size > 0 and bounds == tuple(min(i * size, bounds[-1]) for i in range(count + 1))
+    return Chunks.uniform(bounds[-1], size) if uniform else Chunks(bounds)
 
 
 def ways(row: Tile) -> list[tuple[int, int]]:
@@ -414,6 +428,48 @@ LARGE = {
 }
 
 
+# What arrives --------------------------------------------------------------------------------------------------------
+
+
+def _uniform(rows: int, size: int) -> tuple[int, ...]:
+    return (*range(0, rows, size), rows)
+
+
+#: In chunks that are no multiple of a tile, that are one, and in ragged ones, one of them without rows.
+_M, _N, _K = 700, 520, 384
+_ODD, _WHOLE, _RAGGED = _uniform(_M, 150), _uniform(_M, 256), (0, 10, 10, 300, 301, _M)
+_RAGGED_N = (0, 100, 100, 411, _N)
+
+
+def _arriving() -> Iterator[HopperCase]:
+    """Each variant both ways round, every kind; layouts, chunks and pivots in turn. Half of the SMs stay free."""
+    layouts = itertools.cycle(LAYOUTS)
+    for row in FEW:
+        for swapped, kind in itertools.product((False, True)[: len(ways(row))], KINDS):
+            how = {"swapped": swapped, "schedule": kind, "workers": 61}
+            yield _case(row, _M, _N, _K, layout=next(layouts), rows=_ODD, pivot=2, **how)
+            yield _case(row, _M, _N, _K, layout=next(layouts), columns=_RAGGED_N, pivot=3, **how)
+            yield _case(row, _M, _N, _K, layout=next(layouts), rows=_RAGGED, columns=_uniform(_N, 128), **how)
+    for row in FEW:
+        how = {"workers": 61, "schedule": "stream_k"}
+        yield _case(row, 130, 144, 96, batch=5, rows=_uniform(650, 150), pivot=1, workers=61)
+        yield _case(row, _M, 517, _K, rows=_WHOLE, pivot=1, layout="nt", activation="relu", **FULL, **how)
+        yield _case(
+            row, 130, 72, 1999, dtype=E4M3, scales="row", fast_accum=False, layout="nt", rows=(0, 70, 130), **how
+        )
+    for row in MORE:
+        yield _case(row, _M, _N, _K, rows=_ODD, pivot=4, workers=61)
+    yield _case(FEW[0], _M, _N, _K, rows=_WHOLE, pivot=1, workers=61, queues=3)
+
+
+ARRIVING = list({case.name: case for case in _arriving()}.values())
+#: Everything that the gate can do once, of each variant: chunks missing, words of the caller's own, graphs, a probe.
+GATED = [
+    _case(row, _M, _N, _K, schedule=kind, layout="nt", rows=bounds, pivot=1, workers=61)
+    for (row, bounds), kind in itertools.product(zip(FEW, (_ODD, _WHOLE, _RAGGED), strict=True), KINDS)
+]
+
+
 #: What the cost model chooses for, beside torch's own ops.
 AUTO = [
     Case(4096, 4096, 1024), Case(2048, 2048, 2048, layout="nt"), Case(1000, 1000, 1000, layout="tn"),
@@ -444,6 +500,6 @@ def worker_cases(counts: range) -> Iterator[HopperCase]:
 
 
 def launched() -> Iterator[HopperCase]:
-    """What the tests launch, but for `PROBE_CASES`, `AUTO` and `UNALIGNED`."""
+    """What the tests launch, but for `PROBE_CASES`, `AUTO` and `UNALIGNED`, and with a probe."""
     yield from (*CASES, *WORKERS_CASES, *REPEATED, *FORCED_CASES, *CHAINED_CASES, *OWN_RESIDUAL_CASES, *LARGE.values())
     yield from (replace(REPEATED[0], bias=bias, residual=residual) for bias, residual in ((True, ""), (False, "rows")))

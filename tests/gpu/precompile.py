@@ -1,7 +1,7 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [tests] [benchmarks]``: needs a GPU only to ask what it is, where there is none it is
-taken to be an H100.
+``python tests/gpu/precompile.py [tests] [arrival] [benchmarks]``: needs a GPU only to ask what it is, where there is
+none it is taken to be an H100.
 Whatever is left out here is compiled when it is launched: nothing but time depends on this.
 """
 
@@ -125,16 +125,16 @@ def of_matmul_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 def of_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_arrival` and `test_gpu_demo`, and of benchmarks/gpu_stream.py."""
-    for kind in (*KINDS, "auto"):
+    for kind, backend in itertools.product((*KINDS, "auto"), (None, "portable")):
         for chunking in (*UNIFORM, "ragged"):
             rows = Chunks(BOUNDS) if chunking == "ragged" else Chunks.uniform(M, UNIFORM[chunking])
             for workers in (None, 37, 60, 1):
-                yield job(device, Case(M, N, K, schedule=kind, workers=workers), rows=rows)
-            yield job(device, Case(M, N, K, schedule=kind, activation="relu"), rows=rows)
+                yield job(device, Case(M, N, K, schedule=kind, workers=workers), rows=rows, backend=backend)
+            yield job(device, Case(M, N, K, schedule=kind, activation="relu"), rows=rows, backend=backend)
         for columns in (Chunks.uniform(N, 256), Chunks(BOUNDS_N)):
             case = Case(210, N, K, layout="nt", schedule=kind, bias=True, activation="gelu")
-            yield job(device, case, columns=columns)
-        yield job(device, Case(130, 140, K, batch=5, schedule=kind), rows=Chunks.uniform(650, 150))
+            yield job(device, case, columns=columns, backend=backend)
+        yield job(device, Case(130, 140, K, batch=5, schedule=kind), rows=Chunks.uniform(650, 150), backend=backend)
     case = Case(M, N, K, layout="nt", workers=60)
     yield job(device, case, rows=Chunks.uniform(M, 128), columns=Chunks.uniform(N, 100))
     yield job(device, Case(M, N, K, F32), rows=Chunks.uniform(M, 256))
@@ -158,6 +158,16 @@ def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:
         yield job(device, case)
 
 
+def of_hopper_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_hopper_arrival`."""
+    import hopper_cases as hopper
+
+    for case in (*hopper.ARRIVING, *hopper.GATED):
+        yield Job(*case.plan(device))
+    for case in hopper.GATED:
+        yield Job(*case.plan(device), probe=True)
+
+
 def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
     """Of benchmarks/gpu_matmul.py and benchmarks/gpu_gemm.py: what `tilestream` picks there, and the search space."""
     for kind, layout in itertools.product((*KINDS, "auto"), ("nn", "nt")):
@@ -175,7 +185,11 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
         yield job(device, Case(*shape[:3], E4M3, "nt", scales=scales, fast_accum=fast))
 
 
-SECTIONS = {"tests": (of_matmul_tests, of_arrival_tests, of_hopper_tests), "benchmarks": (of_benchmarks,)}
+SECTIONS = {
+    "tests": (of_matmul_tests, of_hopper_tests),
+    "arrival": (of_arrival_tests, of_hopper_arrival_tests),
+    "benchmarks": (of_benchmarks,),
+}
 
 
 # Compiling -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Operands that arrive on a GPU: each chunk late in turn, every pivot, ragged, missing; graphs; streams."""
+"""Operands that arrive on a GPU: each chunk late in turn, every pivot, ragged, missing; graphs; streams.
+
+Of the kernel that the plan picks, and of the portable one. More of Hopper's is in `test_gpu_hopper_arrival`.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,13 @@ BLOCKING = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
 #: A launch that waits for what is issued after it cannot be had where each launch is waited for: it expires.
 launch_first = pytest.mark.skipif(BLOCKING, reason="launches before its chunks are issued")
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True, params=["picked", "portable"])
+def backend(request):
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +213,9 @@ def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
     source, b = pinned(M, K), weight()
     for chunking in ("uniform", "ragged"):
         for arrival in list(arrivals(chunking))[:2]:
-            plan = ts.plan(M, N, K, dtype=BF16, device="cuda", schedule=kind, arrival=arrival, workers=37)
+            plan = ts.plan(
+                M, N, K, dtype=BF16, device="cuda", schedule=kind, arrival=arrival, workers=37, backend="portable"
+            )
             feed = Feed(arrival, source)
             out = torch.full((M, N), float("nan"), dtype=BF16, device="cuda")
             probe = Probe(37, 512, out.device)

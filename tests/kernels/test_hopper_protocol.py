@@ -20,8 +20,9 @@ pytest.importorskip("triton")
 
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gemm as gemm_text
+from tilestream.kernels.hopper import multiply as multiply_text
 from tilestream.kernels.loop import Add, AddUp, Compute, Look, Restore, Write, settle
-from tilestream.plan.hopper import TILES, widths
+from tilestream.plan.hopper import TILES, narrow, widths
 from tilestream.schedule import WorkItem, ring
 from tilestream.verify.protocol import (
     Arrive,
@@ -104,6 +105,10 @@ class Shape(NamedTuple):
     @property
     def columns(self) -> int:
         return sum(self.widths)
+
+    @property
+    def narrow(self) -> bool:
+        return narrow(self.widths, 16) and not self.ring.precise
 
     @property
     def strip(self) -> int:
@@ -189,7 +194,9 @@ class Kernel:
         self.names = {
             "gl": gl, "tl": SimpleNamespace(cast=lambda value, _: value, int32=None), "mbarrier": mbarrier,
             "tma": SimpleNamespace(store_wait=lambda left: self.log.append(Drain(left))), "range": range,
-            "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
+            "narrow": narrow, "fragment": Anything(), "Gate": Anything(), "Arriving": Anything(),
+            "gdc_wait": Anything(),
+            "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
             "take": self.take, "put": self.put, "get": self.get, "step": ring.step, "skip": ring.skip,
             "before": ring.before, "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers,
             "make_slots": Anything(), "tma_load": self.tma_load, "mma_layout": Anything(),
@@ -214,7 +221,7 @@ class Kernel:
             "X_K_MAJOR": True, "Y_K_MAJOR": True, "STORE": "tma" if ring_.strips else "direct",
             "KIND": "stream_k" if split else "dynamic", "CONSUMERS": ring_.consumers, "PROMOTE": ring_.precise,
             "CHAINED": True, "BIAS": "none", "SCALES": False, "RESIDUAL": False, "SCALED": False, "FLIPPED": False,
-            "BATCHED": False, "SWAPPED": False, "EIGHTS": False,
+            "BATCHED": False, "SWAPPED": False, "EIGHTS": False, "ROW_CHUNKS": "none", "COLUMN_CHUNKS": "none",
         }  # fmt: skip
         self.left = iter(items)
         self.item: WorkItem | None = None
@@ -235,7 +242,9 @@ class Kernel:
         function, arguments = self.loops[-1 if who is None else who]
         function(*arguments)
         self.loaded()
-        return of_stages(told(self.log), len(self.shape.widths), self.ring.precise)
+        log = told(self.log)
+        parts = len(self.shape.widths)
+        return of_stages(in_one(log, parts - 1) if self.shape.narrow else log, parts, self.ring.precise)
 
     # What the kernel asks for ---------------------------------------------------------------------------------------
 
@@ -302,9 +311,10 @@ class Kernel:
         assert shape[0] == self.half_rows
         return Accumulator(shape[1])
 
-    def mma(self, x: Buffer, y: Buffer, acc: Accumulator, is_async: bool, use_acc: bool = True) -> Accumulator:
+    def mma(self, x: Buffer | Held, y: Buffer, acc: Accumulator, is_async: bool, use_acc: bool = True) -> Accumulator:
         part = self.parts.index(y.stages.dtype.name)
         assert is_async
+        assert isinstance(x, Held) == (self.shape.narrow and part == len(self.parts) - 1)
         assert x.stages.dtype.name == "x"
         assert divmod(x.at, self.halves) == (y.at, self.half)
         assert acc.width == self.shape.widths[part]
@@ -312,10 +322,10 @@ class Kernel:
         self.log.append(Multiply(y.at, part))
         return Accumulator(acc.width, (acc.steps if use_acc else 0) + 1, part, under_way=True)
 
-    def retire(self, left: int, accs: tuple[Accumulator, ...]) -> Any:
+    def retire(self, left: int, accs: tuple[Accumulator | Held, ...]) -> Any:
         self.log.append(Retire(left))
         if left == 0:
-            accs = tuple(acc._replace(under_way=False) for acc in accs)
+            accs = tuple(acc._replace(under_way=False) if isinstance(acc, Accumulator) else acc for acc in accs)
         return accs[0] if len(accs) == 1 else accs
 
     def finished(self, acc: Accumulator, part: int) -> None:
@@ -403,16 +413,28 @@ class Buffer(NamedTuple):
     def permute(self, _: object) -> Buffer:
         return self
 
+    def load(self, _: object) -> Held:
+        return Held(self.stages, self.at)
+
     def store(self, part: Strip) -> None:
         kernel = self.stages.kernel
         kernel.log.append(Fill(self.own, kernel.item, part.strip))
 
 
+class Held(NamedTuple):
+    """x's part of a stage, in registers."""
+
+    stages: Stages
+    at: int
+
+
 #: What of the kernel is run as it stands, beside `gemm`.
 TEXTS = (
-    gemm_text.load_loop, gemm_text.math_loop, gemm_text.multiply, gemm_text.multiply_precisely, gemm_text.load_operand,
-    gemm_text.make_stages, gemm_text.operand, gemm_text.zero, gemm_text.zeros, gemm_text.start_mma, gemm_text.wait_mma,
-    epilogue_text.start_of, epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
+    gemm_text.load_loop, gemm_text.math_loop, gemm_text.load_operand, gemm_text.make_stages, multiply_text.product,
+    multiply_text.multiply, multiply_text.multiply_narrow, multiply_text.multiply_precisely, multiply_text.poison,
+    multiply_text.operand,
+    multiply_text.zero, multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
+    epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
     epilogue_text.hold, epilogue_text.finish_strip, epilogue_text.settle,
 )  # fmt: skip
 
@@ -474,6 +496,32 @@ def told(log: list[Any]) -> list[tuple[Any, ...]]:
     return [op for op, last in zip(named, [None, *named], strict=False) if op != last or op[0] not in ("Put", "Get")]
 
 
+def in_one(log: list[tuple[Any, ...]], wide: int) -> list[tuple[Any, ...]]:
+    """Operations with a stage's narrow part beside its wide ones.
+
+    Between them there is nothing, or the stage before is waited for and given back: all of it, as no more is in flight
+    than the wide parts. What is in another order stays as it is.
+    """
+    out, at = [], 0
+    while at < len(log):
+        stage = log[at][1] if log[at][0] == "Multiply" else None
+        parts = [("Multiply", stage, part) for part in range(wide + 1)]
+        back = log[at + wide : at + wide + 2]
+        if log[at : at + wide + 1] == parts:
+            out += [*parts, ("Retire", wide + 1)]
+            at += wide + 1
+        elif (
+            log[at : at + wide] == parts[:-1] and back[:1] == [("Retire", wide)] and back[1][0] == "Arrive"
+            and log[at + wide + 2] == parts[-1]
+        ):  # fmt: skip
+            out += [*parts, ("Retire", wide + 1), back[1]]
+            at += wide + 3
+        else:
+            out.append(log[at])
+            at += 1
+    return out
+
+
 def of_stages(log: list[tuple[Any, ...]], parts: int, precise: bool) -> list[tuple[Any, ...]]:
     """Operations with those of a stage's parts as one: all of them, in order, with nothing between.
 
@@ -501,7 +549,7 @@ def of_stages(log: list[tuple[Any, ...]], parts: int, precise: bool) -> list[tup
 #: Strips, C buffers at most, and the parts of a tile's columns.
 LAYOUTS = (
     (0, 2, (64,)), (0, 2, (64, 32)), (1, 2, (64,)), (2, 2, (64,)), (2, 1, (64,)), (2, 2, (64, 64)), (3, 2, (64, 32)),
-    (4, 2, (64,)), (5, 2, (64, 16)), (7, 2, (64, 32, 16)),
+    (4, 2, (64,)), (5, 2, (128, 32)), (5, 2, (64, 16)), (7, 2, (64, 32, 16)),
 )  # fmt: skip
 SHAPES = [
     Shape(Ring(depth, 2, who, precise, strips, most), parts)
@@ -595,15 +643,21 @@ CHANGES = {
     "order is handed on with the first part": ("i == len(WIDTHS) - 1", "i == 0"),
     "order is handed on with every part": (" and i == len(WIDTHS) - 1", ""),
     "order is handed on at every step": ("if k == steps - 1:", "if True:"),
-    "the other's stages are not stepped over": ("skip(stage, phase, steps, STAGES)", "stage, phase"),
+    "the other's stages are not stepped over": ("skip(stage, phase, ahead, STAGES)", "stage, phase"),
     "a stage is given back with every part": (
         "        mbarrier.arrive(empty.index(stage))\n        accs = sums",
         "            mbarrier.arrive(empty.index(stage))\n        accs = sums",
     ),
-    "parts in flight, not stages": ("STAGES * len(accs)", "STAGES"),
+    "parts in flight, not stages": ("True, Y_K_MAJOR), PARTS)", "True, Y_K_MAJOR), 1)"),
+    "a narrow part is not waited for": ("(held,), WIDE)", "(held,), WIDE + 1)"),
+    "a narrow part has x of the stage before": (
+        "        held = x.load(fragment(WIDTHS[WIDE], BITS))\n        last",
+        "        last",
+    ),
+    "a narrow part begins anew": ("WIDE, True, Y_K_MAJOR", "WIDE, False, Y_K_MAJOR"),
     "one stage is left in flight": ("wait_mma(accs, 0)", "wait_mma(accs, 1)"),
     "a product is not waited for": ("warpgroup_mma_wait(0, (part,))", "warpgroup_mma_wait(1, (part,))"),
-    "each step begins anew": ("accs, True, Y_K_MAJOR", "accs, False, Y_K_MAJOR"),
+    "each step begins anew": ("accs, 0, True, Y_K_MAJOR", "accs, 0, False, Y_K_MAJOR"),
     "the first part is multiplied again": ("operand(y_stages[i], stage", "operand(y_stages[0], stage"),
     "the other half is multiplied": ("stage * HALVES + HALF", "stage * HALVES + 1 - HALF"),
     "a store too many is left": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers"),
@@ -646,7 +700,7 @@ def test_a_text_that_says_the_same_is_not_seen():
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_text_that_is_changed_is_seen(change):
-    text = "".join(inspect.getsource(module) for module in (gemm_text, epilogue_text))
+    text = "".join(inspect.getsource(module) for module in (gemm_text, multiply_text, epilogue_text))
     assert change[0] in text
     assert differs(change)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tilestream import Arrival, plan
 from tilestream.plan import DeviceProperties, Problem, hopper, plan_problem, search_space, tma
-from tilestream.plan.problem import FP8, ITEMSIZE, Incoming
+from tilestream.plan.problem import FP8, ITEMSIZE
 from tilestream.schedule import Schedule
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.order import Raster
@@ -97,13 +97,10 @@ def test_no_tile_is_there_twice():
 
 # What it refuses -----------------------------------------------------------------------------------------------------
 
-ARRIVING = Incoming(Arrival.uniform(128, 8).chunks(1024))
 LARGE = 2**31 - 512
 REFUSED = [
     ({}, A100, "it is for sm_90, this is sm_80"),
     ({}, MI300X, "it is for sm_90, this is gfx942"),
-    ({"rows": ARRIVING}, H100, "an operand arrives, and it has no gate yet"),
-    ({"columns": ARRIVING}, H100, "an operand arrives, and it has no gate yet"),
     (
         {"dtype": "float32", "out_dtype": "float32"}, H100,
         "it multiplies bfloat16, float16, float8_e4m3fn, float8_e5m2, not float32",
@@ -140,7 +137,6 @@ def test_it_does_the_largest_below_that():
     [
         (64, 100, 64, {}, "b has strides (100, 1) of 2 bytes: TMA wants one of 1, and the others in multiples of 16"),
         (64, 64, 100, {}, "a has strides (100, 1) of 2 bytes"),
-        (64, 64, 64, {"arrival": Arrival.uniform(32, 2)}, "an operand arrives, and it has no gate yet"),
         (64, 64, 0, {}, "there is nothing to load"),
         (64, 64, 64, {"tile": (128, 128), "backend": "portable"}, "backend='portable' given"),
     ],
@@ -160,6 +156,44 @@ def test_what_it_does_it_does():
     assert "refused   portable: the Hopper kernel does this" in text
     assert "refused   static: " in text
     assert re.search(r"refused   \d+x\d+ tiles: the cost model expects", text)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"arrival": Arrival.uniform(256, 16, pivot=3)},
+        {"arrival": Arrival.ragged([0, 10, 10, 4096], pivot=2)},
+        {"weight_arrival": Arrival.uniform(512, 8, pivot=5)},
+        {"arrival": Arrival.uniform(100, 41), "weight_arrival": Arrival.uniform(512, 8)},
+    ],
+    ids=["uniform", "ragged", "weight", "both"],
+)
+def test_what_arrives_is_its_too(how, layout):
+    made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100, layout=layout, **how)
+    assert made.backend == "hopper"
+    text = made.explain()
+    assert "a tile waits for the chunks it reads" in text
+    assert "refused   portable: the Hopper kernel does this" in text
+    same = plan(4096, 4096, 4096, dtype="bfloat16", device=H100, layout=layout, backend="portable", **how)
+    for one in (made, same):
+        outer = one.schedule.raster
+        assert outer.order in ("chunk_major", "table")
+        items = list(one.schedule.items())
+        chunks = how.get("arrival", how.get("weight_arrival"))
+        operand = 0 if "arrival" in how else 1
+        ready = [
+            max(
+                (wait.chunk - chunks.pivot) % chunks.num_chunks
+                for wait in one.gate.needs(item)
+                if wait.operand == operand
+            )
+            for item in items
+        ]
+        assert ready == sorted(ready), "in the order in which chunks arrive, the pivot's first"
+    swapped = plan(16, 4096, 4096, dtype="bfloat16", device=H100, layout=layout, weight_arrival=Arrival.uniform(512, 8))
+    assert swapped.swapped
+    assert swapped.schedule.raster.transposed, "B's columns are the tensor cores' rows, and still the output's columns"
 
 
 # What is forced ------------------------------------------------------------------------------------------------------

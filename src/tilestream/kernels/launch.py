@@ -9,9 +9,15 @@ import torch
 
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_table
 from tilestream.kernels.portable.schedule import RECORD
 from tilestream.plan.plan import Plan
+from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
+from tilestream.runtime.record import op_number
+
+#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
+_LONGEST_SECONDS = 1e9
 
 #: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
@@ -71,6 +77,7 @@ class Launch:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.table = Table(plan.schedule.raster.table)
+        self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
         self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
     def __call__(
@@ -97,6 +104,20 @@ class Launch:
     ) -> None:  # fmt: skip
         """Launch the kernel on ``stream``, with ``words`` to work on."""
         raise NotImplementedError
+
+    def gate(self, device: torch.device, incoming: Incoming | None) -> GateArguments:
+        """What a launch on the current stream is told of what arrives."""
+        if incoming is None:
+            return NO_GATE
+        rows, columns = (
+            (None, None, 1, 0) if signals is None else signals.use() for signals in (incoming.rows, incoming.columns)
+        )
+        report = channel(device)
+        return GateArguments(
+            rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
+            report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
+            int(1e9 * min(incoming.deadline, _LONGEST_SECONDS)), op_number(incoming.op),
+        )  # fmt: skip
 
 
 def address(x: Any) -> Any:

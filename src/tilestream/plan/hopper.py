@@ -36,19 +36,27 @@ _MOST = 2**31 - 512
 # Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
-EFFICIENCY = {"cooperative": 0.96, "ping_pong": 1.0, "single": 1.75}
+EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.78, "single": 2.11}
 #: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
-LINES, SHALLOW_LOSS = 4, 0.034
+LINES, SHALLOW_LOSS = 4, 0.0169
 #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
 #: column come to that, and with fewer than 64 columns it is this that binds.
-ROWS_CYCLES = 17.2
+ROWS_CYCLES = 22.0
+#: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
+NARROW_LOSS = 1.02
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
-FEED, FEED_OF_ONE, PARTIALS = 13.1e12, 117.6e9, 19e9
+FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
+#: Seconds of an epilogue more for each register of a thread, where TMA does not store: as rows of the accumulator lie
+#: in the output, and as its columns do.
+DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
 #: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
 #: partial results; of a launch.
-STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 16.4e-9, 0.17e-6, 7e-9, 4.5e-6, 4.6e-6
+STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
+#: What L2's way to the SMs takes more where a queue deals out the tiles: neighbours of a texture processing cluster no
+#: longer share operands.
+SCATTERED = 1.2
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
-NOT_HIDDEN = 0.213, 0.026
+NOT_HIDDEN = 0.147, 0.075
 #: Bytes of an operand that L2 keeps beside the other's.
 L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
@@ -58,7 +66,7 @@ PRECISE_LOSS = 1.7
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
-MEMORY_EFFICIENCY = 0.86
+MEMORY_EFFICIENCY = 0.877
 #: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it: what
 #: ptxas does without spilling, of no more than two parts.
 _MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
@@ -152,6 +160,15 @@ def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
     return (widest,) * (columns // widest) + powers
 
 
+def narrow(parts: tuple[int, ...], bits: int) -> bool:
+    """Whether the last of a tile's parts is multiplied with x in registers: shared memory does not feed x that often.
+
+    There must be a wide part to read it under. Operands of 8 bits are not: Triton cannot wait for a multiplication that
+    has them in registers.
+    """
+    return parts[0] >= 128 and parts[-1] < 64 and bits == 16
+
+
 def widest(problem: Problem) -> int:
     """Columns that a math loop multiplies at a time, at most: without fast accumulation it holds them twice."""
     return 128 if problem.fp8 and not problem.fast_accum else 256
@@ -161,8 +178,6 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     """Why this kernel does not do such a problem; empty if it does."""
     if device.arch != "sm_90":
         return f"it is for sm_90, this is {device.arch}"
-    if problem.rows is not None or problem.columns is not None:
-        return "an operand arrives, and it has no gate yet"
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
@@ -255,15 +270,22 @@ def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
 
 def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
     """A K step: the slower of its multiplications and of its bytes' way from L2."""
-    size = ITEMSIZE[problem.dtype]
+    size, parts = ITEMSIZE[problem.dtype], widths(tile.columns)
     # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
-    cycles = sum(max(width / 2, ROWS_CYCLES + width / 4) for width in widths(tile.columns))
+    cycles = sum(
+        max(width / 2, width / 4 + (0 if narrow(parts, 8 * size) and width == parts[-1] else ROWS_CYCLES))
+        for width in parts
+    )
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
     multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
+    if narrow(parts, 8 * size):
+        multiply *= NARROW_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
+    if schedule.kind != "static":
+        feed *= SCATTERED
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
 
@@ -272,6 +294,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     grid, workers = schedule.grid, schedule.workers
     step = _step_seconds(problem, device, schedule, tile)
     epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
+    if problem.n * ITEMSIZE[problem.out_dtype] % 16:
+        epilogue += (DIRECT_SWAPPED_SECONDS if swapped else DIRECT_SECONDS) * tile.registers
     item, tail = grid.k_steps * step + epilogue, 0.0
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
         item, tail = max(grid.k_steps * step, item / 2), epilogue

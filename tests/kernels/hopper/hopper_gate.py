@@ -10,6 +10,8 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``direct``, ``wide``: all of that, but stored from registers; and with 64-bit offsets;
 * ``across``: stream_k, no epilogue, into an output that lies in columns;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
+* ``rows``, ``weight``: ``plain``, with A's rows in uniform chunks; with B's columns in ragged ones;
+* ``arriving``: ``worst``, with both;
 
 as far as the plan has the tile for that; with 16-bit operands, and with 8-bit ones of one and of two dtypes, with and
 without fast accumulation.
@@ -30,11 +32,12 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "portable"))
 
 import triton
-from gate import TARGETS, Pointer, _caught, _NoGpu
+from gate import TARGETS, Pointer, _caught, _NoGpu, gate_arguments
 from gate import gemm as portable_gemm  # noqa: F401
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
@@ -43,7 +46,7 @@ from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
 from tilestream.plan.plan import Plan, of_candidate
-from tilestream.plan.problem import FP8, ITEMSIZE, Problem
+from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
 
 _TYPES = {
     "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
@@ -86,11 +89,12 @@ def fill(
         scale, scale,
         Pointer("float32") if schedule.slots else None,
         Pointer("int32") if schedule.slots else None,
-        None if schedule.kind == "static" else Pointer("int64"),
+        None if schedule.kind == "static" and plan.gate is None else Pointer("int64"),
         None if schedule.raster.table is None else Pointer("int32"),
         Pointer("int32") if probe else None,
     )  # fmt: skip
-    return arguments.options, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0)
+    gate = gate_arguments(plan)
+    return arguments.options, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate)
 
 
 def no_gpu() -> None:
@@ -111,7 +115,7 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 # What is compiled ----------------------------------------------------------------------------------------------------
 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
-HOWS = ("plain", "across", "worst", "direct", "wide", "static", "stealing", "table")
+HOWS = ("plain", "across", "worst", "direct", "wide", "rows", "arriving", "static", "stealing", "table", "weight")
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
 INPUTS = {
@@ -156,6 +160,9 @@ QUICK = (
     (("cooperative", 128, 128), False, "fp8 precise", "plain", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "across", "nt"),
     (("single", 64, 64), False, "bfloat16", "worst", "nt"),
+    (("cooperative", 128, 256), False, "bfloat16", "rows", "nt"),
+    (("ping_pong", 64, 128), True, "bfloat16", "weight", "nt"),
+    (("single", 64, 32), False, "bfloat16", "arriving", "nt"),
     (("single", 64, 16), True, "bfloat16", "direct", "nt"),
     (("cooperative", 128, 16), True, "bfloat16", "plain", "nt"),
 )
@@ -168,12 +175,13 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
-    for how in HOWS[1:] if few else HOWS[1:5]:
+    for how in HOWS[1:] if few else HOWS[1:7]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
         if few or not swapped:
             yield inputs, "worst", "nt"
+            yield inputs, "arriving", "nt"
     if few:
         yield "float16", "wide", "nt"
         yield "fp8 mixed", "plain", "nt"
@@ -181,11 +189,14 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
 
 def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
     dtype, other, fast = INPUTS[inputs]
-    full = how in ("worst", "direct", "wide")
+    full = how in ("worst", "direct", "wide", "arriving")
+    batch = 2 if how in ("worst", "arriving") else 1
+    rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving") else None
+    columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
     problem = Problem(
-        _SIZE, _SIZE, _SIZE, 2 if how == "worst" else 1, dtype, "float32" if how == "worst" else "bfloat16",
-        b_dtype=other, scales=scales, fast_accum=fast, plain=not full,
+        _SIZE, _SIZE, _SIZE, batch, dtype, "bfloat16" if batch == 1 else "float32", rows, columns, b_dtype=other,
+        scales=scales, fast_accum=fast, plain=not full,
     )  # fmt: skip
     kind = "stream_k" if full or how == "across" else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
@@ -206,7 +217,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
             bias=1, residual=_WIDE if how == "wide" else out, scaled=True, activation="gelu", scale_a=(0, 1),
             scale_b=(0, 1),
         )  # fmt: skip
-    if how == "worst":
+    if batch > 1:
         step = _SIZE * _SIZE
         made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *out[1:]), residual=(step, *out[1:]))
     name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
@@ -244,6 +255,10 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
         "loads": len(re.findall(r"\bUTMALDG", sass)),
         "stores": len(re.findall(r"\bUTMASTG", sass)),
         "k_loops": loops,
+        # The gate's: looks at signals, pauses between them, fences before copies.
+        "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
+        "naps": len(re.findall(r"\bnanosleep\.", ptx)),
+        "fences": len(re.findall(r"\bfence\.proxy\.async\.global\b", ptx)),
         "shared": kernel.metadata.shared,
         "expected": expected(configuration),
     }
@@ -265,6 +280,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         if made is not None
     ]
     strips = row.columns // plan.strip
+    arriving = (problem.rows is not None) + (problem.columns is not None)
     buffers = row.loops * row.buffers(out_size) * row.rows_per_loop * plan.strip * out_size
     stored = arguments.out is not None
     return {
@@ -277,8 +293,14 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "stores": row.loops * strips if arguments.out else 0,
         "k_loops": row.loops,
         "gmma": row.rows_per_loop // 64 * plan.block[2] // depth * len(arguments.widths),
-        # Without fast accumulation each product is waited for.
-        "in_flight": 0 if problem.fp8 and not problem.fast_accum else len(arguments.widths),
+        # Without fast accumulation each product is waited for; a narrow part that takes x from registers is, too.
+        "in_flight": 0
+        if problem.fp8 and not problem.fast_accum
+        else (len(arguments.widths) - hopper.narrow(arguments.widths, 8 * size)),
+        # An operand's chunks are waited for by items, and by the last worker out; each looks, and then naps and looks.
+        "looks": 4 * arriving,
+        "naps": 2 * arriving,
+        "fences": min(1, arriving),
         "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),
     }
 

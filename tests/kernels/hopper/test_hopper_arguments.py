@@ -15,17 +15,22 @@ import torch
 
 pytest.importorskip("triton")
 
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.gate import GateArguments
 from tilestream.kernels.hopper import launch as launching
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
 from tilestream.kernels.hopper.launch import GemmLaunch, described_by
-from tilestream.kernels.launch import Probe
+from tilestream.kernels.launch import Incoming, Probe
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import hopper as policy
 from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.problem import Incoming as Arriving
+from tilestream.runtime.channel import channel
 from tilestream.runtime.launcher import VARIES, Descriptor
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
@@ -56,8 +61,8 @@ def layout(how="nn", out=ROWS, m=M, n=N, k=K, **rest) -> Layout:
 
 def named(arguments: Arguments) -> dict[str, Any]:
     """Every argument of the kernel by its name; what stands in for operands is their name."""
-    operands = NAMES[: NAMES.index("base")]
-    filled = arguments.fill((*operands, "base", "reset", "alpha", "beta"), 99)
+    operands = NAMES[: NAMES.index("row_signals")]
+    filled = arguments.fill((*operands, "base", "reset", "alpha", "beta"), 99, GateArguments(*GateArguments._fields))
     assert len(filled) == len(NAMES)
     return dict(zip(NAMES, filled, strict=True))
 
@@ -270,7 +275,8 @@ def test_every_argument_lands_under_its_name():
         "STAGES": plan.stages, "STRIP": plan.strip, "BUFFERS": plan.buffers, "KIND": "stream_k", "SPLIT": "items",
         "STEAL": False, "ORDER": "grouped", "TRANSPOSED": False, "CONSUMERS": "cooperative", "PROMOTE": False,
         "LOAD_REGISTERS": 40, "MATH_REGISTERS": 232, "SCALED": True, "SCALES": False, "BIAS": "columns",
-        "RESIDUAL": True, "ACTIVATION": "silu", "PROBE": True, "CHAINED": True,
+        "RESIDUAL": True, "ACTIVATION": "silu", "PROBE": True, "CHAINED": True, "ROW_CHUNKS": "none",
+        "COLUMN_CHUNKS": "none", **{name: name for name in GateArguments._fields},
     }  # fmt: skip
     assert {name: given[name] for name in expected} == expected
     assert set(UNSPECIALISED) <= set(NAMES)
@@ -300,6 +306,74 @@ def test_how_it_is_compiled():
     assert Arguments(make(), layout()).options == {"num_warps": 4, "launch_pdl": True}
     single = make("single", (64, 64))
     assert Arguments(single, layout()).options == {"num_warps": 4, "launch_pdl": True, "maxnreg": 128}
+
+
+# What arrives --------------------------------------------------------------------------------------------------------
+
+UNIFORM, RAGGED = Arriving(Arrival.uniform(150, 7).chunks(M)), Arriving(Arrival.ragged([0, 7, 7, N]).chunks(N))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_arrives_is_told_by_the_outputs_rows_and_columns(swapped):
+    """Whichever way round the operands are: chunks are of A's rows and of B's columns."""
+    plan = make(tile=(64, 128) if swapped else (128, 64), swapped=swapped, rows=UNIFORM, columns=RAGGED)
+    given = named(Arguments(plan, layout()))
+    assert (given["ROW_CHUNKS"], given["COLUMN_CHUNKS"], given["SWAPPED"]) == ("uniform", "ragged", swapped)
+    numbers = ("row_chunks", "rows_per_chunk", "row_unread", "column_chunks", "columns_per_chunk", "column_unread")
+    assert [given[name] for name in numbers] == [7, 150, 0, 3, 1, 1]
+    assert {given[name] for name in ("rows_per_batch", "row_tiles_per_batch")} == {0}
+    assert (given["rows"], given["columns"]) == ((N, M) if swapped else (M, N))
+
+
+def test_batches_arrive_one_after_the_other():
+    plan = make(batch=3, rows=Arriving(Arrival.uniform(150, 20).chunks(3 * M)))
+    given = named(Arguments(plan, Layout((M * K, K, 1), (K * N, N, 1), (M * N, N, 1))))
+    assert (given["rows_per_batch"], given["row_tiles_per_batch"]) == (M, plan.schedule.grid.num_m)
+
+
+@pytest.mark.parametrize("operand", ["rows", "columns"])
+def test_a_launch_that_waits_does_not_begin_before_the_kernel_ahead_has_ended(operand):
+    arguments = Arguments(make(**{operand: UNIFORM if operand == "rows" else RAGGED}), layout())
+    assert not named(arguments)["CHAINED"]
+    assert not arguments.options["launch_pdl"]
+
+
+class Words:
+    """Stands in for a GPU's signals."""
+
+    def __init__(self, count: int, epoch: int, key: int) -> None:
+        self.given = GateWords(torch.zeros(count + 1, dtype=torch.int32)[1:], torch.zeros(1), epoch, key)
+
+    def use(self) -> GateWords:
+        return self.given
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_launch_is_given_the_words_of_what_arrives(written, kind):
+    plan = make(kind=kind, rows=UNIFORM, columns=RAGGED)
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    launch = GemmLaunch(plan, layout())
+    for epoch in (0, 5):
+        rows, columns = Words(7, epoch, 11), Words(3, epoch + 1, 12)
+        launch(a, b, out, Epilogue(), Incoming(rows, columns, 2.5, "matmul"))
+        call, report = written[0].calls[-1], channel(a.device)
+        expected = {
+            "row_signals": rows.given.words.data_ptr(), "row_quarantine": rows.given.quarantine.data_ptr(),
+            "column_signals": columns.given.words.data_ptr(), "column_table": launch._chunks[1].on(a.device).data_ptr(),
+            "records": report.records.data_ptr(), "claims": report.claims.data_ptr(), "row_epoch": epoch,
+            "column_epoch": epoch + 1, "row_key": 11, "column_key": 12, "allowed": 2_500_000_000,
+        }  # fmt: skip
+        assert {name: call[name] for name in expected} == expected
+        assert "row_table" not in call, "uniform chunks are arithmetic"
+        assert "counters" in call, "a gate has an abort word, whatever the schedule"
+    assert len(written) == 1, "one compiled kernel for every epoch"
+
+
+def test_a_deadline_of_centuries_is_counted_in_64_bits(written):
+    plan = make(rows=UNIFORM)
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    GemmLaunch(plan, layout())(a, b, out, Epilogue(), Incoming(Words(7, 1, 0), None, 1e300, "matmul"))
+    assert written[0].calls[0]["allowed"] == 10**18
 
 
 # Launches ------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,9 @@ def faults(found: dict) -> list[str]:
         "multiplications in flight": all(x["in_flight"] == expected["in_flight"] for x in loops),
         # Without fast accumulation a step waits for its product anyway.
         "barriers of a K step": not expected["in_flight"] or all(x["barriers"] <= barriers for x in loops),
+        "looks at signals": found["looks"] == expected["looks"],
+        "naps": found["naps"] == expected["naps"],
+        "fences": found["fences"] == expected["fences"],
         "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK and found["shared"] <= SHARED,
     }
     return [name for name, kept in rules.items() if not kept]
@@ -72,7 +75,7 @@ def check(found: list[dict], least: int) -> None:
 
 @pytest.mark.timeout(110)
 def test_a_sample_compiles_as_it_should(tmp_path):
-    check(compile_all(sys.executable, "quick", tmp_path, 100), 9)
+    check(compile_all(sys.executable, "quick", tmp_path, 100), 12)
 
 
 SEEDED = """
@@ -114,6 +117,9 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
     [
         ({"notes": ["C7514"]}, "the assembler's notes"),
         ({"wgmma": ["m64n64k16.f32.bf16.bf16"]}, "instructions of the tensor cores"),
+        ({"looks": 3}, "looks at signals"),
+        ({"naps": 0}, "naps"),
+        ({"fences": 0}, "fences"),
         ({"stores": 0}, "TMA stores"),
         ({"loads": 1}, "TMA loads"),
         ({"local": 1}, "spills"),
@@ -128,11 +134,12 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
 def test_each_rule_is_kept(change, fault):
     right = {
         "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "notes": [], "shared": 1200,
-        "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4,
+        "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "looks": 4, "naps": 2,
+        "fences": 1,
         "k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}] * 2,
         "expected": {
             "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "k_loops": 2, "gmma": 4,
-            "in_flight": 1, "shared": 1000,
+            "in_flight": 1, "shared": 1000, "looks": 4, "naps": 2, "fences": 1,
         },
     }  # fmt: skip
     assert not faults(right)

@@ -47,6 +47,26 @@ def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
             assert seen[row.variant, row.rows, row.columns, swapped, True] >= 2
 
 
+def test_arriving_cases_wait_and_leave_sms_to_whoever_copies(cases):
+    seen = Counter()
+    for case in (*cases.ARRIVING, *cases.GATED):
+        plan, _ = case.plan(cases._ANY)
+        assert plan.gate is not None
+        assert plan.workers <= 66
+        assert plan.schedule.raster.order in ("chunk_major", "table")
+        for bounds, incoming in ((case.rows, plan.problem.rows), (case.columns, plan.problem.columns)):
+            assert (incoming.chunks.bounds, incoming.pivot) == (bounds, case.pivot) if bounds else incoming is None
+            ragged = None if incoming is None else not incoming.chunks.rows_per_chunk
+            seen[plan.variant, plan.schedule.kind, ragged] += 1
+        seen[case.layout] += 1
+        seen[plan.variant, plan.swapped] += 1
+    for variant in ("cooperative", "ping_pong", "single"):
+        assert all(seen[variant, kind, how] for kind in ("static", "dynamic", "stream_k") for how in (True, False))
+        assert seen[variant, False]
+    assert seen["ping_pong", True]
+    assert all(seen[layout] >= 5 for layout in ("nn", "nt", "tn", "tt"))
+
+
 def test_operands_and_outputs_lie_in_nan(cases):
     import torch
 

@@ -43,7 +43,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.portable.arguments import Arguments, GateArguments, Layout
+from tilestream.kernels.gate import GateArguments
+from tilestream.kernels.portable.arguments import Arguments, Layout
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
@@ -18,7 +19,8 @@ _INT31 = 2**31
 _SINGLE_REGISTERS = 128
 #: Columns of a strip that is stored from registers by 64-bit offsets: they take two registers an element.
 _WIDE_STRIP = 16
-#: Whether launches may begin before the kernel ahead has ended.
+#: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
+#: SMs while that kernel still needs them.
 _CHAINED = True
 
 
@@ -94,12 +96,14 @@ class Arguments:
             grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
             schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
         )  # fmt: skip
+        self._chunks = chunk_numbers(plan)
+        self._chained = _CHAINED and plan.gate is None
         self._constants = tuple(self._made(probe).values())
-        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": _CHAINED}
+        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
 
-    def fill(self, operands: tuple[Any, ...], capacity: int = 0) -> tuple[Any, ...]:
+    def fill(self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE) -> tuple[Any, ...]:
         """All of them, in the kernel's order.
 
         Parameters
@@ -111,7 +115,8 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[15:]
         return (
-            *operands[:15], base, reset, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
+            *operands[:15], *gate[:8], base, reset, *gate[8:], *self._chunks, *self._extents, alpha, beta,
+            *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
     def _made(self, probe: bool) -> dict[str, Any]:
@@ -119,6 +124,7 @@ class Arguments:
         plan, layout = self.plan, self.layout
         problem, schedule = plan.problem, plan.schedule
         biased = "rows" if plan.swapped else "columns"
+        row_chunks, column_chunks = chunk_kinds(plan)
         return {
             "ROWS": self.rows,
             "WIDTHS": self.widths,
@@ -149,7 +155,9 @@ class Arguments:
             "BIAS": "none" if layout.bias is None else biased,
             "RESIDUAL": layout.residual is not None,
             "ACTIVATION": layout.activation,
-            "CHAINED": _CHAINED,
+            "CHAINED": self._chained,
+            "ROW_CHUNKS": row_chunks,
+            "COLUMN_CHUNKS": column_chunks,
             "PROBE": probe,
         }
 

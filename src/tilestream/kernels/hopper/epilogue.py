@@ -207,12 +207,21 @@ def finish_strip(
 
 
 @gluon.jit
+def place_in_partial(ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
+    """Where a partial result's strip keeps columns [START, START + WIDTH): in 8 x 8 blocks, one behind the other.
+
+    A warp holds such a block in two registers of each thread, so what it stores or loads at once is contiguous.
+    """
+    layout: gl.constexpr = mma_layout(WIDTH)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    column = START + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    return (row // 8 * (STRIP // 8) + column // 8) * 64 + row % 8 * 8 + column % 8
+
+
+@gluon.jit
 def hand_in(accs, at, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr):
     """Store a partial result at ``at``: strips ``[ROWS, STRIP]``, one behind the other."""
-    layout: gl.constexpr = mma_layout(STRIP)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
-    place = row[:, None] * STRIP + column[None, :]
+    place = place_in_partial(ROWS, 0, STRIP, STRIP)
     for i in gl.static_range(start_of(WIDTHS, len(WIDTHS)) // STRIP):
         gl.store(at + i * ROWS * STRIP + place, strip_of(accs, i * STRIP, WIDTHS, STRIP, ROWS))
 
@@ -239,21 +248,57 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
     return last
 
 
+@gluon.constexpr_function
+def together(rows, columns, strip):
+    """Strips of partial results whose loads are under way at once, beside an accumulator of so many columns.
+
+    Of a thread's registers 192 may hold all of them, their sum, and the accumulator.
+    """
+    return max(1, min(112 * 128 // rows, 192 * 128 // rows - columns) // strip - 1)
+
+
 @gluon.jit
-def add_up(mine, at, part, parts, size, ROWS: gl.constexpr, STRIP: gl.constexpr):
+def add_up(mine, at, part, parts, size, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIP: gl.constexpr):
     """One strip of a tile's partial results, added in K order, this consumer's from its registers.
 
-    The others' come past the first-level cache, which may be stale.
+    Half of its columns after the other where that is more than 16 registers of a thread: more can be under way then.
     """
-    layout: gl.constexpr = mma_layout(STRIP)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, STRIP, gl.SliceLayout(0, layout))
-    at = at + row[:, None] * STRIP + column[None, :]
-    acc = gl.zeros((ROWS, STRIP), gl.float32, layout)
-    for i in range(parts):
-        if i == part:
-            acc += mine
-        else:
-            acc += gl.load(at, cache_modifier=".cg")
-        at += size
+    HALF: gl.constexpr = STRIP // 2
+    if ROWS * STRIP > 2048 and HALF >= 16:
+        low, high = mine.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
+        low = gl.convert_layout(low, mma_layout(HALF), assert_trivial=True)
+        high = gl.convert_layout(high, mma_layout(HALF), assert_trivial=True)
+        low = add_columns(low, at, part, parts, size, 0, ROWS, COLUMNS, HALF, STRIP)
+        high = add_columns(high, at, part, parts, size, HALF, ROWS, COLUMNS, HALF, STRIP)
+        acc = gl.join(low, high).permute(0, 2, 1).reshape([ROWS, STRIP])
+        return gl.convert_layout(acc, mma_layout(STRIP), assert_trivial=True)
+    else:
+        return add_columns(mine, at, part, parts, size, 0, ROWS, COLUMNS, STRIP, STRIP)
+
+
+@gluon.jit
+def add_columns(
+    mine, at, part, parts, size, START: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    WIDTH: gl.constexpr, STRIP: gl.constexpr,
+):  # fmt: skip
+    """Columns [START, START + WIDTH) of a strip, added in K order.
+
+    The others' come past the first-level cache, which may be stale; several at once, as the way to L2 is long.
+    """
+    layout: gl.constexpr = mma_layout(WIDTH)
+    TOGETHER: gl.constexpr = together(ROWS, COLUMNS, WIDTH)
+    at = at + place_in_partial(ROWS, START, WIDTH, STRIP)
+    acc = gl.zeros((ROWS, WIDTH), gl.float32, layout)
+    for first in range(0, parts, TOGETHER):
+        others = ()
+        for i in gl.static_range(TOGETHER):
+            there = (first + i < parts) & (first + i != part)
+            inside = gl.full([ROWS, WIDTH], there, gl.int1, layout)
+            others = others + (gl.load(at + i * size, mask=inside, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(TOGETHER):
+            if first + i == part:
+                acc += mine
+            else:
+                acc += others[i]
+        at += TOGETHER * size
     return acc

@@ -4,10 +4,12 @@
 
     load warp                                   math warps (one or two consumers of four warps)
       for item in schedule:                       for item in item ring:
-        hand it on through the item ring            for stage in ring: wgmma
-        for stage in ring: TMA loads                epilogue, drained by TMA under the next item
+        gate.wait(item)                             for stage in ring: wgmma        (void: NaN)
+        hand it on through the item ring            epilogue, drained by TMA under the next item
+        for stage in ring: TMA loads
 
-The protocol between them is at the head of `tilestream.kernels.hopper.ring`.
+The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Where an operand arrives (``ROW_CHUNKS``,
+``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
 
 The kernel knows an accumulator of rows and columns: rows are those of ``x`` ``[rows, K]``, columns those of ``y``
 ``[columns, K]``. ``SWAPPED`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
@@ -20,7 +22,7 @@ Variants (``CONSUMERS``):
 - ``ping_pong``: two, a tile each; one's epilogue runs under the other's multiplications.
 
 ``CHAINED``: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch),
-and waits before it touches memory. What comes after it may do likewise, once all workers run.
+and waits before it touches memory. What comes after it may do likewise, once all workers run. Not with a gate.
 """
 
 from __future__ import annotations
@@ -28,12 +30,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import tma_load, viewed
@@ -41,21 +38,31 @@ from tilestream.kernels.hopper.epilogue import (
     add_up,
     finish_strip,
     hold,
-    mma_layout,
     pending,
     settle,
     start_of,
     strip_of,
     touch,
 )
-from tilestream.kernels.hopper.ring import ITEMS, before, get, make_barriers, make_slots, put, skip, step
+from tilestream.kernels.hopper.gate import (
+    UNALIGNED,
+    Arriving,
+    Gate,
+    begin_gate,
+    counts_out,
+    end_gate,
+    pass_item,
+)
+from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
+from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
     "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
-    "stride_sb", "stride_tb", "alpha", "beta",
+    "stride_sb", "stride_tb", "alpha", "beta", *GATE_UNSPECIALISED,
 )  # fmt: skip
 
 
@@ -91,19 +98,25 @@ def load_loop(
     x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
     x_batched, y_batched, counters, base, reset, table, probe,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
+    gate, rows, columns,
     ROWS: gl.constexpr, WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
     TRANSPOSED: gl.constexpr, PROBE: gl.constexpr, CHAINED: gl.constexpr,
+    ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """The load warp: takes items, hands them on, and loads their K steps into the ring."""
+    """The load warp: takes items, passes their gates, hands them on, and loads their K steps into the ring."""
+    GATED: gl.constexpr = ROW_CHUNKS != "none" or COLUMN_CHUNKS != "none"
     COLUMNS: gl.constexpr = start_of(WIDTHS, len(WIDTHS))
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
-    enter(counters, base, worker, queues, reset, KIND == "static", False)
+    leaves = reset
+    if GATED:
+        leaves = counts_out(gate, reset)
+    enter(counters, base, worker, queues, leaves, KIND == "static", GATED)
     zero = tl.cast(0, tl.int32)
     ticket = zero
     home_open = zero + 1
@@ -116,6 +129,8 @@ def load_loop(
     phase = zero
     slot = zero
     slot_phase = zero
+    if GATED:
+        watch, carried = begin_gate(gate, worker, counters, base, queues, ROW_CHUNKS, COLUMN_CHUNKS)
     while found != 0:
         (
             found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end, noted,
@@ -129,6 +144,14 @@ def load_loop(
             pr, pc = pn, pm
         else:
             pr, pc = pm, pn
+        if GATED:
+            if found != 0:
+                carried, k_begin, k_end, noted = pass_item(
+                    gate, watch, carried, worker, batch, pm, pn, k_begin, k_end,
+                    columns if SWAPPED else rows, rows if SWAPPED else columns, batches, num_m, num_n, base,
+                    probe, capacity, noted, COLUMNS if SWAPPED else ROWS, ROWS if SWAPPED else COLUMNS,
+                    ROW_CHUNKS, COLUMN_CHUNKS, PROBE,
+                )  # fmt: skip
         mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
         put(slots, slot, 0, (k_end - k_begin) * found, 1)
         put(slots, slot, 1, pr, 1)
@@ -156,112 +179,13 @@ def load_loop(
                         k * BLOCK_K, 1, 0, Y_K_MAJOR, BATCHED,
                     )  # fmt: skip
                 stage, phase = step(stage, phase, STAGES)
-    leave(counters, queues, reset, workers, KIND == "static")
-
-
-@gluon.jit
-def operand(stages, at, K_MAJOR: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """A stage's part as the multiplication takes it: ``[rows, K]``, or ``[K, columns]`` where ``TRANSPOSED``."""
-    buffer = stages.index(at)
-    if K_MAJOR == TRANSPOSED:
-        return buffer.permute((1, 0))
+    if GATED:
+        end_gate(
+            gate, watch, carried[0], leaves, reset, worker, workers, queues, counters, base, batches, num_m, num_n,
+            ROW_CHUNKS, COLUMN_CHUNKS,
+        )  # fmt: skip
     else:
-        return buffer
-
-
-@gluon.jit
-def zero(ROWS: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr):
-    """An accumulator of operands of so many bits."""
-    return gl.zeros((ROWS, WIDTH), gl.float32, mma_layout(WIDTH, 256 // BITS))
-
-
-@gluon.jit
-def zeros(ROWS: gl.constexpr, WIDTHS: gl.constexpr, BITS: gl.constexpr):
-    """An accumulator for each part of a tile."""
-    accs = ()
-    for i in gl.static_range(len(WIDTHS)):
-        accs = accs + (zero(ROWS, WIDTHS[i], BITS),)
-    return accs
-
-
-@gluon.jit
-def start_mma(x, y_stages, stage, accs, MORE: gl.constexpr, Y_K_MAJOR: gl.constexpr):
-    """Start the multiplications of a stage: into the accumulators, or with ``MORE`` on top of what is there."""
-    out = ()
-    for i in gl.static_range(len(accs)):
-        y = operand(y_stages[i], stage, Y_K_MAJOR, True)
-        out = out + (warpgroup_mma(x, y, accs[i], is_async=True, use_acc=MORE),)
-    return out
-
-
-@gluon.jit
-def wait_mma(accs, STAGES: gl.constexpr):
-    """Wait until the multiplications of no more than ``STAGES`` stages have not finished."""
-    if len(accs) == 1:
-        return (warpgroup_mma_wait(STAGES, accs),)
-    else:
-        return warpgroup_mma_wait(STAGES * len(accs), accs)
-
-
-@gluon.jit
-def multiply(
-    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    """The K loop of one item: ``(accumulators, stage, phase)``.
-
-    A stage is given back when the multiplication after it has been started and the one on it is done: so a ring has two
-    stages at least.
-    """
-    HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
-    mbarrier.wait(full.index(stage), phase)
-    x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-    accs = wait_mma(start_mma(x, y_stages, stage, accs, False, Y_K_MAJOR), 1)
-    stage, phase = step(stage, phase, STAGES)
-    for _ in range(1, steps):
-        mbarrier.wait(full.index(stage), phase)
-        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        accs = wait_mma(start_mma(x, y_stages, stage, accs, True, Y_K_MAJOR), 1)
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
-        stage, phase = step(stage, phase, STAGES)
-    if CONSUMERS == "ping_pong":
-        mbarrier.arrive(order.index(1 - WHO))
-    accs = wait_mma(accs, 0)
-    mbarrier.arrive(empty.index(before(stage, STAGES)))
-    return accs, stage, phase
-
-
-@gluon.jit
-def multiply_precisely(
-    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulators in fp32.
-
-    The tensor core adds products of fp8 with about 14 bits; over a step of K that is harmless, over all of it it shows.
-    Parts one after the other: there are registers for the product of one of them.
-    """
-    HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
-    for k in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        sums = ()
-        for i in gl.static_range(len(WIDTHS)):
-            part = zero(HALF_ROWS, WIDTHS[i], x_stages.dtype.primitive_bitwidth)
-            y = operand(y_stages[i], stage, Y_K_MAJOR, True)
-            part = warpgroup_mma(x, y, part, is_async=True, use_acc=False)
-            if CONSUMERS == "ping_pong" and i == len(WIDTHS) - 1:
-                if k == steps - 1:
-                    mbarrier.arrive(order.index(1 - WHO))
-            sums = sums + (accs[i] + warpgroup_mma_wait(0, (part,)),)
-        mbarrier.arrive(empty.index(stage))
-        accs = sums
-        stage, phase = step(stage, phase, STAGES)
-    return accs, stage, phase
+        leave(counters, queues, reset, workers, KIND == "static")
 
 
 @gluon.jit
@@ -275,6 +199,7 @@ def math_loop(
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr,
     SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
     if CHAINED:
@@ -305,6 +230,8 @@ def math_loop(
         mbarrier.arrive(item_empty.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         mine = steps > 0
+        if GATED:
+            mine = steps != 0
         if CONSUMERS == "ping_pong":
             mine = mine & (number % 2 == WHO)
         if mine:
@@ -319,16 +246,10 @@ def math_loop(
                 row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
                 HALF_ROWS, WIDTHS, FLIPPED, SCALES, BIAS, RESIDUAL,
             )  # fmt: skip
-            if PROMOTE:
-                accs, stage, phase = multiply_precisely(
-                    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-                    WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
-                )  # fmt: skip
-            else:
-                accs, stage, phase = multiply(
-                    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-                    WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
-                )  # fmt: skip
+            accs, stage, phase = product(
+                x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
+                WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS, PROMOTE, GATED,
+            )  # fmt: skip
             hold(early)
             finishes = parts == 1
             at = partials
@@ -347,7 +268,7 @@ def math_loop(
                     x = strip_of(accs, i * STRIP, WIDTHS, STRIP, HALF_ROWS)
                     if KIND == "stream_k":
                         if parts > 1:
-                            x = add_up(x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, STRIP)
+                            x = add_up(x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, COLUMNS, STRIP)
                     finish_strip(
                         x, batch, row, pc * COLUMNS + i * STRIP, rows, columns, WHO * BUFFERS + i % BUFFERS,
                         pending(i, COLUMNS // STRIP, BUFFERS),
@@ -359,18 +280,25 @@ def math_loop(
                     )  # fmt: skip
         if CONSUMERS == "ping_pong":
             if not mine:
-                stage, phase = skip(stage, phase, steps, STAGES)
+                ahead = steps
+                if GATED:
+                    ahead = tl.maximum(steps, 0)
+                stage, phase = skip(stage, phase, ahead, STAGES)
             number = (number + 1) % 4
         going = steps
     if STORE == "tma":
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED)
+@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, probe,
-    base: tl.int64, reset, x_batched, y_batched, rows, columns,
+    row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
+    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
+    column_chunks, columns_per_chunk, column_unread,
+    x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
     stride_tb, stride_tc, alpha, beta,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
@@ -382,7 +310,8 @@ def gemm(
     MATH_REGISTERS: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr,
     EIGHTS: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, PROBE: gl.constexpr,
+    ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
+    PROBE: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -413,6 +342,15 @@ def gemm(
     item_empty = make_barriers(ITEMS, LOOPS)
     order = make_barriers(2, 1)
     slots = make_slots()
+    GATED: gl.constexpr = ROW_CHUNKS != "none" or COLUMN_CHUNKS != "none"
+    gate = Gate(
+        Arriving(row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread),
+        Arriving(
+            column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,
+            columns_per_chunk, column_unread,
+        ),
+        rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
+    )  # fmt: skip
     if LOOPS == 2:
         gl.warp_specialize([
             (math_loop, (
@@ -422,6 +360,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                GATED,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -430,14 +369,15 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                GATED,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
-                capacity,
+                capacity, gate, rows, columns,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -449,13 +389,14 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
+                GATED,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
-                capacity,
+                capacity, gate, rows, columns,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS,
             )),
         ], [1], [LOAD_REGISTERS])  # fmt: skip

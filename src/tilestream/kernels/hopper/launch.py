@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.gate import NO_GATE, GateArguments
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.launch import Incoming, Launch, Probe
@@ -64,20 +65,22 @@ class GemmLaunch(Launch):
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words,
         )  # fmt: skip
+        gate = self.gate(a.device, incoming)
         launcher = self._launchers.get(probe is not None)
         if launcher is None:
-            launcher = self._launchers[probe is not None] = self._compiled(a, b, out, given, epilogue, probe)
+            launcher = self._launchers[probe is not None] = self._compiled(a, b, out, given, gate, epilogue, probe)
         x, y = (b, a) if swapped else (a, b)
         maps = (out.data_ptr(),) if self._stored_by_map else ()
+        pointers, numbers = (given, ()) if incoming is None else ((*given, *gate[:8]), gate[8:])
         launcher(
             stream, x.data_ptr(), *(y.data_ptr(),) * self._parts, *maps,
-            *[tensor.data_ptr() for tensor in given if tensor is not None],
-            words.base, words.reset, epilogue.alpha, epilogue.beta,
+            *[tensor.data_ptr() for tensor in pointers if tensor is not None],
+            words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
 
     def _compiled(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
-        epilogue: Epilogue, probe: Probe | None,
+        gate: GateArguments, epilogue: Epilogue, probe: Probe | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         arguments, capacity = self._arguments, 0
@@ -86,7 +89,7 @@ class GemmLaunch(Launch):
         x, y = (b, a) if self.plan.swapped else (a, b)
         maps = (arguments.x, x.dtype), *((part, y.dtype) for part in arguments.y), (arguments.out, out.dtype)
         described = [None if made is None else described_by(made, dtype) for made, dtype in maps]
-        filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity)
+        filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate)
         grid = (self.plan.schedule.workers, 1, 1)
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
         problem = self.plan.problem
@@ -95,7 +98,9 @@ class GemmLaunch(Launch):
             None if made is None else Descriptor(made.shape, made.strides, promotion=promotion) for made, _ in maps
         ]
         varying += [None if tensor is None else VARIES for tensor in given]
-        return Launcher(kernel, grid, arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity))
+        if gate is not NO_GATE:
+            gate = GateArguments._make(None if x is None else VARIES for x in gate)
+        return Launcher(kernel, grid, arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate))
 
 
 def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:

@@ -6,14 +6,11 @@ shapes.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
-from tilestream.arrival.gate import Gate
+from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
 from tilestream.plan.plan import Plan
 from tilestream.plan.portable import STRIP
-from tilestream.plan.problem import Incoming
-from tilestream.schedule.grid import WorkItem
 
 _INT31 = 2**31
 #: Of K, at most, between two times that an accumulator of 8-bit products is emptied.
@@ -68,40 +65,6 @@ def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride:
     return any(strides[i] == 1 and extents[i] % 16 == 0 and strides[1 - i] % 16 == 0 for i in (1, 0))
 
 
-class GateArguments(NamedTuple):
-    """What a launch is told of what arrives: see `tilestream.kernels.portable.gate`. Tensors, or stand-ins for them.
-
-    Attributes
-    ----------
-    row_signals, row_quarantine, row_table, row_epoch, row_key
-        Of A's rows; None, and an epoch of 1, where they are all there. The same for B's columns.
-    records, claims
-        The device's error channel.
-    allowed
-        Nanoseconds.
-    op
-        The op's number in a record.
-    """
-
-    row_signals: Any = None
-    row_quarantine: Any = None
-    row_table: Any = None
-    column_signals: Any = None
-    column_quarantine: Any = None
-    column_table: Any = None
-    records: Any = None
-    claims: Any = None
-    row_epoch: int = 1
-    row_key: int = 0
-    column_epoch: int = 1
-    column_key: int = 0
-    allowed: int = 0
-    op: int = 0
-
-
-NO_GATE = GateArguments()
-
-
 class Arguments:
     """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
 
@@ -109,7 +72,7 @@ class Arguments:
         problem, schedule = plan.problem, plan.schedule
         grid, raster = schedule.grid, schedule.raster
         self._numbers = (
-            *_chunk_numbers(plan), problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
+            *chunk_numbers(plan), problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
             layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
         )  # fmt: skip
         self._schedule = (
@@ -153,6 +116,7 @@ def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]
     """The kernel's compile-time arguments, in its order."""
     problem, schedule = plan.problem, plan.schedule
     block_m, block_n, block_k = plan.block
+    rows, columns = chunk_kinds(plan)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -175,8 +139,8 @@ def constants(plan: Plan, layout: Layout, probe: bool = False) -> dict[str, Any]
         "BIAS": layout.bias is not None,
         "RESIDUAL": layout.residual is not None,
         "ACTIVATION": layout.activation,
-        "ROWS": _chunk_kind(problem.rows),
-        "COLUMNS": _chunk_kind(problem.columns),
+        "ROWS": rows,
+        "COLUMNS": columns,
         "PROBE": probe,
     }
 
@@ -195,63 +159,3 @@ def _wide(plan: Plan, layout: Layout) -> bool:
         >= _INT31
         for name in extents
     )
-
-
-def _chunk_kind(incoming: Incoming | None) -> str:
-    if incoming is None:
-        return "none"
-    return "uniform" if incoming.chunks.rows_per_chunk else "ragged"
-
-
-def _chunk_numbers(plan: Plan) -> tuple[int, ...]:
-    """What the kernel is told of the chunks of rows (the last two: of several batches), then of columns."""
-    problem = plan.problem
-    several = bool(problem.row_of_batch)
-    batches = (problem.m, plan.schedule.grid.num_m) if several else (0, 0)
-    return *_sizes(plan, 0), *batches, *_sizes(plan, 1)
-
-
-def _sizes(plan: Plan, operand: int) -> tuple[int, int, int]:
-    """Chunks, rows of a chunk, chunks that no tile reads."""
-    incoming = plan.problem.columns if operand else plan.problem.rows
-    if incoming is None:
-        return 0, 1, 0
-    return incoming.chunks.count, incoming.chunks.rows_per_chunk or 1, len(_unread(plan, operand))
-
-
-def _tiles(plan: Plan, operand: int) -> list[WorkItem]:
-    """An item of each row tile (column tile), in the order of what arrives."""
-    grid = plan.schedule.grid
-    if operand:
-        return [WorkItem(0, 0, 0, pn, 0, 0) for pn in range(grid.num_n)]
-    batches = grid.batch if plan.problem.row_of_batch else 1
-    return [WorkItem(0, batch, pm, 0, 0, 0) for batch in range(batches) for pm in range(grid.num_m)]
-
-
-def _needs(gate: Gate, item: WorkItem, operand: int) -> list[int]:
-    return [wait.chunk for wait in gate.needs(item) if wait.operand == operand]
-
-
-def _unread(plan: Plan, operand: int) -> list[int]:
-    """The chunks that no tile reads: those without rows, or all where there is no tile."""
-    incoming, gate = plan.problem.columns if operand else plan.problem.rows, plan.gate
-    assert incoming is not None
-    assert gate is not None
-    chunks = incoming.chunks
-    if not plan.schedule.grid.tiles:
-        return list(range(chunks.count))
-    return [c for c in range(chunks.count) if chunks.bounds[c] == chunks.bounds[c + 1]]
-
-
-def chunk_table(plan: Plan, operand: int) -> list[int] | None:
-    """The chunks that each row (column) tile reads, where no arithmetic describes them, as the kernel reads them.
-
-    Entry ``t`` says where in the table tile ``t``'s chunks begin, entry ``t + 1`` where they end. Behind the last
-    tile's stand the chunks that no tile reads.
-    """
-    incoming, gate = plan.problem.columns if operand else plan.problem.rows, plan.gate
-    if incoming is None or gate is None or incoming.chunks.rows_per_chunk:
-        return None
-    needed = [_needs(gate, item, operand) for item in _tiles(plan, operand)]
-    starts = itertools.accumulate(map(len, needed), initial=len(needed) + 1)
-    return [*starts, *itertools.chain.from_iterable(needed), *_unread(plan, operand)]

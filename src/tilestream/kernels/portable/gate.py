@@ -44,8 +44,6 @@ EXPIRED: tl.constexpr = tl.constexpr(record.EXPIRED)
 FAILED: tl.constexpr = tl.constexpr(record.FAILED)
 QUARANTINED: tl.constexpr = tl.constexpr(record.QUARANTINED)
 
-#: Signals zeroed in one go.
-_WIDTH: tl.constexpr = tl.constexpr(128)
 RECORDS: tl.constexpr = tl.constexpr(record.RECORDS)
 FIELDS: tl.constexpr = tl.constexpr(record.FIELDS)
 
@@ -69,19 +67,19 @@ def is_over(abort, base):
 def wait(signals, chunk, epoch, abort, base, clock, begin, allowed):
     """Wait for one chunk; how it ended, and the nanoseconds waited."""
     state = look(signals, chunk, epoch)
-    waited = tl.zeros((), tl.int64)
+    waited = tl.cast(0, tl.int64)
     if state == PENDING:
         first = present(clock)
-        pause = tl.full((), SHORTEST, tl.int32)
+        pause = tl.cast(SHORTEST, tl.int32)
         while state == PENDING:
             nap(pause)
             pause = tl.minimum(2 * pause, LONGEST)
             state = look(signals, chunk, epoch)
             if state == PENDING:
                 if is_over(abort, base):
-                    state = tl.full((), OVER, tl.int32)
+                    state = tl.cast(OVER, tl.int32)
                 elif latest(clock) - begin > allowed:
-                    state = tl.full((), EXPIRED, tl.int32)
+                    state = tl.cast(EXPIRED, tl.int32)
         waited = present(clock) - first
     return state, waited
 
@@ -135,10 +133,10 @@ def pass_operand(
         stop = tl.load(table + tile + 1)
         first = tl.load(table + i)
         last = tl.load(table + stop - 1)
-    state = tl.full((), ARRIVED, tl.int32)
-    waited = tl.zeros((), tl.int64)
+    state = tl.cast(ARRIVED, tl.int32)
+    waited = tl.cast(0, tl.int64)
     # Not `i`: Triton's compiler takes a loop's variable that is set to what it began with for one that never changes.
-    chunk = tl.full((), -1, tl.int32)
+    chunk = tl.cast(-1, tl.int32)
     while (i < stop) & (state == ARRIVED):
         chunk = i
         if CHUNKS == "ragged":
@@ -170,7 +168,7 @@ def pass_gate(
                 allowed, probe, capacity, worker, noted, 0, ROWS, PROBE,
             )  # fmt: skip
             if state != ARRIVED:
-                over = tl.full((), 1, tl.int32)
+                over = tl.cast(1, tl.int32)
                 if state != OVER:
                     end_launch(
                         state, abort, base, records, claims, op, worker, 0, chunk, row_key, row_epoch,
@@ -184,7 +182,7 @@ def pass_gate(
                 probe, capacity, worker, noted, 1, COLUMNS, PROBE,
             )  # fmt: skip
             if state != ARRIVED:
-                over = tl.full((), 1, tl.int32)
+                over = tl.cast(1, tl.int32)
                 if state != OVER:
                     end_launch(
                         state, abort, base, records, claims, op, worker, 1, chunk, column_key, column_epoch,
@@ -200,7 +198,7 @@ def quarantined(
     abort, base, records, claims, op, allowed, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Whether an earlier launch left signals behind that nobody has reset; then this one is over, and says so."""
-    over = tl.zeros((), tl.int32)
+    over = tl.cast(0, tl.int32)
     if ROWS != "none":
         if row_epoch == 0:
             over = look_at_mark(over, row_quarantine, 0, worker, row_key, abort, base, records, claims, op, allowed)
@@ -215,7 +213,7 @@ def quarantined(
 @triton.jit
 def look_at_mark(over, quarantine, operand, worker, key, abort, base, records, claims, op, allowed):
     """Whether the launch is over, now that an operand's mark was looked at."""
-    none = tl.full((), -1, tl.int32)
+    none = tl.cast(-1, tl.int32)
     if tl.atomic_add(quarantine, 0, sem="relaxed") != 0:
         over = over * 0 + 1
         end_launch(
@@ -234,7 +232,7 @@ def see_rest(
 
     Only then may the signals be zeroed: one that comes later would count for the next call (invariant 4).
     """
-    i = tl.zeros((), tl.int32)
+    i = tl.cast(0, tl.int32)
     while (i < unread) & (over == 0):
         chunk = i
         if CHUNKS == "ragged":
@@ -256,9 +254,8 @@ def clear(over, epoch, signals, chunks, quarantine):
     """Zero the signals, or put them under quarantine."""
     if epoch == 0:
         if over == 0:
-            for at in range(0, chunks, _WIDTH):
-                lane = at + tl.arange(0, _WIDTH)
-                tl.store(signals + lane, tl.zeros((_WIDTH,), tl.int32), mask=lane < chunks)
+            for chunk in range(chunks):
+                tl.store(signals + chunk, 0)
         else:
             tl.store(quarantine, 1)
 

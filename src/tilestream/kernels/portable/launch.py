@@ -8,18 +8,14 @@ from typing import Any
 import torch
 
 from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.launch import Incoming, Launch, Probe, Table, address
-from tilestream.kernels.portable.arguments import NO_GATE, Arguments, GateArguments, Layout, chunk_table
+from tilestream.kernels.gate import NO_GATE, GateArguments
+from tilestream.kernels.launch import Incoming, Launch, Probe, address
+from tilestream.kernels.portable.arguments import Arguments, Layout
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.kernels.portable.jit import INTERPRETED
 from tilestream.plan.plan import Plan
-from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.launcher import watched
-from tilestream.runtime.record import op_number
-
-#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
-_LONGEST_SECONDS = 1e9
 
 
 class GemmLaunch(Launch):
@@ -35,14 +31,13 @@ class GemmLaunch(Launch):
         self._arguments = Arguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
-        self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
         incoming: Incoming | None, probe: Probe | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
-        gate = NO_GATE if incoming is None else self._gate(a.device, incoming)
+        gate = self.gate(a.device, incoming)
         operands = (
             a, b, out, epilogue.bias, epilogue.residual, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words, words.base, words.reset,
@@ -64,17 +59,6 @@ class GemmLaunch(Launch):
             filled = self._arguments.fill(*operands, gate=gate, scales=scales)
             kernel = gemm[self._grid](*filled, **self._arguments.options)
             self._compiled = None if INTERPRETED else _direct(kernel, self._grid)
-
-    def _gate(self, device: torch.device, incoming: Incoming) -> GateArguments:
-        rows, columns = (
-            (None, None, 1, 0) if signals is None else signals.use() for signals in (incoming.rows, incoming.columns)
-        )
-        report = channel(device)
-        return GateArguments(
-            rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
-            report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
-            int(1e9 * min(incoming.deadline, _LONGEST_SECONDS)), op_number(incoming.op),
-        )  # fmt: skip
 
 
 def _direct(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
