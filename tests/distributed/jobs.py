@@ -173,11 +173,16 @@ def differs(rank, world, how):
     return text
 
 
-def loses(rank, world, when):
+def loses(rank, world, when, folder):
     """The last rank dies: the others raise, now and at each later call; soon, not at the deadline."""
     a, b = torch.ones(4, 8), torch.ones(8, 6)
     tsd.all_gather_matmul(a, b, form="fused")
+    (Path(folder) / str(rank)).touch()
     if rank == world - 1:
+        # What a process that ends has not read makes its peers' connections end at once, with what is on its way.
+        end = time.monotonic() + 20
+        while len(list(Path(folder).iterdir())) < world and time.monotonic() < end:
+            time.sleep(0.002)
         if when == "before":
             os._exit(0)
         threading.Timer(0.3, lambda: os._exit(0)).start()

@@ -68,8 +68,8 @@ def test_what_ranks_differ_in_is_raised_on_all_and_the_group_goes_on(ranks, how,
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_rank_that_dies_breaks_the_group_at_once(ranks, when):
-    *others, lost = ranks.run(3, jobs.loses, when)
+def test_a_rank_that_dies_breaks_the_group_at_once(ranks, when, tmp_path):
+    *others, lost = ranks.run(3, jobs.loses, when, str(tmp_path))
     assert lost == "lost"
     for first, second, waited in others:
         assert first.startswith("GroupBroken: process group '"), first
