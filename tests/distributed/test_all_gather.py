@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faults
 import jobs
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_hundred_calls_without_a_barrier(ranks):
 
 
 def test_two_groups_at_once_and_one_breaks(ranks):
-    assert ranks.run(2, jobs.two_groups) == [True, True]
+    assert ranks.run(2, faults.two_groups) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_two_groups_at_once_and_one_breaks(ranks):
     ],
 )
 def test_what_ranks_differ_in_is_raised_on_all_and_the_group_goes_on(ranks, how, field):
-    texts = ranks.run(3, jobs.differs, how)
+    texts = ranks.run(3, faults.differs, how)
     assert all(text.startswith("ValueError") for text in texts), texts
     assert f"ranks 0 and 1 differ in {field}" in texts[0]
     assert "All ranks of a group make the same calls" in texts[0]
@@ -69,7 +70,7 @@ def test_what_ranks_differ_in_is_raised_on_all_and_the_group_goes_on(ranks, how,
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_rank_that_dies_breaks_the_group_at_once(ranks, when, tmp_path):
-    *others, lost = ranks.run(3, jobs.loses, when, str(tmp_path))
+    *others, lost = ranks.run(3, faults.loses, when, str(tmp_path))
     assert lost == "lost"
     for first, second, waited in others:
         assert first.startswith("GroupBroken: process group '"), first
@@ -81,7 +82,7 @@ def test_a_rank_that_dies_breaks_the_group_at_once(ranks, when, tmp_path):
 
 @pytest.mark.parametrize("op", ["gather", "scatter"])
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks, op):
-    *others, late = ranks.run(3, jobs.expires, op)
+    *others, late = ranks.run(3, faults.expires, op)
     names = {first.split(":")[0] for first, _, _ in others}
     assert "ArrivalTimeout" in names <= {"ArrivalTimeout", "GroupBroken"}, others  # the second may be told by the first
     said = next(first for first, _, _ in others if first.startswith("ArrivalTimeout"))
@@ -95,7 +96,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks, op):
 
 
 def test_a_rank_that_differs_while_another_dies(ranks):
-    *others, _ = ranks.run(3, jobs.differs_and_loses)
+    *others, _ = ranks.run(3, faults.differs_and_loses)
     for first, second in others:
         assert first.startswith(("ValueError", "GroupBroken")), first
         assert second.startswith("GroupBroken"), second
@@ -151,7 +152,7 @@ REFUSED = {
 
 
 def test_bad_arguments_raise_before_anything_is_sent(ranks):
-    for texts in ranks.run(2, jobs.refuses):
+    for texts in ranks.run(2, faults.refuses):
         assert texts.keys() == REFUSED.keys()
         for name, text in texts.items():
             assert REFUSED[name] in text, name
