@@ -118,9 +118,10 @@ class Exchange:
 
     def close(self) -> None:
         """Give up: close every connection of the group, so that all ranks know, and wait for the threads."""
-        peer = (self._member.rank + 1) % self._member.world
-        with contextlib.suppress(RuntimeError):  # it times out, or the connections are closed already
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOTHING).wait(timedelta(milliseconds=1))
+        if self._member.world > 1:
+            peer = (self._member.rank + 1) % self._member.world
+            with contextlib.suppress(RuntimeError):  # it times out, or the connections are closed already
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOTHING).wait(timedelta(milliseconds=1))
         self.join()
 
     def stop_at_exit(self, timeout: float) -> None:
