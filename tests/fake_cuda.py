@@ -27,6 +27,13 @@ from tilestream.arrival.device import DeviceSignals
 DEVICE = torch.device("cpu")
 
 
+class Until:
+    """Work that is done when ``there`` says so: a stream's wait for a word, a kernel at its gate."""
+
+    def __init__(self, there: Callable[[], bool]) -> None:
+        self.there = there
+
+
 class Stream:
     """Work in order. `run` does it, up to a wait for an event that has not come."""
 
@@ -49,7 +56,10 @@ class Stream:
         before = self.done
         while self._work and (count is None or self.done < before + count):
             work = self._work[0]
-            if callable(work):
+            if isinstance(work, Until):
+                if not work.there():
+                    break
+            elif callable(work):
                 work()
             elif work[0].done < work[1]:
                 break

@@ -23,6 +23,7 @@ SUPPORTED = [(3, minor) for minor in range(10, 15)]
 
 # These decide, count and prove; they import nothing that computes.
 PURE = ["tilestream", "tilestream.schedule", "tilestream.plan", "tilestream.verify", "tilestream.arrival"]
+PURE += [f"tilestream.distributed{name}" for name in ("", ".protocol", ".dispatch", ".shards", ".greeting")]
 
 COMPILE_AND_IMPORT = """
 import importlib, pathlib, sys

@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tilestream import trace
+from tilestream import distributed, trace
 from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
 from tilestream.plan import Plan, attention_plan, plan
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.runtime.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in
@@ -49,6 +49,7 @@ _LAZY = {
 __all__ = [
     "Arrival",
     "ArrivalTimeout",
+    "GroupBroken",
     "Plan",
     "ProducerStopped",
     "Stream",
@@ -59,6 +60,7 @@ __all__ = [
     "attention_plan",
     "bmm",
     "check",
+    "distributed",
     "linear",
     "matmul",
     "merge_attention",

@@ -7,6 +7,7 @@ import pytest
 from tilestream import verify
 from tilestream.verify import sweep
 from tilestream.verify.attention import AttentionCase
+from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.ring import RingCase
 from tilestream.verify.workers import WorkersCase
@@ -104,6 +105,7 @@ def test_sizes_grow():
         ("ring", RingCase),
         ("product", ProductCase),
         ("attention", AttentionCase),
+        ("gather", GatherCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
@@ -117,7 +119,7 @@ def test_sizes_grow():
     ("call", "message"),
     [
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
-        (lambda: verify.run("quick", models=["rings"]), "model='rings'; it is one of workers, ring, product"),
+        (lambda: verify.run("quick", models=["rings"]), "model='rings'; it is one of workers, ring, product, gather"),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],
 )

@@ -62,6 +62,10 @@ class Signals:
         self._times: list[float | None] = [None] * count
         #: The epochs whose producer's exception was raised.
         self.raised: set[int] = set()
+        #: Of chunks that other ranks send: (the rank that waits here, what to call a chunk's source), by chunk.
+        self.whose: Callable[[int], tuple[int, str]] | None = None
+        #: Told when an expiry is reported of a launch that waited for these.
+        self.gave_up: Callable[[], None] | None = None
         self.key = next(self._keys)
         """Names these signals in the arguments of a registered op, which takes integers; never given twice."""
         self._live[self.key] = self

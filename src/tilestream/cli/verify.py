@@ -25,13 +25,13 @@ def verify(
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Only this model: workers, ring or product; may be repeated.")
+        list[str] | None, typer.Option(help="Only this model: workers, ring, product or gather; may be repeated.")
     ] = None,
 ) -> None:
     """Check the protocols through every interleaving.
 
-    Schedule, gate and rings, in growing sizes: takes minutes, with --quick less. A violation is printed with the
-    shortest way to it, and the status is 1.
+    Schedule, gate, rings and a gather's ranks, in growing sizes: takes minutes, with --quick less. A violation is
+    printed with the shortest way to it, and the status is 1.
     """
     console = ui.console()
     passed = _seeded(console, model) if seeded else _sweep(console, quick, jobs or _cores(), model)

@@ -77,3 +77,26 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
 
 class ProducerStopped(TilestreamError):
     """A producer was closed before it had delivered every chunk, so the chunks that are missing will never come."""
+
+
+class GroupBroken(TilestreamError):
+    """A process group that lost a peer, or in which a rank gave up waiting: it is of no use any more.
+
+    Other groups work on. A new group of the ranks that are left works, too.
+
+    Attributes
+    ----------
+    group : str
+        The group's name.
+    reason : str
+        What happened, and where.
+    """
+
+    def __init__(self, group: str, reason: str) -> None:
+        self.group, self.reason = group, reason
+        super().__init__(
+            f"process group {group!r} is broken: {reason}. Destroy it, and make a new one of the ranks that are left"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.group, self.reason)

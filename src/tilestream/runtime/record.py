@@ -88,8 +88,13 @@ class Record(NamedTuple):
                 "left of them must not be taken for news; the result is NaN. When the producers of that launch have "
                 "stopped, call arrival.reset()"
             )
+        rank = None
+        if signals is not None and signals.whose is not None:
+            rank, argument = signals.whose(self.chunk)
+        if signals is not None and signals.gave_up is not None:
+            signals.gave_up()
         error = ArrivalTimeout(
-            op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, argument=argument
+            op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, rank, argument
         )
         error.__cause__ = cause
         return error

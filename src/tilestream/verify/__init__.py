@@ -1,6 +1,6 @@
-"""The exhaustive checker of the protocols: schedule, gate, item ring and ring. Pure Python, no GPU.
+"""The exhaustive checker of the protocols: schedule, gate, rings, and a gather's ranks. Pure Python, no GPU.
 
-Two models, each explored through every interleaving:
+Three models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -9,11 +9,15 @@ Two models, each explored through every interleaving:
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`): the
    Hopper kernel, operation by operation.
 
-**Why the two together are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
-the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads it; the math loop
-does Compute's epilogue and what comes after, by which it hands an item in: Count and Reduce, or those of `settle`. A
-property can be broken in two places: the memory the workers share (counters, signals, abort word, counts, slots of
-partials, the output), and one worker's rings and C buffers.
+3. `gather`: the hosts, streams and watchdogs of several ranks that pull each other's shards: the text that GPUs perform
+   (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is chunks
+   that come at any moment or never, which is all that model 1 asks of the world.
+
+**Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
+two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads
+it; the math loop does Compute's epilogue and what comes after, by which it hands an item in: Count and Reduce, or those
+of `settle`. A property can be broken in two places: the memory the workers share (counters, signals, abort word,
+counts, slots of partials, the output), and one worker's rings and C buffers.
 
 *Interface.* What a worker's loops tell each other is the sequence of items handed on, then STOP. Rings are private to
 the worker, C buffers to a math loop; the load loop touches shared memory only in Poll, Take, Peek and Wait, the math
@@ -44,7 +48,7 @@ these words go.
 That is said of `work`. Without a gate `work_through` is the same but for the Poll, and that is how the Hopper kernel
 runs. The kernels that run `work_through` with a gate have one loop a worker and no rings: nothing to compose.
 
-`product` runs both models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
+`product` runs those two models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
 protocols with one thing wrong each, all of which must be found.
 
 Sizes: small, and all of them. What larger sizes add is arithmetic, which the property tests of `schedule` and `arrival`

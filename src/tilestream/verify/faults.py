@@ -22,6 +22,7 @@ KINDS: dict[str, str] = {
     "poison lost": "a tile with a poisoned part is stored as a number",
     "reset too early": "a word is zeroed while a worker or a producer may still use it",
     "not reset": "all have left, and the words are not as the next launch has to find them",
+    "not told": "a rank has given up, and a peer does not know",
     "not drained": "an expiry is not followed by all workers leaving",
     "barrier broken": "more arrivals at a barrier than it counts",
     "left too early": "all have left, and a store still reads shared memory, or a copy is in flight",

@@ -13,11 +13,13 @@ from typing import Any
 
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
+from tilestream.verify import seeded_gather as g
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.faults import KINDS
+from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
 from tilestream.verify.report import Result, explore
@@ -68,7 +70,10 @@ class SeededBug:
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
-    return (*_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared())
+    return (
+        *_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared(),
+        *_gathers(),
+    )  # fmt: skip
 
 
 def _says(of: object) -> str:
@@ -364,3 +369,35 @@ def _shared() -> tuple[SeededBug, ...]:
         bug("read without a barrier", wrong, h.read_without_barrier, 2, exact=False),
         bug("rest put without a barrier", overwritten, h.rest_without_barrier),
     )
+
+
+def _gathers() -> tuple[SeededBug, ...]:
+    def bug(name: str, kind: str, says: object, epochs: int, *expires: tuple[int, int], **text: Any) -> SeededBug:
+        least = max(text.get("streams", 1), *(epoch for _, epoch in expires), 1)
+        cases = tuple(GatherCase(epochs=n, expires=expires, **text) for n in range(least, epochs + 1))
+        return SeededBug(name, kind, "gather", _says(says), cases)
+
+    early, overwritten = "read before arrival", "overwritten while read"
+    one, two = g.publish_one_slot, g.publish_two_slots
+    return (
+        bug("no handshake at the end", early, one, 3, publish=one, gather=g.gather_one_slot),
+        bug("slot of the wrong epoch", early, g.fills_the_other_slot, 3, publish=g.fills_the_other_slot),
+        bug("told before the slot is full", early, g.posts_before_filled, 2, publish=g.posts_before_filled),
+        bug(
+            "order of one stream taken for granted", overwritten, g.publishes_at_once, 2, publish=g.publishes_at_once,
+            streams=2,
+        ),
+        bug("signal before copy", early, g.signals_before_copy, 2, gather=g.signals_before_copy),
+        bug("flags written by the reader", early, g.reader_writes_flags, 2, gather=g.reader_writes_flags),
+        bug("flags ignored", early, g.waits_for_nobody, 2, gather=g.waits_for_nobody),
+        bug("told after the pull", "deadlock", g.tells_afterwards, 2, gather=g.tells_afterwards),
+        bug("expiry kept to oneself", "not told", g.tells_nobody, 1, (0, 1), watch=g.tells_nobody),
+        bug("stream not let go", "deadlock", g.releases_nothing, 1, (0, 1), watch=g.releases_nothing),
+        bug(
+            "let go under the kernel", early, g.releases_under_the_kernel, 2, (0, 1), (1, 1),
+            watch=g.releases_under_the_kernel,
+        ),
+        bug("let go once", "deadlock", g.releases_once, 2, (0, 1), watch=g.releases_once),
+        bug("two slots and a flag that lies", overwritten, two, 3, (0, 2), publish=two, gather=g.gather_two_slots),
+        bug("too far ahead", overwritten, g.begins_ahead, 4, (0, 2), begin=g.begins_ahead),
+    )  # fmt: skip

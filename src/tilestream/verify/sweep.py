@@ -14,6 +14,7 @@ from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
+from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
@@ -21,8 +22,8 @@ from tilestream.verify.shared_ring import SharedCase, SharedRing, direct, staged
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase
-MODELS = ("workers", "ring", "product", "shared", "attention")
+Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase
+MODELS = ("workers", "ring", "product", "shared", "attention", "gather")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -104,6 +105,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(products(level))
     if model == "shared":
         return list(shared_rings(level))
+    if model == "gather":
+        return list(gathers(level))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 
@@ -348,3 +351,31 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
         yield AttentionCase(AttentionRing(2, 2), (0, 2))
         yield AttentionCase(AttentionRing(2, 2, ordered=True), (1, 3))
         yield AttentionCase(AttentionRing(2), (0, 1, 2))
+
+
+def gathers(level: Level) -> Iterator[GatherCase]:
+    """The ranks of a gather. Quick: 2 of them; full: 3, more calls, chunks, kernels that expire and ranks lost."""
+    for epochs in (1, 2, 3, 4, 5):
+        yield GatherCase(epochs=epochs)
+    for epochs in (1, 2, 3):
+        yield GatherCase(chunks=2, epochs=epochs)
+    for epochs in (2, 3):
+        yield GatherCase(epochs=epochs, streams=2)
+    yield GatherCase(world=3, epochs=1)
+    yield GatherCase(epochs=1, expires=((0, 1),))
+    yield GatherCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
+    yield GatherCase(epochs=2, expires=((0, 2),))
+    if level == "full":
+        yield GatherCase(epochs=2, expires=((0, 1),))
+        yield GatherCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield GatherCase(epochs=2, expires=((0, 1), (0, 2), (1, 1), (1, 2)))
+        yield GatherCase(world=3, epochs=2)
+        yield GatherCase(epochs=2, chunks=2, expires=((0, 2),))
+        for epoch in (1, 2, 3):
+            yield GatherCase(epochs=3, expires=((0, epoch),))
+        yield GatherCase(epochs=3, expires=((0, 2), (1, 2)))
+        yield GatherCase(epochs=4, expires=((0, 2),))
+        yield GatherCase(epochs=4, expires=((0, 3),))
+        yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
+        yield GatherCase(epochs=4, streams=2)
+        yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)

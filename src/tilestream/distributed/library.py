@@ -1,0 +1,187 @@
+"""The registered ops: tensors, integers and names in, so that torch.compile can see them; their fakes and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilestream.distributed import all_gather, reduce_scatter
+from tilestream.distributed.checks import Operands
+from tilestream.distributed.collective import sum_of_parts
+from tilestream.distributed.members import member_by_name, resolve
+from tilestream.ops.library import _activation_backward, _alone, library, result_dtype
+from tilestream.ops.operands import Options, multiply
+
+# A bias without elements is none: gradients go to tensors of a list, and not to those that may be None.
+library.define(
+    "all_gather_matmul(Tensor a_shard, Tensor[] b, int gather_dim, str group, Tensor[] bias, str[] activation, "
+    "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool fast_accum, bool return_a, str form, "
+    "float deadline) -> (Tensor, Tensor[])",
+    tags=_alone,
+)
+library.define(
+    "matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, str reduce_op, str group, Tensor? bias, "
+    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline) -> Tensor",
+    tags=_alone,
+)
+all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
+matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
+
+GATHER, SCATTER = all_gather.OP, reduce_scatter.OP
+
+
+def _deadline(seconds: float) -> float | None:
+    """As a registered op has it: negative where the caller does not say."""
+    return None if seconds < 0 else seconds
+
+
+def _all_gather_matmul(
+    a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
+    bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
+    scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool, form: str,
+    deadline: float,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    operands = Operands(b, [x if x.numel() else None for x in bias], scale_b, activation)
+    return all_gather.run(
+        member_by_name(GATHER, group), a_shard, operands, gather_dim, scale_a, out_dtype, fast_accum, return_a,
+        form, _deadline(deadline),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
+    fast_accum: bool, form: str, deadline: float,
+) -> torch.Tensor:  # fmt: skip
+    return reduce_scatter.run(
+        member_by_name(SCATTER, group), a, b, scatter_dim, reduce_op, bias, scale_a, scale_b, out_dtype,
+        fast_accum, form, _deadline(deadline),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("all_gather_matmul", _all_gather_matmul, _device)
+    library.impl("matmul_reduce_scatter", _matmul_reduce_scatter, _device)
+
+
+def _world(group: str) -> int:
+    return resolve(group).size()
+
+
+@torch.library.register_fake("tilestream::all_gather_matmul", lib=library)  # type: ignore[untyped-decorator]
+def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
+    out_dtype, return_a = others[4], others[6]
+    shape = list(a_shard.shape)
+    shape[gather_dim] *= _world(group)
+    a = a_shard.new_empty(shape if return_a else 0)
+    return a, [a_shard.new_empty((*shape[:-1], x.shape[1]), dtype=result_dtype(a_shard, out_dtype)) for x in b]
+
+
+@torch.library.register_fake("tilestream::matmul_reduce_scatter", lib=library)  # type: ignore[untyped-decorator]
+def _(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, *others: Any) -> torch.Tensor:
+    shape = [*a.shape[:-1], b.shape[1]]
+    shape[scatter_dim] //= _world(group)
+    return a.new_empty(shape, dtype=result_dtype(a, others[3]))
+
+
+# Autograd -----------------------------------------------------------------------------------------------------------
+#
+# The two are each other's transpose: the gradient of a gathered operand is a matmul + reduce-scatter, that of a
+# scattered one an all-gather + matmul, and overlaps as the forward does. What was gathered is gathered once more.
+
+
+def _refuse(op: str, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(f"{op}: {name} requires a gradient; scales, and operands that have some, get none")
+
+
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a_shard, b, dim, group, bias, activation, scale_a, scale_b, _, _, return_a, form, deadline = inputs
+    if scale_a is not None or any(x is not None for x in scale_b):
+        _refuse(GATHER, a_shard=a_shard, scale_a=scale_a, **{f"b[{i}]": x for i, x in enumerate(b)})
+        ctx.set_materialize_grads(False)
+    ctx.save_for_backward(a_shard, *b, *bias)
+    ctx.count, ctx.dim, ctx.group, ctx.activation = len(b), dim, group, list(activation)
+    ctx.return_a, ctx.how = return_a, (form, deadline)
+
+
+def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    a_shard, *rest = ctx.saved_tensors
+    b, bias = rest[: ctx.count], rest[ctx.count :]
+    needs_weight = any(ctx.needs_input_grad[1]) if isinstance(ctx.needs_input_grad[1], list | tuple) else True
+    whole = None
+    if needs_weight or any(name != "none" for name in ctx.activation):
+        none: list[Any] = []
+        whole, _ = all_gather_matmul_op(
+            a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, True, *ctx.how
+        )  # fmt: skip
+    before = [_before(grad, whole, *of) for grad, *of in zip(grads, b, bias, ctx.activation, strict=True)]
+    summed = torch.cat(before, -1) if len(before) > 1 else before[0]
+    weights = torch.cat(b, -1) if len(b) > 1 else b[0]
+    shard = matmul_reduce_scatter_op(
+        summed, weights.mT, ctx.dim, "sum", ctx.group, None, None, None, None, True, *ctx.how
+    )  # fmt: skip
+    if ctx.return_a:
+        shard = shard + _scattered(grad_a, ctx.dim, ctx.group)
+    of_b = [None] * len(b) if whole is None else [_weight(whole, grad) for grad in before]
+    of_bias = [
+        g.sum(dim=tuple(range(g.dim() - 1))).to(x.dtype) if x.numel() else torch.zeros_like(x)
+        for x, g in zip(bias, before, strict=True)
+    ]
+    return shard, of_b, None, None, of_bias, *[None] * 8
+
+
+def _before(
+    grad: torch.Tensor, whole: torch.Tensor | None, b: torch.Tensor, bias: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """The gradient before the activation, whose input is computed once more."""
+    if activation == "none" or whole is None:
+        return grad
+    wide = torch.float64 if b.dtype == torch.float64 else torch.float32
+    before = multiply(whole, b, Options(GATHER, bias=bias if bias.numel() else None, out_dtype=wide))
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(grad.to(wide), before, 0).to(grad.dtype)  # type: ignore[no-any-return]
+    return _activation_backward(activation, grad.to(wide), before).to(grad.dtype)
+
+
+def _weight(a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    rows, columns = a.reshape(-1, a.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return multiply(rows.mT, columns, Options(GATHER))
+
+
+def _scattered(whole: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """The sum over ranks of this rank's part."""
+    member = member_by_name(GATHER, group)
+    return sum_of_parts(member, torch.stack(whole.chunk(member.world, dim)))
+
+
+def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, form, deadline = inputs
+    if scale_a is not None or scale_b is not None:
+        _refuse(SCATTER, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+    ctx.save_for_backward(a, b)
+    ctx.dim, ctx.reduce_op, ctx.group, ctx.how = dim, reduce_op, group, (form, deadline)
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
+    if ctx.reduce_op == "avg":
+        grad = grad / _world(ctx.group)
+    narrow, no_bias = grad.to(a.dtype), grad.new_empty(0)
+    whole, (of_a,) = all_gather_matmul_op(
+        narrow, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
+    )
+    return (of_a, _weight(a, whole), None, None, None, of_bias, *[None] * 6)
+
+
+torch.library.register_autograd(
+    "tilestream::all_gather_matmul", _gather_backward, setup_context=_gather_context, lib=library
+)
+torch.library.register_autograd(
+    "tilestream::matmul_reduce_scatter", _scatter_backward, setup_context=_scatter_context, lib=library
+)

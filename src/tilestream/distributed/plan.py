@@ -1,0 +1,165 @@
+"""`DistributedPlan`: how a call across ranks is run, and why not otherwise."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, table_hash
+from tilestream.distributed.greeting import greeting
+from tilestream.distributed.members import Member
+from tilestream.plan.plan import Refusal
+from tilestream.plan.problem import dtype_name
+
+#: Plans that a member keeps.
+_MOST_PLANS = 1024
+#: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
+Transport = Literal["gloo", "symmetric memory", "collective"]
+
+
+@dataclass(frozen=True)
+class DistributedPlan:
+    """How an op across ranks is run.
+
+    Attributes
+    ----------
+    case
+        What all ranks know alike.
+    rank
+        This one.
+    decision
+        Fused or not, by table, model or caller, whatever can be had here.
+    transport
+        What carries the data.
+    refused
+        Why not fused, where it is not.
+    agreed
+        What the ranks compare: see `tilestream.distributed.greeting`.
+    """
+
+    case: Case
+    rank: int
+    decision: Decision
+    transport: Transport
+    refused: tuple[Refusal, ...]
+    agreed: Mapping[str, object]
+
+    @functools.cached_property
+    def greeting(self) -> bytes:
+        """``agreed``, as ranks say it to each other."""
+        return greeting(self.agreed)
+
+    @property
+    def fused(self) -> bool:
+        """Whether transfer and matmul overlap."""
+        return not self.refused
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a shard, in each batch."""
+        return self.decision.chunks if self.fused else 1
+
+    def explain(self) -> str:
+        """What was chosen and what was refused, for people."""
+        case = self.case
+        how = "transfer and matmul overlap" if self.fused else "one after the other"
+        lines = [
+            ("form", f"{'fused' if self.fused else 'unfused'}: {how}, by {self.transport}"),
+            ("why", self.decision.why),
+            ("chunks", f"{self.chunks} a shard of {case.rows} x {case.width} {case.dtype}, pivot rank {self.rank}"),
+            ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
+        ]
+        lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
+        head = f"{case.op}, {case.world} ranks on {case.device}: N {case.n}, K {case.k}"
+        return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
+
+
+def make_plan(
+    op: Op,
+    member: Member,
+    shard: tuple[int, ...],
+    dim: int,
+    x: torch.Tensor,
+    n: int,
+    k: int,
+    form: Form,
+    agreed: Mapping[str, object],
+) -> DistributedPlan:
+    """The plan of a call.
+
+    Parameters
+    ----------
+    shard, dim
+        Shape of one rank's share of what travels, and the dimension that is cut.
+    x
+        A tensor on the call's device, of the operands' dtype.
+    n, k
+        Columns of all B together, and the length of the sums that a rank computes.
+    agreed
+        What the ranks must call alike; the decision and the table's hash are added.
+    """
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = op, shard, dim, x.dtype, x.device, n, k, form, tuple(agreed.items()), capturing, member.unreachable
+    found = member.plans.get(key)
+    if found is None:
+        if len(member.plans) >= _MOST_PLANS:
+            member.plans.clear()
+        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed)
+    return found
+
+
+def _make(
+    op: Op, member: Member, shard: tuple[int, ...], dim: int, x: torch.Tensor, n: int, k: int, form: Form,
+    agreed: Mapping[str, object],
+) -> DistributedPlan:  # fmt: skip
+    rows, width = math.prod(shard[:-1]), shard[-1]
+    case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
+    decision = decide(case, form)
+    transport, refused = _transport(member, x, dim == len(shard) - 1)
+    if not refused and not all((rows, width, n, k)):
+        refused = (Refusal("fused", "no rows, columns or K: there is nothing to overlap with"),)
+    if not refused and member.world == 1:
+        refused = (Refusal("fused", "one rank: nothing travels"),)
+    if not refused and not decision.fused:
+        refused = (Refusal("fused", decision.why),)
+    if refused and transport == "symmetric memory":
+        transport = "collective"
+    all_agreed = {
+        "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
+        "chunks": decision.chunks, "table": table_hash(),
+    }  # fmt: skip
+    return DistributedPlan(case, member.rank, decision, transport, refused, all_agreed)
+
+
+def _device_class(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    from tilestream.runtime.properties import cuda_properties
+
+    return cuda_properties(device.index).arch
+
+
+def _transport(member: Member, x: torch.Tensor, last: bool) -> tuple[Transport, tuple[Refusal, ...]]:
+    """What carries data between ranks on this device, and what forbids that it overlaps with a matmul."""
+    backend = member.backend(x.device.type)
+    if not backend:
+        raise ValueError(
+            f"group: {member.name!r} has no backend for {x.device.type}; make it with one: "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    cut = (Refusal("fused", "the last dimension is cut: no tile can begin before all ranks' parts are there"),)
+    if x.device.type == "cpu":
+        if backend != "gloo":
+            return "collective", (Refusal("fused", f"{backend} on the CPU; messages of gloo are what overlaps there"),)
+        return "gloo", cut if last else ()
+    if last:
+        return "collective", cut
+    from tilestream.distributed.symmetric import refuse
+
+    why = refuse(member, x)
+    return ("collective", (Refusal("fused", why),)) if why else ("symmetric memory", ())

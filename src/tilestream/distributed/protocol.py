@@ -1,0 +1,228 @@
+"""How a gather's ranks take turns with each other's memory: the text that GPUs perform and the checker explores.
+
+Each rank has `SLOTS` slots for its shard in memory that its peers can read, and a flag a peer in its own memory, which
+that peer writes. A call has the next epoch, on every rank the same, and slot ``epoch % SLOTS``::
+
+    calling stream                                side stream
+      the last call's kernel and side stream        shard is in the slot
+      shard -> slot; signal one's own chunks        each peer's memory: my flag = epoch
+      side stream may begin                         for each peer, the next rank first:
+      kernel: gate, load, math, ... per tile          wait until its flag here >= epoch
+                                                      for each of its chunks: pull it; signal it
+    host, before that: at most `AHEAD` calls of which the side stream is not done
+
+The first wait is for calls from several streams: what a call gathers into may be what the last call's kernel still
+reads. (On one stream the kernel is waited for anyway. The side stream is for the sake of memory, invariant 9: whoever
+comes after a call may free what it writes to.)
+
+A flag of epoch n says two things: its writer's shard of epoch n is in its slot, and its writer has finished pulling
+epoch n - 1. So one handshake a call opens this epoch's slots and frees those of the epoch before the last.
+
+*Pulled, not pushed*: once the flags of an epoch are there, a rank's progress depends on no later act of a peer, and the
+signals that its kernel believes are written by its own streams, each after its copy. Peers write flags, nothing else.
+
+*Giving up.* A kernel whose deadline expires ends by itself; the side stream, which has no deadline, would wait for the
+missing flag for ever, and the calling stream for it. The host's watchdog lets it go (`watch`): it writes the flag
+itself, but only for an epoch whose kernel has ended, since what is pulled then is anybody's guess and gets signalled
+all the same. It first tells the peers, so that all raise. What such a flag says is not true, and must free no slot that
+a peer may still pull from: with two slots it would, by the calls that were issued before the host knew. So the host
+runs ahead by `AHEAD` calls and no more, and there is a slot for each: the slot of a call that was issued behind the
+one that is let go was freed by the flags of the call before it, which are true.
+
+`tilestream.verify.gather` explores this text for two and three ranks over several epochs, with ranks that are late,
+give up or are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+#: Calls that may be issued while the side stream is at an earlier one.
+AHEAD = 1
+#: Slots of a rank: `watch` needs one beyond the two that the handshake does, for each call that is issued ahead.
+SLOTS = 2 + AHEAD
+
+
+class Begin(NamedTuple):
+    """Host: wait until the side stream is done with epoch ``after``. Answer: 0 where the group is broken, else 1."""
+
+    epoch: int
+    after: int
+
+
+class AwaitCall(NamedTuple):
+    """Calling stream: wait until ``epoch``'s kernel has ended, and the side stream is done with it."""
+
+    epoch: int
+
+
+class Fill(NamedTuple):
+    """Calling stream: start copying the shard into a slot."""
+
+    slot: int
+    epoch: int
+
+
+class Filled(NamedTuple):
+    """That copy is done."""
+
+    slot: int
+    epoch: int
+
+
+class Post(NamedTuple):
+    """Calling stream: the side stream may begin ``epoch``."""
+
+    epoch: int
+
+
+class AwaitPost(NamedTuple):
+    """Side stream: wait for `Post`."""
+
+    epoch: int
+
+
+class Tell(NamedTuple):
+    """Write one's flag in a peer's memory."""
+
+    peer: int
+    epoch: int
+
+
+class AwaitFlag(NamedTuple):
+    """Wait until a peer's flag in one's own memory is at least ``epoch``."""
+
+    peer: int
+    epoch: int
+
+
+class Pull(NamedTuple):
+    """Start copying a chunk of a peer's shard out of its slot."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class Pulled(NamedTuple):
+    """That copy is done."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class Signal(NamedTuple):
+    """Signal chunk ``chunk`` of rank ``rank``'s shard to the kernel of this rank."""
+
+    rank: int
+    chunk: int
+    epoch: int
+
+
+class Done(NamedTuple):
+    """The side stream is done with ``epoch``."""
+
+    epoch: int
+
+
+class Notice(NamedTuple):
+    """Watchdog: wait until a kernel here has expired, or a peer says so (1), or there is nothing to watch (0)."""
+
+
+class Break(NamedTuple):
+    """From now on no call begins: the group is broken."""
+
+
+class Abort(NamedTuple):
+    """Write the abort word of a peer."""
+
+    peer: int
+
+
+class Oldest(NamedTuple):
+    """Watchdog. Answer: the oldest epoch issued with which the side stream is not done; 0 where there is none."""
+
+
+class Overrule(NamedTuple):
+    """Say to the kernel of ``epoch`` that what is missing will not come."""
+
+    epoch: int
+
+
+class AwaitKernel(NamedTuple):
+    """Watchdog: wait until the kernel of ``epoch`` has ended."""
+
+    epoch: int
+
+
+class Release(NamedTuple):
+    """Write ``epoch`` into every flag of one's own that is less, though its peer has not."""
+
+    epoch: int
+
+
+class AwaitDone(NamedTuple):
+    """Watchdog: wait until the side stream is done with ``epoch`` (1), or is at a flag that was taken back (0)."""
+
+    epoch: int
+
+
+Turn = Generator[Any, int, "int | None"]
+
+
+def peers(rank: int, world: int) -> Iterator[int]:
+    """The others, the next rank first, so that no two ranks pull from one at a time."""
+    return ((rank + x) % world for x in range(1, world))
+
+
+def begin(epoch: int) -> Turn:
+    """The host's part of a call, before anything is issued. Returns the epoch; None where the group is broken."""
+    return epoch if (yield Begin(epoch, epoch - AHEAD - 1)) else None
+
+
+def publish(rank: int, chunks: int, epoch: int) -> Turn:
+    """The calling stream's part of a call, before the kernel."""
+    yield AwaitCall(epoch - 1)
+    slot = epoch % SLOTS
+    yield Fill(slot, epoch)
+    yield Filled(slot, epoch)
+    for chunk in range(chunks):
+        yield Signal(rank, chunk, epoch)
+    yield Post(epoch)
+    return epoch
+
+
+def gather(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+    """The side stream's part of a call."""
+    yield AwaitPost(epoch)
+    for peer in peers(rank, world):
+        yield Tell(peer, epoch)
+    slot = epoch % SLOTS
+    for peer in peers(rank, world):
+        yield AwaitFlag(peer, epoch)
+        for chunk in range(chunks):
+            yield Pull(peer, slot, chunk, epoch)
+            yield Pulled(peer, slot, chunk, epoch)
+            yield Signal(peer, chunk, epoch)
+    yield Done(epoch)
+    return epoch
+
+
+def watch(rank: int, world: int) -> Turn:
+    """The watchdog: what the host does when a kernel has expired here, or a peer says that one has there."""
+    if not (yield Notice()):
+        return None
+    yield Break()
+    for peer in peers(rank, world):
+        yield Abort(peer)
+    while epoch := (yield Oldest()):
+        yield Overrule(epoch)
+        yield AwaitKernel(epoch)
+        yield Release(epoch)
+        while not (yield AwaitDone(epoch)):
+            yield Release(epoch)  # a peer that was only late has written its flag over ours
+    return None

@@ -1,0 +1,172 @@
+"""`tilestream.distributed.matmul_reduce_scatter`: a matmul whose parts are sent to their ranks as they are computed."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from tilestream.distributed import checks, gloo
+from tilestream.distributed.checks import Operands
+from tilestream.distributed.collective import reduce_parts
+from tilestream.distributed.dispatch import Form, Op
+from tilestream.distributed.members import Member, member_of, name_of
+from tilestream.distributed.plan import DistributedPlan, make_plan
+from tilestream.distributed.shards import Part, Shards
+from tilestream.ops.flat import check_deadline
+from tilestream.ops.operands import Options, autocast, multiply
+from tilestream.ops.scales import canonical_scales
+from tilestream.runtime import exit
+
+OP: Op = "matmul_reduce_scatter"
+REDUCE_OPS = ("sum", "avg")
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scatter_dim: int = 0,
+    reduce_op: Literal["sum", "avg"] = "sum",
+    group: dist.ProcessGroup | None = None,
+    bias: torch.Tensor | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    form: Form = "auto",
+    deadline: float | None = None,
+) -> torch.Tensor:
+    """The sum over all ranks of ``a @ b``, of which each rank gets its part along ``scatter_dim``; then ``bias``.
+
+    All ranks of the group make the same call, with operands of one shape. What other ranks need is computed first, and
+    sent while the rest is computed. Parts travel in the result's dtype and are added in float32, in the order of the
+    ranks: the same bits each time. (GPUs: by the group's own reduce-scatter, in this version.)
+
+    Parameters
+    ----------
+    a
+        ``[..., M, ..., K]``, at least 2-D: of each rank another part of K.
+    b
+        ``[K, N]``.
+    scatter_dim
+        The dimension of the result that is cut, before the last; its extent is a multiple of the number of ranks.
+    reduce_op
+        ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
+    group, form, deadline
+        As for `all_gather_matmul`.
+    bias
+        ``[N]``: added once, after the sum (or average).
+    scale_a, scale_b, out_dtype, use_fast_accum
+        As for `tilestream.matmul`, on ``a @ b``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[..., M / world, ..., N]``.
+
+    Raises
+    ------
+    ValueError, TypeError, ArrivalTimeout, GroupBroken
+        As `all_gather_matmul`.
+    """
+    scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
+    checks.check_form(OP, form)
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"{OP}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+    operands = checks.as_lists(OP, b, bias, scale_b, None)
+    checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
+    from tilestream.distributed.library import matmul_reduce_scatter_op
+
+    a, b = autocast(Options(OP), a, b)
+    result: torch.Tensor = matmul_reduce_scatter_op(
+        a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
+        -1.0 if deadline is None else check_deadline(deadline),
+    )  # fmt: skip
+    return result
+
+
+def plan_matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scatter_dim: int = 0,
+    group: dist.ProcessGroup | None = None,
+    form: Form = "auto",
+) -> DistributedPlan:
+    """How `matmul_reduce_scatter` would run such a call: nothing is sent. ``print(plan.explain())`` says it."""
+    scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
+    checks.check_form(OP, form)
+    return _plan(member_of(OP, group), a, b, scatter_dim, form)
+
+
+def _part_shape(member: Member, a: torch.Tensor, b: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Of one rank's part of the result."""
+    if dim == a.dim() - 1:
+        raise ValueError(f"{OP}: scatter_dim={dim} is the last; one before it is cut: 0 to {a.dim() - 2}")
+    if a.shape[dim] % member.world:
+        raise ValueError(
+            f"{OP}: a {list(a.shape)} has {a.shape[dim]} rows along scatter_dim={dim}; it is a multiple of the "
+            f"{member.world} ranks: pad it, and cut the padding off the result"
+        )
+    shape = [*a.shape[:-1], b.shape[-1]]
+    shape[dim] //= member.world
+    return tuple(shape)
+
+
+def _plan(
+    member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, form: Form, **more: object
+) -> DistributedPlan:  # fmt: skip
+    agreed = {"a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), "scatter_dim": dim, **more}
+    return make_plan(OP, member, _part_shape(member, a, b, dim), dim, a, b.shape[-1], a.shape[-1], form, agreed)
+
+
+def run(
+    member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, reduce_op: str, bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
+    fast_accum: bool, form: Form, deadline: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """What the registered op does."""
+    member.check()
+    seconds = checks.seconds_of(deadline, member, a.device.type)
+    rows = math.prod(a.shape[:-1])
+    operands = Operands([b], [bias], [scale_b], ["none"])
+    (travels,) = checks.rehearse(OP, ((rows, a.shape[-1]), a.dtype), operands, _of_rows(a, scale_a), out_dtype)
+    shape = _part_shape(member, a, b, dim)
+    plan = _plan(member, a, b, dim, form, travels=str(travels), reduce_op=reduce_op)
+    wide = torch.float64 if travels == torch.float64 else torch.float32
+    shards = Shards.of(shape, dim, member.world, plan.chunks)
+    of_a = a.reshape(*shards.shape[:-1], a.shape[-1])
+    scales, of_b = canonical_scales(OP, scale_a, scale_b, a.shape[:-1], (), (rows, b.shape[-1]))
+    of_rows = None if scales is None or scales.numel() == 1 else scales.reshape(*shards.shape[:-1], 1)
+
+    def product(rank: int, part: Part, into: torch.Tensor) -> None:
+        at = (part.batch, rank, slice(part.begin, part.end))
+        scale = scales if of_rows is None else of_rows[at]
+        if into.numel():
+            options = Options(OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum)
+            multiply(of_a[at], b, options)
+
+    with exit.call(), member.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        if plan.transport == "gloo":
+            total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
+        else:
+            parts = torch.empty(shards.world, shards.batches, shards.rows, shards.width, dtype=travels, device=a.device)
+            options = Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum)
+            whole = multiply(of_a.view(rows, -1), b, options)
+            parts.copy_(whole.view(shards.shape).transpose(0, 1))
+            total = reduce_parts(member, plan, parts).to(wide)
+    if reduce_op == "avg":
+        total /= member.world
+    if bias is not None:
+        total += bias
+    return total.to(travels).view(shape)
+
+
+def _of_rows(a: torch.Tensor, scale_a: torch.Tensor | None) -> torch.Tensor | None:
+    """A stand-in for the scales of ``a``'s rows, seen as a matrix; the real ones are checked by `canonical_scales`."""
+    if scale_a is None or scale_a.numel() == 1:
+        return scale_a
+    return torch.empty(math.prod(a.shape[:-1]), 1, dtype=scale_a.dtype, device="meta")

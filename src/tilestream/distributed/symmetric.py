@@ -1,0 +1,126 @@
+"""Memory of a group's GPUs that each of them can read: slots for shards, and flags (torch's symmetric memory).
+
+What is in it, of each rank: `SLOTS` slots, from which the peers pull; a flag a peer, which that peer writes; and an
+abort word, which any peer may write. What it is for, and in which order: `tilestream.distributed.protocol`.
+
+No barrier of symmetric memory's own is used (a kernel that spins without a bound), and no multicast.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+
+import torch
+
+from tilestream.distributed.collective import exchange_bytes
+from tilestream.distributed.members import Member
+from tilestream.distributed.protocol import SLOTS
+
+#: Bytes between two flags: a cache line each, and the word is written whole.
+LINE = 128
+#: Slots grow by this much at a time.
+_PAGE = 2 << 20
+#: Dtypes whose shards overlap on GPUs.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def refuse(member: Member, x: torch.Tensor) -> str:
+    """Why shards like ``x`` are not pulled over symmetric memory; empty where they are. Nothing is sent.
+
+    Whether the GPUs of a group can reach each other is only known once they have told each other (`set_up`).
+    """
+    if torch.version.hip is not None:
+        return "symmetric memory's stream waits are CUDA's; on ROCm the group's own collective is used"
+    if x.dtype not in _DTYPES:
+        return f"{x.dtype}: operands of 16 and 8 bits overlap on GPUs"
+    if torch.cuda.is_current_stream_capturing():
+        return (
+            "a CUDA graph is being captured: an epoch would be the same at each replay, and under capture a stream's "
+            "write becomes a node that needs an SM"
+        )
+    return member.unreachable
+
+
+def set_up(member: Member, device: torch.device) -> str:
+    """Tell the peers where this rank is, and find out whether all can reach each other: once a group, on all ranks.
+
+    Returns
+    -------
+    str
+        Why not, the same on each rank; empty where they can. Kept as the member's ``unreachable``.
+    """
+    here = f"{socket.gethostname()}\n{device.index}\n{torch.cuda.get_device_properties(device).uuid}"
+    said = [x.decode().split("\n") for x in exchange_bytes(member, here.encode(), device)]
+    hosts, _, gpus = zip(*said, strict=True)
+    verdict = ""
+    if len(set(hosts)) > 1:
+        verdict = f"{len(set(hosts))} hosts: shards are pulled inside one"
+    elif len(set(gpus)) < member.world and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
+        verdict = "several ranks share a GPU"
+    own = verdict or _peer_access(device)
+    # What one rank cannot do, none does (invariant 11).
+    verdicts = [x.decode() for x in exchange_bytes(member, own.encode()[:200], device)]
+    member.unreachable = next((f"rank {i}: {x}" for i, x in enumerate(verdicts) if x), "")
+    return member.unreachable
+
+
+def _peer_access(device: torch.device) -> str:
+    # Ranks may each see other GPUs only (CUDA_VISIBLE_DEVICES): those that are seen are asked; rendezvous has the rest.
+    for other in range(torch.cuda.device_count()):
+        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
+            return f"no peer access from GPU {device.index} to {other}"
+    return ""
+
+
+class PeerMemory:
+    """A rank's part of the group's symmetric memory, and the peers' parts as it sees them.
+
+    Making one, and `grow`, are collective: each rank does it at the same call.
+    """
+
+    def __init__(self, member: Member, device: torch.device) -> None:
+        self._group_name, self._rank, self._world, self._device = member.name, member.rank, member.world, device
+        self._handles: list[object] = []  # what the peers' buffers are views of
+        self._words, self._peer_words = self._shared((member.world + 1) * LINE)
+        self._slots: torch.Tensor | None = None
+        self._peer_slots: list[torch.Tensor] = []
+        self.slot_bytes = 0
+
+    def _shared(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        with torch.inference_mode(False):
+            own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
+            own.zero_()
+        torch.cuda.current_stream(self._device).synchronize()  # zeroed before a peer writes
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            handle = symmetric.rendezvous(own, self._group_name)
+        self._handles.append(handle)
+        return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
+
+    def grow(self, size: int) -> None:
+        """Make slots of at least ``size`` bytes. Nobody may still pull from the old ones."""
+        self.slot_bytes = -(-size // _PAGE) * _PAGE
+        self._slots, self._peer_slots = self._shared(SLOTS * self.slot_bytes)
+
+    def slot(self, rank: int, slot: int) -> torch.Tensor:
+        """A slot of a rank, as bytes."""
+        memory = self._slots if rank == self._rank else self._peer_slots[rank]
+        assert memory is not None, "slots are made before they are used"
+        return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def flag(self, of: int, writer: int) -> int:
+        """Address of the flag in rank ``of``'s memory that ``writer`` writes."""
+        return self._peer_words[of].data_ptr() + writer * LINE
+
+    def abort(self, of: int) -> int:
+        """Address of the abort word of rank ``of``."""
+        return self.flag(of, self._world)
+
+    def aborted(self) -> bool:
+        """Whether a peer has written this rank's abort word. Waits for the current stream, which is one of its own."""
+        at = self._world * LINE
+        return bool(self._words[at : at + 4].view(torch.int32).item())

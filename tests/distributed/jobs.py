@@ -1,0 +1,388 @@
+"""What ranks do in the tests of the ops across ranks. Inputs are random numbers that every rank can make anew."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilestream as ts
+from error_rule import Maths, check
+from small_tiles import use_small_tiles
+from tilestream import distributed as tsd
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same numbers on each rank."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+def raised(call) -> str:
+    """What ``call`` raised: the type's name and the message."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def gathers(rank, world, cases):
+    """Each case against all shards side by side, multiplied by torch."""
+    for shape, dim, columns, dtype, form, extra in cases:
+        dtype = getattr(torch, dtype)
+        shards = [random(10 * r + 1, *shape, dtype=dtype) for r in range(world)]
+        whole = torch.cat(shards, dim)
+        bs = [random(500 + i, whole.shape[-1], n, dtype=dtype) for i, n in enumerate(columns)]
+        options = dict(extra)
+        biases = [random(900 + i, n, dtype=dtype) for i, n in enumerate(columns)] if options.pop("bias", 0) else None
+        scaled = options.pop("scaled", "")
+        scale_a = scale_b = scale_whole = None
+        if scaled:
+            one = scaled == "tensor"
+            of = [random(70 + r, *((1,) if one else (*shape[:-1], 1))).abs() + 0.5 for r in range(world)]
+            scale_a = of[rank]
+            scale_whole = torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
+            scale_b = [random(80 + i, 1 if one else n).abs() + 0.5 for i, n in enumerate(columns)]
+        a, outs = tsd.all_gather_matmul(
+            shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form, return_a=True,
+            **options,
+        )  # fmt: skip
+        assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
+        for i, out in enumerate(outs):
+            assert out.shape == (*whole.shape[:-1], columns[i])
+            check(
+                out,
+                Maths(
+                    whole, bs[i], bias=None if biases is None else biases[i], activation=options.get("activation"),
+                    scale_a=scale_whole, scale_b=None if scale_b is None else scale_b[i],
+                ),
+            )  # fmt: skip
+    return True
+
+
+def scatters(rank, world, cases):
+    """Each case against the sum of all ranks' products in float64; twice, with the same bits."""
+    for rows, dim, k, n, dtype, form, reduce_op, bias in cases:
+        dtype = getattr(torch, dtype)
+        shape = list(rows)
+        shape[dim] *= world
+        inputs = [
+            (random(10 * r + 3, *shape, k, dtype=dtype), random(10 * r + 4, k, n, dtype=dtype)) for r in range(world)
+        ]
+        added = random(5, n, dtype=dtype) if bias else None
+        a, b = inputs[rank]
+        outs = [
+            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form)
+            for _ in range(2)
+        ]
+        assert outs[0].equal(outs[1]), "other bits the second time"
+        exact = sum(x.double() @ y.double() for x, y in inputs)
+        by_torch = sum((x @ y).float() for x, y in inputs)
+        if reduce_op == "avg":
+            exact, by_torch = exact / world, by_torch / world
+        if bias:
+            exact, by_torch = exact + added.double(), by_torch + added.float()
+        own = [x.chunk(world, dim)[rank] for x in (exact, by_torch.to(dtype))]
+        assert outs[0].shape == own[0].shape
+        assert outs[0].dtype == dtype
+        ulp = torch.finfo(dtype).eps * own[0].abs().max()
+        for norm in (torch.amax, torch.linalg.vector_norm):
+            error, theirs = ((x.double() - own[0]).abs() for x in (outs[0], own[1]))
+            scale = 1 if norm is torch.amax else own[0].numel() ** 0.5
+            assert norm(error) <= 2 * norm(theirs) + ulp * scale, (rows, dim, dtype, form)
+    return True
+
+
+def iterates(rank, world, count):
+    """Many calls without a barrier between, on other data each time; now and then a rank is late."""
+    b = random(1, 24, 20)
+    for i in range(count):
+        if i % 10 == rank:
+            time.sleep(0.01)
+        whole = random(1000 + i, 7 * world, 24)
+        mine = whole[7 * rank : 7 * rank + 7]
+        out = tsd.all_gather_matmul(mine, b, form="fused" if i % 3 else "unfused")
+        assert torch.allclose(out, whole @ b, atol=1e-4), i
+        part = tsd.matmul_reduce_scatter(whole, b, form="fused")
+        assert torch.allclose(part, world * (mine @ b), atol=1e-3), i
+    return True
+
+
+def overlaps(rank, world, folder):
+    """The last rank comes when the others have done what comes before its rows, and not before.
+
+    So that it ends at all shows it: they tell it so, by a file each. A rank begins with its own rows and goes on with
+    those of the ranks after it: rank 0 has all others' before the last one's, rank 1 of 3 has its own.
+    """
+    a, b = random(rank, 64, 32), random(99, 32, 64)
+    flags = [Path(folder) / str(r) for r in range(world - 1)]
+    end = time.monotonic() + 20
+
+    def wait_for(happened, what):
+        while not happened():
+            assert time.monotonic() < end, what
+            time.sleep(0.002)
+
+    if rank == world - 1:
+        wait_for(lambda: all(flag.exists() for flag in flags), "the others have not done what they could without it")
+        return tsd.all_gather_matmul(a, b, form="fused").shape == (64 * world, 64)
+    with pytest.MonkeyPatch.context() as patch, ts.trace.record() as recorder:
+        small = use_small_tiles(patch)
+        next(small)
+        context = contextvars.copy_context()  # the recorder is this context's
+        caller = threading.Thread(
+            target=context.run, args=(tsd.all_gather_matmul, a, b), kwargs={"form": "fused", "deadline": 20}
+        )
+        caller.start()
+        wait_for(lambda: recorder.launches, "no launch")
+        launch = recorder.launches[0]
+        before = launch.tiles * (world - 1 - rank) // world
+        wait_for(lambda: launch.tiles_done == before, "tiles whose rows are there are not done")
+        flags[rank].touch()
+        caller.join(20)
+        assert not caller.is_alive()
+        assert launch.tiles_done == launch.tiles >= 4 * world
+        spans = [span for span in launch.spans if span.kind == "tile"]
+        assert [spans[i * len(spans) // world].pm * 16 // 64 for i in range(world)] == [
+            (rank + x) % world for x in range(world)
+        ], "its own rows first"
+    return True
+
+
+def forgets(rank, world):
+    """Nothing of ours keeps a group, or its buffers, once it is destroyed."""
+    import gc
+    import weakref
+
+    from tilestream.distributed import members
+
+    group = dist.new_group(list(range(world)))
+    tsd.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group=group, form="fused")
+    member = weakref.ref(members.member_of("test", group))
+    assert member() is not None
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return member() is None
+
+
+def gradients(rank, world, dim):
+    """Gradients against torch's own on all ranks' data at once."""
+    shape = (3, 4, 6)
+    for activation in (None, "relu", "silu"):
+        shards = [random(r, *shape).double().requires_grad_() for r in range(world)]
+        weights = [random(50 + i, 6, 5 + i).double().requires_grad_() for i in range(2)]
+        bias = random(70, 5).double().requires_grad_()
+        mine = shards[rank].detach().clone().requires_grad_()
+        ours = [w.detach().clone().requires_grad_() for w in (*weights, bias)]
+        a, outs = tsd.all_gather_matmul(
+            mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True
+        )
+        # What each rank makes of the result is another thing, and they add up.
+        factors = [random(200 + r, 1).double() for r in range(world)]
+        (factors[rank] * (outs[0].square().sum() + outs[1].sin().sum() + a.cos().sum())).backward()
+        whole = torch.cat(shards, dim)
+        act = {None: lambda x: x, "relu": torch.relu, "silu": torch.nn.functional.silu}[activation]
+        losses = act(whole @ weights[0] + bias).square().sum() + act(whole @ weights[1]).sin().sum()
+        losses = losses + whole.cos().sum()
+        expected = torch.autograd.grad(losses, [shards[rank], *weights, bias])
+        assert torch.allclose(mine.grad, sum(factors) * expected[0])
+        for x, y in zip(ours, expected[1:], strict=True):
+            assert torch.allclose(x.grad, factors[rank] * y)
+        scattered = random(300 + rank, 4 * world, 6).double().requires_grad_()
+        weight = random(400 + rank, 6, 5).double().requires_grad_()
+        out = tsd.matmul_reduce_scatter(scattered, weight, reduce_op="avg")
+        (factors[rank] * out).sum().backward()
+        grad = torch.cat([factors[r].expand(4, 5) for r in range(world)]) / world
+        assert torch.allclose(scattered.grad, grad @ weight.detach().T)
+        assert torch.allclose(weight.grad, scattered.detach().T @ grad)
+    return True
+
+
+def compiles(rank, world):
+    """Under torch.compile, with the graph whole; the backend runs it as it is."""
+    group = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def block(x, w1, w2):
+        return tsd.matmul_reduce_scatter(tsd.all_gather_matmul(x, w1, activation="relu", group=group), w2, group=group)
+
+    x, w1, w2 = random(rank, 4, 8), random(31, 8, 12), random(32, 12, 8)
+    whole = torch.cat([random(r, 4, 8) for r in range(world)])
+    expected = world * torch.relu(whole[4 * rank : 4 * rank + 4] @ w1) @ w2
+    return torch.allclose(block(x, w1, w2), expected, atol=1e-3)
+
+
+def explains(rank, world):
+    """Plans in words."""
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    return {
+        "fused": tsd.plan_all_gather_matmul(a, b, form="fused").explain(),
+        "unfused": tsd.plan_all_gather_matmul(a, b, form="unfused").explain(),
+        "auto": tsd.plan_all_gather_matmul(torch.empty(4096, 4096), torch.empty(4096, 4096)).explain(),
+        "small": tsd.plan_all_gather_matmul(a, b).explain(),
+        "last": tsd.plan_all_gather_matmul(a, torch.ones(8 * world, 6), gather_dim=1, form="fused").explain(),
+        "scatter": tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), b, form="fused").explain(),
+        "agreed": str(tsd.plan_all_gather_matmul(a, b).agreed),
+    }
+
+
+def empties(rank, world):
+    """A shard of no rows, of no columns, of no K."""
+    for rows, k, n in ((0, 8, 6), (3, 8, 0), (3, 0, 6)):
+        out = tsd.all_gather_matmul(torch.ones(rows, k), torch.ones(k, n), form="fused")
+        assert out.shape == (rows * world, n)
+        assert out.eq(k).all()
+        part = tsd.matmul_reduce_scatter(torch.ones(rows * world, k), torch.ones(k, n), form="fused")
+        assert part.shape == (rows, n)
+        assert part.eq(world * k).all()
+    return True
+
+
+def torch_ops(rank, world):
+    """torch's own fused ops, run by ours while a handle is open, and only for its group; the same as by torch."""
+    group = dist.group.WORLD
+    name = group.group_name
+    ops = torch.ops.symm_mem
+    shards = [random(r, 2, 3, 16) for r in range(world)]
+    b1, b2 = random(50, 16, 8), random(51, 16, 5)
+    x, w = random(60 + rank, 2, 3 * world, 16), random(70 + rank, 16, 8)
+    handle = tsd.async_tp(group)
+    assert raised(lambda: tsd.async_tp(group)).startswith("ValueError: async_tp: group")
+    for dim in (0, 1):
+        whole = torch.cat(shards, dim)
+        a, (c1, c2) = ops.fused_all_gather_matmul(shards[rank], [b1, b2], dim, name)
+        assert a.equal(whole)
+        assert torch.allclose(c1, whole @ b1, atol=1e-4)
+        assert torch.allclose(c2, whole @ b2, atol=1e-4)
+    none, _ = ops.fused_all_gather_matmul(shards[rank], [b1], 0, name, return_A=False)
+    assert none is None
+    # fp8, a scale a row: sharded, and each rank has all.
+    f8 = [x.flatten(0, 1).to(torch.float8_e4m3fn) for x in shards]
+    w8, scales, of_b = b1.t().contiguous().to(torch.float8_e4m3fn).t(), random(80, 6 * world, 1).abs(), torch.ones(1, 8)
+    exact = (torch.cat([x.float() for x in f8]) @ w8.float()) * scales
+    for scale in (scales, scales.chunk(world)[rank]):
+        _, (c,) = ops.fused_all_gather_scaled_matmul(
+            f8[rank], [w8], scale, [of_b], 0, name, [None], [None], [torch.bfloat16], [False]
+        )
+        assert c.dtype == torch.bfloat16
+        assert torch.allclose(c.float(), exact, rtol=2e-2, atol=2e-2)
+    parts = [random(60 + r, 2, 3 * world, 16) @ random(70 + r, 16, 8) for r in range(world)]
+    for op in ("sum", "avg"):
+        mine = (sum(parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
+        assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, 1, name), mine, atol=1e-4)
+        # The scaled form gets a matrix, and the shape it had.
+        one = torch.ones(())
+        flat = x.flatten(0, 1).to(torch.float8_e4m3fn)
+        wide = w.t().contiguous().to(torch.float8_e4m3fn)
+        scaled = ops.fused_scaled_matmul_reduce_scatter(
+            flat, wide.t(), one, one, op, 1, 0, name, [2, 3 * world, 8], None, None, torch.bfloat16, False
+        )
+        f8parts = [
+            random(60 + r, 2, 3 * world, 16).to(torch.float8_e4m3fn).float()
+            @ random(70 + r, 16, 8).t().contiguous().to(torch.float8_e4m3fn).t().float()
+            for r in range(world)
+        ]
+        mine = (sum(f8parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
+        assert scaled.shape == mine.shape
+        assert torch.allclose(scaled.float(), mine, rtol=5e-2, atol=0.2)
+    sites = handle.report()
+    assert {site.op for site in sites} == {
+        "fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter",
+        "fused_scaled_matmul_reduce_scatter",
+    }  # fmt: skip
+    assert sum(site.calls for site in sites) == 9
+    assert all(site.why for site in sites)
+    other = dist.new_group(list(range(world)))
+    c = ops.fused_matmul_reduce_scatter(x, w, "sum", 1, other.group_name)  # torch's, by plain collectives
+    assert torch.allclose(c, sum(parts).chunk(world, 1)[rank], atol=1e-4)
+    assert sum(site.calls for site in handle.report()) == 9, "not ours"
+    handle.close()
+    handle.close()
+    assert "NotImplementedError" in raised(lambda: ops.fused_all_gather_matmul(shards[rank], [b1], 0, name))
+    with tsd.async_tp(group):
+        ops.fused_all_gather_matmul(shards[rank], [b1], 0, name)
+    return str(sites[0])
+
+
+def fakes(rank, world):
+    """What the compiler is told of the ops' results is what they are."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    a, b = random(rank, 4, 3, 8).bfloat16(), random(9, 8, 6).bfloat16()
+    calls = [
+        lambda a, b: tsd.all_gather_matmul(a, [b, b[:, :2]], gather_dim=1, return_a=True),
+        lambda a, b: tsd.all_gather_matmul(a, b, out_dtype=torch.float32),
+        lambda a, b: tsd.matmul_reduce_scatter(a.repeat(world, 1, 1), b),
+    ]
+    for call in calls:
+        real = torch.utils._pytree.tree_leaves(call(a, b))
+        with FakeTensorMode() as mode:
+            fake = torch.utils._pytree.tree_leaves(call(mode.from_tensor(a), mode.from_tensor(b)))
+        for x, y in zip(real, fake, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+    return True
+
+
+def parts(rank, world):
+    """Shards in several chunks that do not divide them."""
+    from tilestream.distributed import dispatch
+
+    rates = dispatch.table()["rates"]["cpu"]
+    before, rates["chunk_bytes"] = rates["chunk_bytes"], 256
+    dispatch.table_hash.cache_clear()
+    try:
+        a, b = random(1, 37, 8), random(2, 8, 5)
+        assert tsd.plan_all_gather_matmul(a, b, form="fused").chunks == 4
+        gathers(
+            rank, world, [((37, 8), 0, (5,), "float32", "fused", {}), ((2, 19, 8), 1, (5,), "float32", "fused", {})]
+        )
+        scatters(rank, world, [((37,), 0, 4, 8, "float32", "fused", "sum", False)])
+    finally:
+        rates["chunk_bytes"] = before
+        dispatch.table_hash.cache_clear()
+    return True
+
+
+def autocasts(rank, world):
+    """Under autocast the operands are converted before anything is sent, and the gradient comes back in their dtype."""
+    x = random(rank, 4, 8).requires_grad_()
+    w = random(50, 8, 6)
+    whole = torch.cat([random(r, 4, 8) for r in range(world)])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tsd.all_gather_matmul(x, w, form="fused")
+        z = tsd.matmul_reduce_scatter(y, w.t(), form="fused")
+    assert y.dtype == z.dtype == torch.bfloat16
+    assert torch.allclose(y.float(), whole @ w, rtol=5e-2, atol=0.1)
+    z.float().sum().backward()
+    return x.grad.dtype == torch.float32
+
+
+def layers(rank, world):
+    """A tensor-parallel MLP against the same on one rank: forward, and every gradient."""
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(8, 6 * world).double(), torch.nn.Linear(6 * world, 8).double()
+    column = tsd.ColumnParallelLinear.of(up, dim=1, activation="gelu")
+    row = tsd.RowParallelLinear.of(down, dim=1)
+    whole = random(5, 2, 3 * world, 8).double().requires_grad_()
+    mine = whole.detach().chunk(world, 1)[rank].clone().requires_grad_()
+    expected = down(torch.nn.functional.gelu(up(whole)))
+    out = row(column(mine))
+    assert torch.allclose(out, expected.chunk(world, 1)[rank])
+    expected.square().sum().backward()
+    out.square().sum().backward()
+    assert torch.allclose(mine.grad, whole.grad.chunk(world, 1)[rank])
+    assert torch.allclose(column.weight.grad, up.weight.grad.chunk(world)[rank])
+    assert torch.allclose(column.bias.grad, up.bias.grad.chunk(world)[rank])
+    assert torch.allclose(row.weight.grad, down.weight.grad.chunk(world, 1)[rank])
+    dist.all_reduce(row.bias.grad)  # of each rank's own rows
+    assert torch.allclose(row.bias.grad, down.bias.grad)
+    fresh = tsd.ColumnParallelLinear(8, 2 * world, bias=False)
+    assert fresh(torch.ones(1, 8)).shape == (world, 2)
+    return raised(lambda: tsd.RowParallelLinear(2 * world + 1, 8))

@@ -1,0 +1,101 @@
+"""Fused or not: a pure function of what all ranks know, and of the table."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilestream.distributed import dispatch
+from tilestream.distributed.dispatch import Case, decide
+
+
+def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
+    return Case("all_gather_matmul", m // world, n, k, k, world, dtype, itemsize, device)
+
+
+def test_the_model_agrees_with_what_was_measured_on_eight_gpus():
+    # 8 x H200: all of these were faster overlapped; see benchmarks and docs/distributed.md.
+    for m, n, k in ((8192, 3584, 8192), (16384, 7168, 8192), (4096, 12288, 4096), (4096, 3584, 8192)):
+        decision = decide(gather(m, n, k, 8))
+        assert decision.fused, (m, n, k, decision.why)
+        assert not decision.measured
+        assert decision.why.startswith("modelled: ")
+
+
+def test_small_calls_are_not_worth_a_handshake():
+    assert not decide(gather(64, 128, 256, 8)).fused
+    assert decide(gather(64, 128, 256, 8), "fused").fused, "but the caller may ask for it"
+    assert not decide(gather(8192, 3584, 8192, 8), "unfused").fused
+
+
+def test_a_device_without_rates_is_unfused_and_says_so():
+    decision = decide(gather(8192, 3584, 8192, 8, device="sm_70"))
+    assert not decision.fused
+    assert decision.why == "modelled: no rates of sm_70 are known"
+    assert decide(gather(8192, 3584, 8192, 8, device="sm_70"), "fused").chunks == 1
+
+
+def test_a_measured_entry_goes_before_the_model(monkeypatch):
+    case = gather(8192, 3584, 8192, 8)
+    entry = {
+        "op": case.op, "rows": case.rows, "n": case.n, "k": case.k, "world": 8, "dtype": "bfloat16", "device": "sm_90",
+        "fused": False, "chunks": 1, "source": "a test",
+    }  # fmt: skip
+    monkeypatch.setattr(dispatch, "table", lambda: {**dispatch_table, "entries": [entry]})
+    decision = decide(case)
+    assert (decision.fused, decision.measured) == (False, True)
+    assert decision.why == "measured for this shape class: a test"
+    assert decide(replace(case, n=3700)).measured, "of the same class"
+    for other in (replace(case, n=8192), replace(case, world=4), replace(case, dtype="float16")):
+        assert not decide(other).measured
+
+
+dispatch_table = dispatch.table()
+
+
+def test_chunks_grow_with_the_shard_and_stay_in_bounds():
+    chunks = [decide(gather(m, 8192, 8192, 2), "fused").chunks for m in (1024, 8192, 16384, 65536)]
+    assert chunks == [1, 2, 2, 2]
+    assert decide(gather(2, 8, 1 << 26, 2), "fused").chunks == 1, "no more chunks than rows"
+
+
+@given(
+    st.integers(1, 1 << 17), st.integers(1, 1 << 15), st.integers(1, 1 << 15), st.integers(1, 8),
+    st.sampled_from(["cpu", "sm_90", "gfx942"]), st.sampled_from(dispatch.FORMS),
+)  # fmt: skip
+def test_every_shape_has_a_decision_and_always_the_same(m, n, k, world, device, form):
+    case = gather(m * world, n, k, world, device=device)
+    decision = decide(case, form)
+    assert decision == decide(replace(case), form)
+    assert 1 <= decision.chunks <= max(1, case.rows)
+    assert decision.fused or decision.chunks == 1
+
+
+def test_the_tables_hash_is_of_what_is_in_it(monkeypatch):
+    before = dispatch.table_hash()
+    assert len(before) == 16
+    dispatch.table_hash.cache_clear()
+    monkeypatch.setattr(dispatch, "table", lambda: {**dispatch_table, "entries": [1]})
+    assert dispatch.table_hash() != before
+    dispatch.table_hash.cache_clear()
+
+
+def test_the_table_ships_in_a_form_that_is_known():
+    table = dispatch.table()
+    assert table["format"] == 1
+    for rates in table["rates"].values():
+        assert rates["source"]
+        assert {"fused", "unfused"} == set(rates["latency"]) == set(rates["gather"])
+    keys = {"op", "rows", "n", "k", "world", "dtype", "device", "fused", "chunks", "source"}
+    assert all(set(entry) == keys for entry in table["entries"])
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_more_columns_never_make_overlap_less_worth_its_handshake(op):
+    for world, m in itertools.product((2, 4, 8), (4096, 16384)):
+        wins = [decide(replace(gather(m, n, 8192, world), op=op)).fused for n in (256, 1024, 4096, 16384)]
+        assert wins == sorted(wins), (world, m, wins)

@@ -1,0 +1,68 @@
+"""Where rows are, chunk by chunk; and what ranks tell each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilestream.distributed.greeting import GREETING_BYTES, differ, greeting
+from tilestream.distributed.shards import Shards
+
+shards = st.builds(
+    Shards.of,
+    st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    st.just(0),
+    st.integers(1, 8),
+    st.integers(1, 4),
+)
+
+
+@given(st.data())
+def test_the_parts_of_all_ranks_are_the_chunks_of_the_whole_each_row_once(data):
+    shape = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=4))
+    dim = data.draw(st.integers(0, len(shape) - 2))
+    world, parts = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
+    of = Shards.of(shape, dim, world, parts)
+    bounds = of.bounds()
+    seen = {}
+    for rank in range(world):
+        for part in of.of_rank(rank):
+            first = (part.batch * world + rank) * of.rows
+            assert bounds[part.chunk] == first + part.begin
+            assert bounds[part.chunk + 1] == first + part.end
+            assert of.rank_of(part.chunk) == rank
+            assert part.chunk not in seen
+            seen[part.chunk] = rank
+    assert sorted(seen) == list(range(len(bounds) - 1))
+    assert bounds[-1] == of.total
+
+
+@given(shards, st.data())
+def test_arrivals_have_the_same_chunks_and_begin_with_the_own_rank(of, data):
+    rank = data.draw(st.integers(0, of.world - 1))
+    arrival = of.arrival(rank)
+    assert arrival.chunks(of.total).bounds == of.bounds()
+    assert of.rank_of(arrival.pivot) == rank
+    assert arrival.pivot == next(of.of_rank(rank)).chunk
+
+
+def test_a_greeting_says_what_two_ranks_differ_in():
+    mine = greeting({"op": "all_gather_matmul", "a_shard": [4, 8], "columns": 6})
+    assert len(mine) == GREETING_BYTES
+    assert differ("op", mine, 0, mine, 1) is None
+    theirs = greeting({"op": "all_gather_matmul", "a_shard": [5, 8], "form": "fused"})
+    said = str(differ("all_gather_matmul", mine, 0, theirs, 3))
+    assert said == (
+        "all_gather_matmul: ranks 0 and 3 differ in a_shard: [4, 8] on rank 0, [5, 8] on rank 3; columns: 6 on rank 0, "
+        "None on rank 3; form: None on rank 0, fused on rank 3. All ranks of a group make the same calls"
+    )
+    assert "is no greeting of tilestream" in str(differ("op", mine, 0, b"x" * GREETING_BYTES, 1))
+    assert json.loads(mine)["columns"] == "6"
+
+
+def test_a_greeting_that_would_be_cut_off_is_refused():
+    with pytest.raises(ValueError, match=f"bytes of {GREETING_BYTES}"):
+        greeting({"a_shard": "x" * GREETING_BYTES})

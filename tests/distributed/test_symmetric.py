@@ -1,0 +1,90 @@
+"""Who can pull from whom: what ranks tell each other, and what they make of it. No GPU here."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from tilestream.distributed import symmetric
+
+BF16 = torch.empty(2, 2, dtype=torch.bfloat16)
+GPU = torch.device("cuda", 0)
+
+
+def member(world=2, unreachable=""):
+    return types.SimpleNamespace(world=world, unreachable=unreachable)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose other ranks say what the test tells them to, and agree with this one's verdict."""
+    said = []
+
+    def exchange(member, mine, device):
+        if b"\n" in mine:
+            return [mine, *(x.encode() for x in said)]
+        return [mine] * member.world
+
+    monkeypatch.setattr(symmetric, "exchange_bytes", exchange)
+    monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="gpu-a"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: True)
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return said
+
+
+def test_gpus_of_one_host_reach_each_other(machine):
+    machine.append("here\n1\ngpu-b")
+    of = member()
+    assert symmetric.set_up(of, GPU) == ""
+    assert symmetric.refuse(of, BF16) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ("there\n0\ngpu-b", "rank 0: 2 hosts: shards are pulled inside one"),
+        ("here\n0\ngpu-a", "several ranks share a GPU"),
+    ],
+)
+def test_what_keeps_them_apart_is_said_and_kept(machine, other, why):
+    machine.append(other)
+    of = member()
+    assert why in symmetric.set_up(of, GPU)
+    assert why in symmetric.refuse(of, BF16)
+
+
+def test_ranks_may_share_a_gpu_where_torch_is_told_so(machine, monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    machine.append("here\n0\ngpu-a")
+    assert symmetric.set_up(member(), GPU) == ""
+
+
+def test_no_peer_access(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: False)
+    machine.append("here\n1\ngpu-b")
+    assert symmetric.set_up(member(), GPU) == "rank 0: no peer access from GPU 0 to 1"
+
+
+def test_what_one_rank_cannot_do_none_does(machine, monkeypatch):
+    machine.append("here\n1\ngpu-b")
+    before = symmetric.exchange_bytes
+    monkeypatch.setattr(
+        symmetric, "exchange_bytes",
+        lambda member, mine, device: before(member, mine, device) if b"\n" in mine else [mine, b"no peer access"],
+    )  # fmt: skip
+    assert symmetric.set_up(member(), GPU) == "rank 1: no peer access"
+
+
+def test_reasons_that_need_no_message(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert "torch.float32: operands of 16 and 8 bits" in symmetric.refuse(member(), BF16.float())
+    assert symmetric.refuse(member(unreachable="2 hosts"), BF16) == "2 hosts"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "a CUDA graph is being captured" in symmetric.refuse(member(), BF16)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "on ROCm" in symmetric.refuse(member(), BF16)

@@ -1,0 +1,245 @@
+"""What ranks do in ``test_gpu_distributed.py``. Inputs are random numbers that every rank can make anew."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import tilestream as ts
+from error_rule import Maths, check
+from tilestream import distributed as tsd
+from tilestream.distributed.members import member_of
+
+BF16 = torch.bfloat16
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """The same numbers on each rank."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def raised(call) -> str:
+    """What ``call`` raised: the type's name and the message."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def poison() -> None:
+    """NaN in what the next call gathers into, if it uses it again."""
+    for buffer in member_of("test", None)._buffers.values():
+        buffer.view(BF16)[: buffer.numel() // 2].fill_(float("nan"))
+
+
+def gathers(rank, world, cases):
+    """Each case against all shards side by side, multiplied by torch; the plan was what the case says."""
+    for shape, dim, columns, dtype, form, extra in cases:
+        dtype = getattr(torch, dtype)
+        shards = [random(10 * r + 1, *shape, dtype=dtype) for r in range(world)]
+        whole = torch.cat([x.view(torch.uint8) for x in shards], dim).view(dtype)
+        bs = [random(500 + i, n, whole.shape[-1], dtype=dtype).t() for i, n in enumerate(columns)]
+        options = dict(extra)
+        biases = [random(900 + i, n) for i, n in enumerate(columns)] if options.pop("bias", 0) else None
+        scaled, scale_a, scale_b, scale_whole = options.pop("scaled", ""), None, None, None
+        if scaled:
+            rows = (1,) if scaled == "tensor" else (*shape[:-1], 1)
+            of = [random(70 + r, *rows, dtype=torch.float32).abs() + 0.5 for r in range(world)]
+            scale_a, scale_whole = of[rank], torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
+            one = scaled == "tensor"
+            scale_b = [random(80 + i, 1 if one else n, dtype=torch.float32).abs() + 0.5 for i, n in enumerate(columns)]
+        for _ in range(2):
+            poison()
+            a, outs = tsd.all_gather_matmul(
+                shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form,
+                return_a=True, deadline=20, **options,
+            )  # fmt: skip
+            torch.cuda.synchronize()
+            ts.check()
+            assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
+            for i, out in enumerate(outs):
+                maths = Maths(
+                    whole.flatten(0, -2), bs[i], bias=None if biases is None else biases[i],
+                    activation=options.get("activation"), scale_b=None if scale_b is None else scale_b[i],
+                    scale_a=None if scale_whole is None else scale_whole.flatten(0, -2),
+                )  # fmt: skip
+                check(out.flatten(0, -2), maths)
+    plan = tsd.plan_all_gather_matmul(random(1, 256, 256), random(2, 256, 256), form="fused")
+    return plan.explain()
+
+
+def iterates(rank, world, count):
+    """Many calls without a barrier between, each on other data; ranks are late in turn, on the host or on the GPU."""
+    b = random(1, 256, 256)
+    wholes = [random(1000 + i, 96 * world, 256) for i in range(8)]
+    expected = [whole @ b for whole in wholes]
+    wrong = torch.zeros((), device="cuda")
+    for i in range(count):
+        if i % 16 == rank:
+            time.sleep(0.002)
+        if i % 16 == 8 + rank:
+            torch.cuda._sleep(2_000_000)
+        whole = wholes[i % 8]
+        out = tsd.all_gather_matmul(whole[96 * rank : 96 * rank + 96], b, form="fused", deadline=20)
+        error = (out.float() - expected[i % 8].float()).abs().max()
+        wrong = torch.maximum(wrong, torch.where(error.isnan(), torch.inf, error))
+    torch.cuda.synchronize()
+    ts.check()
+    return wrong.item()
+
+
+def expires(rank, world, killed):
+    """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
+    a, b = random(rank, 256, 256), random(99, 256, 256)
+    for _ in range(3):
+        tsd.all_gather_matmul(a, b, form="fused", deadline=20)
+    torch.cuda.synchronize()
+    if rank == world - 1:
+        if killed:
+            os._exit(0)
+        time.sleep(4)
+        return "", "", True, 0.0
+    begin = time.monotonic()
+    out = tsd.all_gather_matmul(a, b, form="fused", deadline=0.5)
+    torch.cuda.synchronize()
+    waited = time.monotonic() - begin
+    first = raised(ts.check)
+    own = out[256 * rank : 256 * rank + 256]
+    assert own.isfinite().all(), "its own rows are computed"
+    assert out[-256:].isnan().all(), "what did not come is NaN"
+    again = ts.matmul(a, b)
+    torch.cuda.synchronize()
+    assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"
+    second = raised(lambda: tsd.all_gather_matmul(a, b, deadline=5))
+    return first, second, again.isfinite().all().item(), waited
+
+
+def two_groups(rank, world):
+    """Two groups of the same ranks, in opposite order on two ranks, on a stream each."""
+    groups = [dist.new_group(list(range(world))) for _ in range(2)]
+    b = random(9, 256, 256)
+    wholes = [random(60 + i, 128 * world, 256) for i in range(2)]
+    # Set up in one order: that part is collective.
+    for i in range(2):
+        tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], form="fused", deadline=20)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [[], []]
+    for _ in range(10):
+        for i in (0, 1) if rank % 2 else (1, 0):
+            with torch.cuda.stream(streams[i]):
+                mine = wholes[i][128 * rank : 128 * rank + 128]
+                outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], form="fused", deadline=20))
+    torch.cuda.synchronize()
+    ts.check()
+    return all(torch.allclose(o.float(), (wholes[i] @ b).float(), atol=1.0) for i in range(2) for o in outs[i])
+
+
+def streams(rank, world):
+    """Calls from twelve streams, one after the other."""
+    b, whole = random(9, 256, 256), random(60, 128 * world, 256)
+    mine, outs = whole[128 * rank : 128 * rank + 128], []
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(12)]:
+        with torch.cuda.stream(stream):
+            outs.append(tsd.all_gather_matmul(mine, b, form="fused", deadline=20))
+    torch.cuda.synchronize()
+    ts.check()
+    return all(torch.allclose(out.float(), (whole @ b).float(), atol=1.0) for out in outs)
+
+
+def captures(rank, world):
+    """Under capture: unfused, and the plan says why; replays are right."""
+    b, whole = random(9, 256, 256), random(60, 128 * world, 256)
+    mine = whole[128 * rank : 128 * rank + 128].clone()
+    tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks agree before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        said = tsd.plan_all_gather_matmul(mine, b, form="fused").explain()
+        out = tsd.all_gather_matmul(mine, b, form="unfused")
+    for i in range(3):
+        other = random(70 + i, 128 * world, 256)
+        mine.copy_(other[128 * rank : 128 * rank + 128])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.allclose(out.float(), (other @ b).float(), atol=1.0)
+    return said
+
+
+def neighbour(rank, world):
+    """A kernel of somebody else's holds SMs meanwhile."""
+    b, whole = random(9, 512, 512), random(60, 512 * world, 512)
+    mine = whole[512 * rank : 512 * rank + 512]
+    side = torch.cuda.Stream()
+    x = random(3, 4096, 4096)
+    outs = []
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            x @ x
+        outs.append(tsd.all_gather_matmul(mine, b, form="fused", deadline=20))
+    torch.cuda.synchronize()
+    ts.check()
+    return all(torch.allclose(out.float(), (whole @ b).float(), atol=2.0) for out in outs)
+
+
+def scatters(rank, world):
+    """The sum of all ranks' products, twice with the same bits."""
+    shape = (128 * world, 256)
+    inputs = [(random(10 * r + 3, *shape), random(10 * r + 4, 256, 192)) for r in range(world)]
+    a, b = inputs[rank]
+    outs = [tsd.matmul_reduce_scatter(a, b, deadline=20) for _ in range(2)]
+    exact = sum(x.double() @ y.double() for x, y in inputs).chunk(world)[rank]
+    theirs = torch.empty(128, 192, device="cuda", dtype=BF16)
+    parts = (a @ b).contiguous()
+    dist.reduce_scatter(theirs, list(parts.chunk(world)))
+    ulp = torch.finfo(BF16).eps * exact.abs().max()
+    assert (outs[0].double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + ulp
+    return outs[0].equal(outs[1])
+
+
+def forgets(rank, world):
+    """Nothing of ours keeps a destroyed group; its watchdog has left."""
+    import gc
+    import weakref
+
+    group = dist.new_group(list(range(world)))
+    tsd.all_gather_matmul(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
+    torch.cuda.synchronize()
+    member = weakref.ref(member_of("test", group))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    end = time.monotonic() + 10
+    while member() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    left = [t.name for t in threading.enumerate() if t.name == "tilestream-watchdog"]
+    return member() is None, left
+
+
+def torch_compiles(rank, world):
+    """torch's compiler makes its fused ops of an unchanged function, and they run on ours."""
+    import torch.distributed._functional_collectives as collectives
+
+    group = dist.group.WORLD
+
+    def block(x, w1, w2):
+        whole = collectives.all_gather_tensor(x, 0, group)
+        return collectives.reduce_scatter_tensor(torch.relu(whole @ w1) @ w2, "sum", 0, group)
+
+    w1, w2 = random(31, 1024, 512) / 32, random(32, 512, 1024) / 32
+    x = random(rank, 1024, 1024)
+    with torch.no_grad(), tsd.async_tp(group) as handle:
+        out = torch.compile(block, fullgraph=True)(x, w1, w2)
+        expected = block(x, w1, w2)
+        torch.cuda.synchronize()
+        ts.check()
+        error = ((out - expected).float().norm() / expected.float().norm()).item()
+        return error, [str(site) for site in handle.report()]

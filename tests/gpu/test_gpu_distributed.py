@@ -1,0 +1,137 @@
+"""Ops across GPUs: ranks that are late, give up or die; every dtype and dimension; streams, groups, graphs.
+
+Ranks are processes, as many as there are GPUs, at most 4 here (5 and 8 with TILESTREAM_WORLDS=2,5,8). On one GPU two of
+them share it, over gloo (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): right, and slow.
+
+    PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_distributed.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import distributed_jobs as jobs
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from pool import Pool
+
+GPUS = torch.cuda.device_count()
+SHARED = GPUS < 2
+WORLDS = [int(x) for x in os.environ.get("TILESTREAM_WORLDS", "2,3,4").split(",") if int(x) <= max(GPUS, 2)]
+pytestmark = pytest.mark.timeout(300)
+
+
+def make_pool(**environment: str) -> Pool:
+    if SHARED:
+        return Pool("gloo", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1", **environment)
+    return Pool("cpu:gloo,cuda:nccl", **environment)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = make_pool()
+    yield pool
+    pool.close()
+
+
+def cases(form):
+    """(shape of a shard, gather_dim, N of each b, dtype, form, more)."""
+    yield (256, 256), 0, (256,), "bfloat16", form, {}
+    yield (200, 512), 0, (136, 72), "bfloat16", form, {"bias": True, "activation": "gelu"}
+    yield (1, 256), 0, (256,), "bfloat16", form, {}
+    yield (2, 130, 256), 1, (256,), "bfloat16", form, {}
+    yield (2, 3, 64, 256), 2, (128,), "float16", form, {"activation": "silu"}
+    yield (128, 256), 0, (256,), "float8_e4m3fn", form, {"scaled": "row"}
+    yield (2, 64, 256), 1, (256, 128), "float8_e4m3fn", form, {"scaled": "tensor"}
+    yield (64, 128), 1, (64,), "bfloat16", form, {}  # K is cut: unfused
+    yield (4096, 4096), 0, (128,), "bfloat16", form, {}
+
+
+@pytest.mark.parametrize("form", ["fused", "unfused"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_gathers_what_torch_does(ranks, world, form):
+    said = ranks.run(world, jobs.gathers, list(cases(form)), bound=240, seconds=60)
+    assert all("fused: transfer and matmul overlap, by symmetric memory" in text for text in said), said[0]
+
+
+def test_float32_is_unfused(ranks):
+    said = ranks.run(2, jobs.gathers, [((64, 64), 0, (64,), "float32", "auto", {})], bound=120, seconds=60)
+    assert said
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_without_a_barrier(ranks, world):
+    count = 50 if SHARED else 1000
+    wrong = ranks.run(world, jobs.iterates, count, bound=200, seconds=60)
+    assert max(wrong) < 1.0, wrong  # another epoch's rows would be off by 16 and more
+
+
+def test_calls_from_many_streams(ranks):
+    assert all(ranks.run(2, jobs.streams, bound=120, seconds=60))
+
+
+def test_two_groups_in_opposite_order(ranks):
+    assert all(ranks.run(2, jobs.two_groups, bound=120, seconds=60))
+
+
+def test_a_neighbour_holds_sms(ranks):
+    assert all(ranks.run(2, jobs.neighbour, bound=120, seconds=60))
+
+
+def test_capture_is_unfused_and_says_why(ranks):
+    if SHARED:
+        pytest.skip("gloo has no collective that a graph could hold")
+    assert all("a CUDA graph is being captured" in text for text in ranks.run(2, jobs.captures, bound=120, seconds=60))
+
+
+def test_nothing_keeps_a_destroyed_group(ranks):
+    assert ranks.run(2, jobs.forgets, bound=120, seconds=60) == [(True, [])] * 2
+
+
+def test_scatter_sums_what_torch_does(ranks):
+    if SHARED:
+        pytest.skip("the comparison is NCCL's")
+    assert all(ranks.run(2, jobs.scatters, bound=120, seconds=60))
+
+
+def test_torchs_compiler_fuses_and_it_runs_on_ours(ranks):
+    if SHARED:
+        pytest.skip("that pass wants NCCL")
+    for error, sites in ranks.run(2, jobs.torch_compiles, bound=150, seconds=60):
+        assert error < 1e-2
+        assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rank_that_does_not_come(killed):
+    pool = make_pool()  # of its own: what is left of such a group is not for others
+    try:
+        *others, _ = pool.run(WORLDS[-1] if killed else 2, jobs.expires, killed, bound=120, seconds=30)
+    finally:
+        pool.close()
+    for first, second, works, waited in others:
+        assert works
+        assert first.startswith("ArrivalTimeout: all_gather_matmul: rank "), first
+        assert "part of a_shard" in first
+        assert second.startswith("GroupBroken"), second
+        assert waited < 0.5 + 1 + (5 if SHARED else 0), "the deadline, and a second"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"CUDA_LAUNCH_BLOCKING": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}],
+    ids=lambda environment: "-".join(*environment.items()),
+)
+def test_whatever_the_order_in_which_the_driver_runs_streams(environment):
+    if SHARED and "CUDA_LAUNCH_BLOCKING" in environment:
+        pytest.skip("ranks that share a GPU take turns on it")
+    pool = make_pool(**environment)
+    try:
+        assert max(pool.run(2, jobs.iterates, 30, bound=120, seconds=60)) < 1.0
+        assert all(pool.run(2, jobs.streams, bound=120, seconds=60))
+    finally:
+        pool.close()
