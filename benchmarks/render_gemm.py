@@ -277,8 +277,28 @@ def host(data: Record) -> str:
     return "\n\n".join(parts)
 
 
+def cluster(data: Record) -> str:
+    """Workers of two CTAs that share a tile's columns, which were tried and not taken."""
+    ways = ["torch.mm", "one CTA", "two CTAs"]
+    rows = [
+        [row["shape"], *(f"{row['us'][way]:.1f}" for way in ways),
+         f"{row['us']['one CTA'] / row['us']['two CTAs']:.3f}",
+         row["plans"]["two CTAs"].partition(", ")[2].replace(", grouped raster", "")]
+        for row in data["rows"]
+    ]  # fmt: skip
+    return "\n\n".join([
+        f"### Clusters, tried and not taken, {data['device']}",
+        "A worker of two CTAs, which load their half of B's tile each and hand it to both (TMA multicast), beside "
+        f"the same kernel without (Triton {data['triton']}, torch {data['torch']}, {data['date']}; branch "
+        f"{data['branch']}: Triton 3.6 has no multicast, 3.7 compiles it wrong). The best of each kind's schedules and tiles, "
+        "microseconds. What an SM reads from L2 stays the same, so it gains nothing where that binds.",
+        table(["M x N x K", *ways, "one / two", "the two"], rows),
+    ])  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "suite": suite, "quack": quack, "fp8": fp8, "epilogue": epilogue, "search": search, "host": host,
+    "cluster": cluster,
 }  # fmt: skip
 
 
