@@ -290,7 +290,7 @@ def cluster(data: Record) -> str:
         f"### Clusters, tried and not taken, {data['device']}",
         "A worker of two CTAs, which load their half of B's tile each and hand it to both (TMA multicast), beside "
         f"the same kernel without (Triton {data['triton']}, torch {data['torch']}, {data['date']}; branch "
-        f"{data['branch']}: Triton 3.6 has no multicast, 3.7 compiles it wrong). The best of each kind's schedules and tiles, "
+        f"{data['branch']}: Triton 3.6 has no multicast, 3.7 compiles it wrong). The best of each kind's schedules, "
         "microseconds. What an SM reads from L2 stays the same, so it gains nothing where that binds.",
         table(["M x N x K", *ways, "one / two", "the two"], rows),
     ])  # fmt: skip
