@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from int31 import Int31, on_int31
+from int31 import on_int31
 from strategies import TOP, int31
 from tilestream.schedule import attention, integers, raster
 
@@ -200,8 +200,8 @@ class TestVarlen:
 
     @given(int31(0, MOST), int31(0, TOP - 1), int31(0, MOST), int31(0, TOP - 1))
     def test_one_of_two_sequences_comes_first(self, keys, sequence, other_keys, other):
-        one, two = (Int31(keys), Int31(sequence)), (Int31(other_keys), Int31(other))
-        first, second = attention.comes_before(*one, *two), attention.comes_before(*two, *one)
+        first = on_int31(attention.comes_before, keys, sequence, other_keys, other)
+        second = on_int31(attention.comes_before, other_keys, other, keys, sequence)
         assert first + second == (0 if (keys, sequence) == (other_keys, other) else 1)
         assert first == ((-keys, sequence) < (-other_keys, other))
 

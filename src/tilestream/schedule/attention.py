@@ -100,12 +100,12 @@ def share_of_keys(
     return low, min(high, max(low, plain_begin)), min(high, max(low, plain_end)), high
 
 
-def comes_before(keys: int, sequence: int, other_keys: int, other: int) -> bool:
-    """Whether a sequence comes before another in a varlen call's list: the longest first, ties in order.
+def comes_before(keys: int, sequence: int, other_keys: int, other: int) -> int:
+    """Whether a sequence comes before another in a varlen call's list, 1 or 0: the longest first, ties in order.
 
     Without a branch, as is `row_of`: kernels call them with vectors.
     """
-    return (keys > other_keys) | (keys == other_keys) & (sequence < other)
+    return (keys > other_keys) * 1 + (keys == other_keys) * (sequence < other)
 
 
 def halved(low: int, high: int, start: int, position: int) -> tuple[int, int]:

@@ -96,7 +96,7 @@ def list_sequences(
             other, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS
         )
         before = comes_before(length[None, :], other[None, :], my_keys[:, None], mine[:, None])
-        before = (before & (other < sequences)[None, :]).to(tl.int32)
+        before = tl.where((other < sequences)[None, :], before, 0)
         entry += tl.sum(before, 1)
         start += tl.sum(before * tiles[None, :], 1)
         total += tl.sum(tiles, 0)

@@ -1,0 +1,121 @@
+"""The Hopper attention on a GPU, beyond what `test_gpu_attention` asks of every backend: each tile of the plan, with
+turns and without, each kind of schedule; repeated launches; a launch beside another's.
+
+Nothing here waits but for the launches themselves.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention_maths import Call, Case, call_of
+from tilestream.kernels.attention import Operands
+from tilestream.ops.attention_gpu import layout_of
+from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.plan import hopper_attention
+from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.runtime.properties import cuda_properties
+
+BF16 = torch.bfloat16
+CASES = {
+    "dense": Case((700,), (700, 700), (6, 2), (128, 128), "causal", dtype=BF16),
+    "columns of 64": Case((513,), (900, 900), (4, 4), (64, 64), "full", dtype=BF16),
+    "columns of 256": Case((300,), (700, 700), (4, 2), (256, 256), "all", dtype=BF16),
+    "packed": Case((300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal window", "packed", dtype=BF16),
+    "in pages": Case((300, 70, 1), (400, 30, 500), (8, 2), (128, 128), "causal", "packed paged", 16, dtype=BF16),
+    "few rows": Case((3,), (4000, 4000), (32, 4), (128, 128), "causal", dtype=BF16),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an H100 or H200")
+
+
+def operands_of(call: Call) -> tuple[Operands, Tensors, Settings]:
+    """As the op brings a call to its launch."""
+    x, options = call.tensors, call.options
+    causal = options.get("causal", False)
+    left, right = (-1 if side is None else side for side in options.get("window", (None, None)))
+    scale = options.get("scale") or 1 / math.sqrt(x["q"].shape[-1])
+    names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
+    tensors = Tensors(x["q"], x["k"], x["v"], options.get("sinks"), **{name: x.get(name) for name in names})
+    settings = Settings(
+        bool(causal), "top_left" if causal == "top_left" else "bottom_right", left, right,
+        options.get("softcap") or 0.0, scale, return_lse=True,
+    )  # fmt: skip
+    out = torch.full((*x["q"].shape[:-1], x["v"].shape[-1]), math.nan, dtype=BF16, device="cuda")
+    rows = out.shape[:-1]
+    lse = torch.full(rows if len(rows) == 2 else (rows[0], rows[2], rows[1]), math.nan, device="cuda")
+    return Operands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
+
+
+def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list[AttentionPlan]:
+    device = cuda_properties(torch.cuda.current_device())
+    problem = problem_of(tensors, settings)
+    found = hopper_attention.candidates(problem, device, device.workers, kind=kind, variant=variant)
+    return [of_candidate(problem, device, "hopper", one, "a test's", ()) for one in found]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_tile(name, variant, kind):
+    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+
+    call = call_of(CASES[name], "cuda")
+    operands, tensors, settings = operands_of(call)
+    made = plans(tensors, settings, kind, variant)
+    assert made
+    for plan in made:
+        launch = HopperAttentionLaunch(plan, layout_of(operands))
+        for _ in range(3):  # counters and the list are found as the launch before left them
+            operands.out.fill_(math.nan)
+            operands.lse.fill_(math.nan)
+            launch(operands)
+            call.check(operands.out, operands.lse)
+
+
+@pytest.mark.parametrize("name", ["dense", "packed"])
+def test_launches_on_two_streams(name):
+    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+
+    call = call_of(CASES[name], "cuda")
+    first, tensors, settings = operands_of(call)
+    second = operands_of(call)[0]
+    (plan, *_) = plans(tensors, settings, "dynamic", "apart")
+    launch = HopperAttentionLaunch(plan, layout_of(first))
+    launch(first)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for _ in range(20):
+        launch(first)
+        with torch.cuda.stream(side):
+            launch(second)
+    torch.cuda.synchronize()
+    call.check(first.out, first.lse)
+    call.check(second.out, second.lse)
+
+
+def test_what_lies_around_an_operand_is_not_read():
+    """Views in the middle of NaN: of rows, of heads and of columns."""
+    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+
+    call = call_of(CASES["dense"], "cuda")
+    operands, tensors, settings = operands_of(call)
+    around = {}
+    for name in ("q", "k", "v", "out"):
+        x = getattr(operands, name)
+        batch, rows, heads, columns = x.shape
+        store = torch.full((batch, rows + 9, heads + 2, columns + 16), math.nan, dtype=BF16, device="cuda")
+        around[name] = store[:, 4:-5, 1:-1, 8:-8]
+        around[name].copy_(x)
+    view = operands._replace(**around)
+    tensors = tensors._replace(q=view.q, k=view.k, v=view.v)
+    for plan in plans(tensors, settings, "dynamic", "apart"):
+        HopperAttentionLaunch(plan, layout_of(view))(view)
+        call.check(view.out, view.lse)
