@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, item ring and ring. Pure Python, no GPU.
 
-Two models, each explored through every interleaving:
+Three models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -9,7 +9,10 @@ Two models, each explored through every interleaving:
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`): the
    Hopper kernel, operation by operation.
 
-**Why the two together are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
+3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel.
+   There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
+
+**Why the first two are the whole.** In a kernel with load and math loops a worker is `work` cut in two at Compute:
 the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads it; the math loop
 does Compute's epilogue and what comes after, by which it hands an item in: Count and Reduce, or those of `settle`. A
 property can be broken in two places: the memory the workers share (counters, signals, abort word, counts, slots of
