@@ -5,29 +5,35 @@ repository, with tilestream installed or ``src`` on PYTHONPATH, and pytest. In F
 ``report.json`` and ``report.md``, written anew after each step, so that what was found by then is there whatever
 happens.
 
-Steps, each in processes of its own under a time limit: a hang costs its file, or its shape, and is reported.
+Steps, each in processes of its own under a time limit: a hang costs its test, or its shape, and is reported.
 
 ``machine``  device, driver, versions, commit, clocks; which backends run; the plan of a few shapes
-``isa``      registers, spills, LDS and estimate of the kernel that the device's plan picks, by the Triton that is here
-``tests``    tests/gpu, a process a file: counts, failures and the end of what they said
+``isa``      registers, spills, LDS and estimate of the kernels that the device has, by the Triton that is here
+``tests``    tests/gpu, a process a file, and another one behind a test that hangs or kills its process: counts,
+             failures, and the end of what was said
 ``speed``    plan.run beside torch.mm (hipBLASLt, cuBLAS): interleaved, L2 flushed, medians, answers checked, and what
              the cost model expected
 
-``--seconds`` bounds a process, ``--total`` all of it; ``--steps tests,speed`` chooses; ``--quick`` takes few shapes.
+``--seconds`` bounds a test and a shape, ``--total`` all of it; ``--steps tests,speed`` chooses; ``--quick`` takes few
+shapes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from selfcheck_outcomes import read, write
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("machine", "isa", "tests", "speed")
@@ -38,6 +44,8 @@ SHAPES = (
     ("bfloat16", 1, 8192, 8192), ("float16", 4096, 4096, 4096), ("float32", 2048, 2048, 2048),
 )  # fmt: skip
 QUICK = (("bfloat16", 1024, 1024, 1024), ("bfloat16", 64, 2048, 2048))
+#: Seconds until a process has imported what it needs, and its first test begins.
+_START = 120
 #: Characters of what a process said that are kept.
 _KEPT = 4000
 
@@ -55,24 +63,36 @@ class Ran(NamedTuple):
         return "" if self.status == 0 else "timed out" if self.status is None else f"status {self.status}"
 
 
-def run(command: list[str], seconds: float) -> Ran:
-    """Run a command for so long at most; it and what it started are killed then."""
-    begin = time.monotonic()
+def run(command: list[str], seconds: float, progress: Path | None = None) -> Ran:
+    """Run a command until nothing has happened for so long; it and what it started are killed then.
+
+    Parameters
+    ----------
+    progress
+        Something has happened where this file has changed; None: nothing ever does.
+    """
+    begin = changed = time.monotonic()
+    before = None
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=max(seconds, 0.1))
-        return Ran(process.returncode, said[-_KEPT:], time.monotonic() - begin)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        try:
-            said, _ = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:  # a process that hangs in the driver cannot be killed
-            said = ""
-        return Ran(None, said[-_KEPT:], time.monotonic() - begin)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TILESTREAM_OUTCOMES": str(progress)}
+    with tempfile.TemporaryFile(mode="w+", errors="replace") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        while process.poll() is None and time.monotonic() - changed < (
+            seconds if progress is None or before is not None else max(seconds, _START)
+        ):
+            time.sleep(0.05)
+            now = progress.stat().st_size if progress is not None and progress.exists() else None
+            if now != before:
+                before, changed = now, time.monotonic()
+        status = process.poll()
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be killed
+                process.wait(timeout=10)
+        said.seek(0)
+        return Ran(status, said.read()[-_KEPT:], time.monotonic() - begin)
 
 
 class Report:
@@ -110,40 +130,38 @@ def ask(what: str, *arguments: str, seconds: float) -> dict[str, Any]:
 
 
 def check_tests(report: Report, seconds: float, folder: Path) -> None:
-    """A process for each file of tests; pytest's own limit a test applies where pytest-timeout is there."""
+    """The tests of each file, in as many processes as it takes."""
     found = report.data["tests"] = {}
     for file in sorted(folder.glob("test_*.py")):
-        if report.left <= 0:
-            found[file.name] = {"error": "no time left"}
-            continue
-        results = report._folder / f"{file.stem}.xml"
-        ran = run(
-            [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider",
-             f"--junitxml={results}", str(file)],
-            min(seconds, report.left),
-        )  # fmt: skip
-        found[file.name] = {**outcomes(results), "seconds": round(ran.seconds, 1)}
-        if ran.status not in (0, 5):  # 5: nothing collected
-            found[file.name] |= {"error": ran.how, "said": ran.said}
-        results.unlink(missing_ok=True)
+        found[file.name] = _check_file(file, report, seconds)
         report.write()
 
 
-def outcomes(results: Path) -> dict[str, Any]:
-    """Counts, and the names and messages of what failed, of pytest's JUnit file; none where there is no such file."""
-    counts: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
-    try:
-        cases = list(ET.parse(results).iter("testcase"))
-    except (OSError, ET.ParseError):
-        return counts
-    for case in cases:
-        bad = [part for part in case if part.tag in ("failure", "error")]
-        kind = "failed" if bad else "skipped" if case.find("skipped") is not None else "passed"
-        counts[kind] += 1
-        if bad:
-            message = (bad[0].get("message") or "").splitlines()
-            counts["failures"].append(f"{case.get('name')}: {message[0][:200] if message else ''}")
-    return counts
+def _check_file(file: Path, report: Report, seconds: float) -> dict[str, Any]:
+    begin, last = time.monotonic(), Ran(None, "", 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = Path(folder) / "outcomes"
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+        command += ["-p", "selfcheck_outcomes", str(file)]
+        while report.left > 0:
+            last = run(command, min(seconds, report.left), outcomes)
+            known = read(outcomes)
+            hung = [name for name, line in known.items() if "outcome" not in line]
+            for name in hung:
+                write(outcomes, test=name, outcome="failed", message=f"it did not end: {last.how or 'its process did'}")
+            if not hung:  # it came to its end, or to none that another process would come further than
+                break
+        lines = read(outcomes).values()
+    counts: dict[str, Any] = {how: sum(x["outcome"] == how for x in lines) for how in ("passed", "failed", "skipped")}
+    failures = [f"{x['test'].partition('::')[2]}: {x['message']}" for x in lines if x["outcome"] == "failed"]
+    made = {**counts, "failures": failures, "seconds": round(time.monotonic() - begin, 1)}
+    if report.left <= 0:
+        made["error"] = "no time left"
+    elif last.status not in (0, 1, 5):  # 1: some failed; 5: nothing is left to run
+        made["error"] = last.how
+    if "error" in made or failures:
+        made["said"] = last.said
+    return made
 
 
 def check_speed(report: Report, seconds: float, shapes: tuple[tuple[Any, ...], ...]) -> None:
@@ -325,7 +343,7 @@ def main(arguments: list[str] | None = None, tests: Path = ROOT / "tests" / "gpu
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("selfcheck"))
     parser.add_argument("--steps", default=",".join(STEPS), help="of machine, isa, tests, speed")
-    parser.add_argument("--seconds", type=float, default=900, help="of a process, at most")
+    parser.add_argument("--seconds", type=float, default=300, help="of a test or a shape, at most")
     parser.add_argument("--total", type=float, default=3 * 3600, help="seconds in all, about")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args(arguments)

@@ -104,6 +104,13 @@ def record() -> dict[str, Any]:
     return {**about, "date": time.strftime("%Y-%m-%d"), "run": False, "rows": rows}
 
 
+def written(data: dict[str, Any]) -> str:
+    """A record as text, a row a line."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in data["rows"])
+    head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1)
+    return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
+
+
 # The page -------------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +197,7 @@ def main() -> int:
     """As asked for."""
     what = sys.argv[1:]
     if what == ["record"]:
-        RECORD.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+        RECORD.write_text(written(record()), encoding="utf-8")
         return 0
     if what not in (["render"], ["render", "--check"]):
         raise SystemExit(__doc__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -11,6 +12,9 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from tilestream.plan import Problem, plan_problem
+from tilestream.plan.known import named
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,7 +33,8 @@ def suite(tmp_path: Path) -> Path:
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no')\ndef test_c(): assert 1 == 2, 'one\\ntwo'\n"
     )
     (folder / "test_hangs.py").write_text(
-        "import time\ndef test_d():\n    print('begun', flush=True)\n    time.sleep(60)\n"
+        "import os, time\ndef test_d(): pass\ndef test_e(): time.sleep(60)\ndef test_f(): os._exit(9)\n"
+        "def test_g(): pass\n"
     )
     (folder / "test_breaks.py").write_text("raise RuntimeError('broken')\n")
     return folder
@@ -49,18 +54,19 @@ def test_a_command_is_ended_with_all_it_started(check, tmp_path):
     assert check.run([sys.executable, "-c", "print('x' * 9999)"], 20).said == "x" * 3999 + "\n"
 
 
-def test_a_file_that_hangs_or_breaks_costs_itself_only(check, suite, tmp_path, capsys):
-    status = check.main([str(tmp_path / "out"), "--steps", "tests", "--seconds", "8"], tests=suite)
+def test_a_test_that_hangs_or_kills_its_process_costs_itself_only(check, suite, tmp_path, capsys):
+    status = check.main([str(tmp_path / "out"), "--steps", "tests", "--seconds", "4"], tests=suite)
     found = json.loads((tmp_path / "out" / "report.json").read_text())["tests"]
     assert status == 1
-    fine = found["test_fine.py"]
+    fine, hangs, breaks = found["test_fine.py"], found["test_hangs.py"], found["test_breaks.py"]
     assert (fine["passed"], fine["failed"], fine["skipped"]) == (1, 1, 1)
     assert fine["failures"][0].startswith("test_c: AssertionError: one")
-    assert found["test_hangs.py"]["error"] == "timed out"
-    assert "broken" in found["test_breaks.py"]["said"]
-    assert found["test_breaks.py"]["failed"] == 1
+    assert (hangs["passed"], hangs["failed"]) == (2, 2), "those behind are run, and those before not again"
+    assert hangs["failures"] == ["test_e: it did not end: timed out", "test_f: it did not end: status 9"]
+    assert (breaks["error"], breaks["passed"]) == ("status 2", 0)
+    assert "broken" in breaks["said"]
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| test_hangs.py | 0 | 0 | 0 |" in text
+    assert "| test_hangs.py | 2 | 2 | 0 |" in text
     assert "- test_fine.py: test_c: AssertionError: one" in text
     assert "please send both" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "report.md"]
@@ -111,3 +117,23 @@ def test_the_report_is_a_page(check):
         assert line in text
     assert check.failed(data)
     assert not check.failed({**data, "speed": [row]})
+
+
+def test_8_bit_operands_that_the_gpu_refuses_are_skipped_there(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    spec = importlib.util.spec_from_file_location("gpu_conftest", ROOT / "tests" / "gpu" / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    problem = Problem(64, 64, 64, 1, "float8_e4m3fn", "bfloat16")
+    with pytest.raises(NotImplementedError) as refusal:
+        plan_problem(problem, device=named("mi300x"))
+
+    def called(error: Exception) -> None:
+        hook = conftest.pytest_pyfunc_call(None)
+        next(hook)
+        hook.throw(error)
+
+    with pytest.raises(pytest.skip.Exception, match="gfx942"):
+        called(refusal.value)
+    with pytest.raises(NotImplementedError, match="another"):
+        called(NotImplementedError("another"))

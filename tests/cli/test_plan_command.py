@@ -14,6 +14,14 @@ def test_dtype_and_batch(cli):
     assert "3 x [64, 64] @ [64, 64], bfloat16" in output
 
 
+def test_a_gpu_that_is_not_here(cli):
+    output = cli("plan", 8192, 8192, 8192, "--dtype", "bfloat16", "--layout", "nt", "--device", "mi300x").stdout
+    asked = {"dtype": "bfloat16", "layout": "nt", "device": "mi300x"}
+    assert output == ts.plan(8192, 8192, 8192, **asked).explain() + "\n"
+    assert "AMD Instinct MI300X, 304 workers" in output
+    assert "checked   compiled and checked, not run" in output
+
+
 @pytest.mark.parametrize(
     ("options", "chunks", "rows"),
     [(["--chunks", 4], 4, 64), (["--rows-per-chunk", 100], 3, 100), (["--chunks", 3, "--rows-per-chunk", 100], 3, 100)],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from loops import gemm, text
@@ -21,6 +23,20 @@ from tilestream.runtime.errors import TilestreamError
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def test_text_is_read_without_torch_and_triton():
+    code = """
+import sys
+sys.modules.update(torch=None, triton=None)
+from tilestream.isa import report, sass
+from tilestream.isa.kernels import KERNELS, Question
+print(report.of_amdgcn(sys.stdin.read()).cycles["binds"], Question("gfx942").problem.m, len(KERNELS))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], input=text(gemm(128, 128)), capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["MFMA", "8192", str(len(KERNELS))]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def backend(name: str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "no: triton is not installed"
     if name == "portable":
-        return "yes"
+        return "yes" if torch.version.hip is None else "yes: compiled and checked, never run on an AMD GPU; docs/amd.md"
     properties = torch.cuda.get_device_properties(0)
     if name == "cdna":
         architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]

@@ -121,7 +121,7 @@ class Estimate:
 
     @property
     def busy(self) -> float:
-        """Share of the cycles that the matrix units work: beside `share`, less where an instruction is a slow one."""
+        """Share of the cycles that the matrix units work: more than `share` where their instructions are slow ones."""
         return self.floors.mfma / self.cycles
 
 

@@ -146,6 +146,17 @@ def spilled(kernel: Any, said: str) -> dict[str, int]:
     return amdgcn.parse(kernel.asm["amdgcn"]).spilled
 
 
+def main_loop(kernel: Any) -> dict[str, Any]:
+    """AMD: matrix instructions and exchanges between lanes in the main loop, and pauses in the whole kernel."""
+    parsed = amdgcn.parse(kernel.asm["amdgcn"])
+    loop = parsed.main_loop
+    return {
+        "mfma": dict(loop.mfma) if loop else {},
+        "shuffles": sum(n for kind, n in loop.counts.items() if kind.startswith("shuffle")) if loop else 0,
+        "sleeps": sum(one.kind == "sleep" for one in parsed.instructions),
+    }
+
+
 def main() -> None:
     what, *targets = sys.argv[1:]
     for target in targets:
@@ -154,6 +165,8 @@ def main() -> None:
             try:
                 kernel, said = build(plan, layout, aligned, target)
                 found |= {"spilled": spilled(kernel, said), "shared": kernel.metadata.shared}
+                if "amdgcn" in kernel.asm:
+                    found |= main_loop(kernel)
             except Exception as error:
                 found["error"] = f"{type(error).__name__}: {error}"[-600:]
             print(json.dumps(found), flush=True)

@@ -44,6 +44,9 @@ def check(found: list[dict], least: int) -> None:
     assert not spilled, spilled
     limits = {"sm_90a": 232448, "gfx942": 65536, "gfx950": 163840}
     assert all(one["shared"] <= limits[one["target"]] for one in found)
+    amd = [one for one in found if one["target"].startswith("gfx")]
+    assert all(len(one["mfma"]) == 1 for one in amd), "one kind of matrix instruction, in the main loop"
+    assert all(bool(one["sleeps"]) == (" arriving " in one["name"]) for one in amd), "a pause between two looks"
 
 
 @pytest.mark.timeout(110)

@@ -109,10 +109,14 @@ class Cuda:
 
     def context_sms(self) -> int:
         """A green context has a part of the device's."""
-        resource = (ctypes.c_uint32 * _RESOURCE_WORDS)()
+        resource, context = (ctypes.c_uint32 * _RESOURCE_WORDS)(), ctypes.c_void_p()
         arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
         try:
-            code = self._find("cuCtxGetDevResource", arguments)(None, ctypes.addressof(resource), _RESOURCE_SM)
+            code = self._find("cuCtxGetCurrent", (ctypes.POINTER(ctypes.c_void_p),))(ctypes.byref(context))
+            if code or not context.value:
+                return 0
+            # Of no context, unlike `cuCtxGetId`, this says nothing: not "the current one".
+            code = self._find("cuCtxGetDevResource", arguments)(context.value, ctypes.addressof(resource), _RESOURCE_SM)
         except (OSError, AttributeError):
             return 0
         return 0 if code else resource[_SM_COUNT]
