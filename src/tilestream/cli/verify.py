@@ -25,7 +25,8 @@ def verify(
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Only this model: workers, ring, product or gather; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Only this model: workers, ring, product, shared, attention or gather; may be repeated."),
     ] = None,
 ) -> None:
     """Check the protocols through every interleaving.

@@ -32,8 +32,6 @@ DIRECT_BYTES = {"gfx942": (4,), "gfx950": (16, 4)}
 READS_TRANSPOSED = {"gfx942": False, "gfx950": True}
 #: Copies that one wait can count: `vmcnt` has six bits.
 MOST_IN_FLIGHT = 63
-#: Workgroups' L2s of a device: program ids go round them.
-XCDS = 8
 #: Registers of a lane, accumulation registers among them, of two warps a SIMD.
 REGISTERS = 256
 #: Of them kept for addresses, operands of a step and the epilogue.

@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and a gather's ranks. Pure Python, no GPU.
 
-Three models, each explored through every interleaving:
+Five models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -8,10 +8,13 @@ Three models, each explored through every interleaving:
    the parts of a tile, `hand_in` and `settle`.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`): the
    Hopper kernel, operation by operation.
-
-3. `gather`: the hosts, streams and watchdogs of several ranks that pull each other's shards: the text that GPUs perform
+3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel.
+   There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
+4. `gather`: the hosts, streams and watchdogs of several ranks that pull each other's shards: the text that GPUs perform
    (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is chunks
    that come at any moment or never, which is all that model 1 asks of the world.
+5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
+   consumers that may take turns.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
 two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads

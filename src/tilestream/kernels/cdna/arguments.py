@@ -14,7 +14,6 @@ from tilestream.plan.cdna_tiles import (
     CELL_BYTES,
     LANES,
     READS_TRANSPOSED,
-    XCDS,
     Tile,
     instruction,
     is_far,
@@ -84,7 +83,7 @@ def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
     return names[dtypes[0]], names[dtypes[1]]
 
 
-def grain(strides: tuple[int, ...] | None, columns: int, size: int, aligned: bool) -> int:
+def grain(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
     """Neighbouring columns of a row that can be stored, or loaded, as one vector: as many as a lane has, or 1."""
     if strides is None or strides[-1] != 1 or not aligned:
         return 1
@@ -159,7 +158,6 @@ class Arguments:
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
         problem, schedule = plan.problem, plan.schedule
         block_m, block_n, block_k = plan.block
-        out_size = ITEMSIZE[problem.out_dtype]
         chunks = chunk_kinds(plan)
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
         return {
@@ -182,7 +180,7 @@ class Arguments:
             "ACROSS": spread(block_m, block_n, plan.warps),
             "WIDTH": CELL_BYTES // self.size,
             "FORMATS": formats(problem.dtypes, self.arch),
-            "GROUPS": XCDS,
+            "GROUPS": plan.device.xcds,
             # With nothing to split, stream_k is a queue, and there are no slots.
             "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
             "SPLIT": schedule.split,
@@ -193,8 +191,8 @@ class Arguments:
             "FAR_X": x.far,
             "FAR_Y": y.far,
             "FAR_OUT": self._far_out(),
-            "GRAIN": grain(layout.out, problem.n, out_size, self._aligned[0]),
-            "RESIDUAL_GRAIN": grain(layout.residual, problem.n, self.size, self._aligned[1]),
+            "GRAIN": grain(layout.out, problem.n, self._aligned[0]),
+            "RESIDUAL_GRAIN": grain(layout.residual, problem.n, self._aligned[1]),
             "SCALED": layout.scaled,
             "SCALES": problem.scales,
             "BIAS": layout.bias is not None,

@@ -12,6 +12,9 @@
 contiguous elements in aligned vectors of 16 bytes. A step that is not a whole one, at the end of K, goes through
 registers, where it is cut off.
 
+What `tilestream isa` estimates of the main loop, by published rates, in bfloat16: 0.73 of the peak with tiles of
+256x256 on gfx942 (staged), 0.59 on gfx950 (direct).
+
 ``DIRECT``: copies past the registers, ``STAGES`` of them in the ring; else through registers, and one stage.
 ``FAR_X``, ``FAR_Y``: a tile's rows lie too far apart for a buffer's 32-bit offsets.
 """

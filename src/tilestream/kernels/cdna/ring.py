@@ -31,6 +31,15 @@ before the copy**: between wait and read a copy would come before the barrier. T
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
 before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
 address is permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout.
+A loop that copies to a swizzled stage instead has each lane's offset brought from another lane, for each copy. A step
+of a bare loop, compiled with Triton 3.6 for bfloat16, and its registers:
+
+====================  =====================  ===========================  =====================
+                      inverse swizzle        swizzled destination         of these, ds_bpermute
+====================  =====================  ===========================  =====================
+gfx950, 256x256x32    148 lines, 162 VGPRs   168 lines, 172 VGPRs         0, 4
+gfx942, 128x128x32    156 lines, 116 VGPRs   249 lines, 133 VGPRs         0, 16
+====================  =====================  ===========================  =====================
 
 A stage's tile is ``[rows, BLOCK_K]`` for an operand that lies K-major, else ``[BLOCK_K, rows]``: contiguous elements
 are the inner ones, always.
