@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_attention import SHAPES, Run, Shape, cudnn, operands_of, problem_of_shape
-from harness import RESULTS, GpuRecord
+from harness import RESULTS
 from tilestream.kernels.attention import Operands
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties
@@ -81,9 +81,8 @@ def main() -> None:
     from tilestream.runtime.properties import cuda_properties
 
     given = sys.argv[1:]
-    folder = Path(given[0]) if given else RESULTS
-    run = Run(folder, float(given[1]) if len(given) > 1 else 60.0)
-    run.record = GpuRecord("attention_portable", folder)
+    folder, seconds = Path(given[0]) if given else RESULTS, float(given[1]) if len(given) > 1 else 60.0
+    run = Run(folder, seconds, "attention_portable")
     device = cuda_properties(torch.cuda.current_device())
     for shape in (s for s in SHAPES if s.length in (1024, 4096, 16384)):
         name = f"portable D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"

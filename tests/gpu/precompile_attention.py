@@ -1,4 +1,4 @@
-"""Compile what the Hopper attention's GPU tests and benchmark launch, on all cores at once: see `precompile`.
+"""Compile what attention's GPU tests and benchmark launch, of both kernels, on all cores at once: see `precompile`.
 
 ``python tests/gpu/precompile_attention.py [part of a test's name ...]``; ``benchmark``: what
 benchmarks/gpu_attention.py launches. Nothing but time depends on this.
@@ -17,15 +17,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
+import attention_gate as portable_gate
 import hopper_attention_gate as gate
 import torch
 from precompile import STAND_IN
 
 import tilestream as ts
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.kernels.portable.attention_arguments import AttentionLayout, constants
 from tilestream.ops import attention_library
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import problem_of
@@ -38,19 +40,20 @@ Job = tuple[AttentionPlan, AttentionLayout]
 
 
 def launched(call: Callable[[], Any], device: DeviceProperties) -> list[Job]:
-    """What a call on CPU tensors would launch of the Hopper kernel if they were on ``device``."""
+    """What a call on CPU tensors would launch of each kernel if they were on ``device``."""
     found: list[Job] = []
 
     def note(x: Any, t: Any, s: Any, keys: Any, deadline: float) -> None:
         problem, layout = problem_of(t, s, keys), layout_of(x)
         no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
-        try:
-            plan = plan_attention(
-                replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend="hopper"
-            )
-        except NotImplementedError:
-            return
-        found.append((plan, layout))
+        for backend in ("hopper", "portable"):
+            try:
+                plan = plan_attention(
+                    replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend=backend
+                )
+            except NotImplementedError:
+                continue
+            found.append((plan, layout))
 
     run, attention_library.execute = attention_library.execute, note
     try:
@@ -86,6 +89,9 @@ def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
 
 def key(job: Job) -> str:
     """What tells its compiled kernel from others'."""
+    if job[0].backend == "portable":
+        p = job[0].problem
+        return repr((constants(*job), job[0].warps, job[0].stages, job[1], p.return_lse, p.sinks, p.scaled, p.aligned))
     options, filled = gate.fill(*job)
     count = len(gate.attend.arg_names)
     first = gate.attend.arg_names.index("CONSUMERS") - count
@@ -96,7 +102,10 @@ def key(job: Job) -> str:
 def build(job: Job) -> str | None:
     """What went wrong."""
     try:
-        gate.build(*gate.fill(*job), kernel=gate.attend)
+        if job[0].backend == "portable":
+            portable_gate.build(*job, "sm_90a")
+        else:
+            gate.build(*gate.fill(*job), kernel=gate.attend)
     except Exception as error:
         return f"{job[0].label}: {type(error).__name__}: {error}"[-400:]
     return None

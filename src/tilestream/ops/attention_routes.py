@@ -129,13 +129,13 @@ def register_attention(name: str = "tilestream") -> str:
     Raises
     ------
     ImportError
-        If there is no transformers, or one without the registry (before 4.48).
+        If there is no transformers, or one without the registry (before 4.51).
     """
     try:
         from transformers import AttentionInterface
     except ImportError as error:
         raise ImportError(
-            f"register_attention: {error}; it registers with Hugging Face's transformers, 4.48 or later: pip install "
+            f"register_attention: {error}; it registers with Hugging Face's transformers, 4.51 or later: pip install "
             "transformers"
         ) from None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -62,7 +62,11 @@ UNALIGNED = (
 
 @triton.jit
 def rows_of_tile(nothing, first, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
-    """``(row, position)`` of a tile's rows: see `schedule.attention.row_of`. ``nothing`` is 0."""
+    """``(row, position)`` of a tile's rows: see `schedule.attention.row_of`.
+
+    ``nothing`` is 0, which the compiler does not know: what depends on rows alone it would work out once for all items,
+    and keep in registers that the loops want.
+    """
     row = tl.arange(0, BLOCK_M) + nothing
     return row, first + row // PACK
 
@@ -423,7 +427,7 @@ def attention(
             if GATED:
                 acc = tl.where(over != 0, float("nan"), acc)
                 logs = tl.where(over != 0, float("nan"), logs)
-            # Once more, and not the same in the compiler's eyes: kept, they would take registers that the loops want.
+            # Once more, and from another 0: not kept through the loops.
             row, position = rows_of_tile(tl.minimum(sequence, 0), first, BLOCK_M, PACK)
             out_at = out + at_row * stride_os + tl.multiple_of(head.to(tl.int64) * stride_oh, ALIGN_OUT)
             if not VARLEN:
