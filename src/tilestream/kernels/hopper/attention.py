@@ -22,7 +22,7 @@ consumers also take turns at starting them, so that one's exponentials run under
 Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
 same: see `tilestream.kernels.hopper.attention_load`.
 
-H100, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN in one run of benchmarks/gpu_attention.py::
+H100, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
 
     columns  causal                     full
     64       214/248  393/394  460/448  370/350  458/423  475/456
