@@ -48,7 +48,8 @@ class AttentionPlan:
     backend
         Which package of `tilestream.kernels` runs it.
     variant
-        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.Plan`.
+        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.Plan`; on Hopper ``turns`` or ``apart``:
+        whether a worker's consumers take turns at starting their multiplications.
     schedule
         Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
         are positions of the list that the call makes of them, longest first, some of which are void.

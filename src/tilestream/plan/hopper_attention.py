@@ -216,13 +216,14 @@ def candidates(
     why = refusal(problem, device)
     if why:
         raise NotImplementedError(why)
-    columns = max(columns_of(problem), 64 * cdiv(problem.head_dim, 64) if problem.head_dim > 128 else 0)
+    keys = parts_of(problem) * width(problem)
+    # Keys' columns take no registers, but shared memory: more than 128 of them leave room for small blocks alone.
+    columns = max(columns_of(problem), keys if keys > 128 else 0)
     busy = problem.left is not None or problem.softcap > 0
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
-        fits = tile.columns // 2 < columns <= tile.columns or (columns == 192 and tile.columns == 256)
         stages = stages_of(problem, tile.consumers, tile.block, device.shared)
-        if not fits or stages < 2 or tile.busy != busy:
+        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy or stages < 2:
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows)

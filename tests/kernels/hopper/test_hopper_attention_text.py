@@ -326,6 +326,7 @@ SEEN_BY = (
     same(400, 400),
     packed(MIX, causal=True, page_size=16, pages=40, lengths=True),
     RAGGED["pages of 256"],
+    same(300, 300, 2, head_dim=256),  # room for the queries of one item
 )
 
 

@@ -22,6 +22,13 @@ consumers also take turns at starting them, so that one's exponentials run under
 Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
 same: see `tilestream.kernels.hopper.attention_load`.
 
+H100, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
+
+    columns  causal                     full
+    64       214/248  393/394  460/448  370/350  458/423  475/456
+    128      283/313  549/503  698/641  452/507  672/652  703/640
+    256      286/307  574/532  762/618  446/486  716/639  764/646
+
 Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see
 `tilestream.schedule.attention`.
