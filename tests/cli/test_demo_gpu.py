@@ -100,7 +100,7 @@ def test_end_to_end(demo, tmp_path):
         "copy alone",
         "answer right",
         "rows in 3 chunks of 100 rows",
-        "timeline  none: launches on a GPU are not traced yet",
+        "timeline  none: the demo draws one on the CPU only",
     ):
         assert words in result.stdout
     assert not (tmp_path / "out").exists(), "nothing is drawn"

@@ -65,7 +65,7 @@ def test_a_loss_is_called_a_loss():
 
 
 def test_a_gpus_report_speaks_of_copies():
-    text = shown(gpu_result(), {"timeline": "none: launches on a GPU are not traced yet"})
+    text = shown(gpu_result(), {"timeline": "none: the demo draws one on the CPU only"})
     for words in (
         "gpu       Some GPU\n",
         "input     256 MiB of [random] bfloat16\n",
@@ -77,9 +77,9 @@ def test_a_gpus_report_speaks_of_copies():
         "overlap won 3.750 ms: 94% of the 4.000 ms that could be hidden",
         "streamed takes 1.05 times the larger of copying and multiplying",
         "answer right",
-        "backend   portable",
+        "backend   hopper",
         "rows in 32 chunks of 512 rows",
-        "timeline  none: launches on a GPU are not traced yet\n",
+        "timeline  none: the demo draws one on the CPU only\n",
     ):
         assert words in text
     assert "read" not in text.partition("matmul [")[0]
@@ -101,7 +101,7 @@ def test_figures_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     figures = json.loads(json.dumps(report.figures(gpu_result())))
     assert figures["device"] == "Some GPU"
-    assert figures["backend"] == "portable"
+    assert figures["backend"] == "hopper"
     assert figures["workers"] == 132
     assert figures["versions"].keys() >= {"tilestream", "python", "torch", "triton", "cuda"}
     assert figures["input"] == {"bytes": 2**28}

@@ -26,7 +26,9 @@ import gate
 import hopper_gate
 import triton
 
+from tilestream.isa.sass import disassembled
 from tilestream.kernels.hopper import gemm as hopper_text
+from tilestream.kernels.portable import arguments as portable_arguments
 from tilestream.kernels.portable import gemm as portable_text
 from tilestream.kernels.portable.arguments import Arguments
 
@@ -86,7 +88,7 @@ def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
         found = hopper_gate.report(made, on, said)
         yield {
             "name": made.name,
-            "same": hopper_gate._sass(off.asm["cubin"]) == hopper_gate._sass(without.asm["cubin"]),
+            "same": disassembled(off.asm["cubin"]) == disassembled(without.asm["cubin"]),
             "times": clocks(off, on, without),
             "spilled": found["spilled"] + found["local"] + found["stack"],
             "notes": found["notes"],
@@ -104,13 +106,13 @@ def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
         built = []
         for text, trace in ((kernel, False), (struck, False), (kernel, True)):
             gate.gemm = text
-            gate.Arguments = lambda plan, layout, trace=trace: _Logged(plan, layout, trace)
+            portable_arguments.Arguments = lambda plan, layout, trace=trace: _Logged(plan, layout, trace)
             built.append(gate.build(plan, layout, aligned, "sm_90a"))
-        gate.gemm, gate.Arguments = kernel, Arguments
+        gate.gemm, portable_arguments.Arguments = kernel, Arguments
         (off, _), (without, _), (on, said) = built
         yield {
             "name": name,
-            "same": hopper_gate._sass(off.asm["cubin"]) == hopper_gate._sass(without.asm["cubin"]),
+            "same": disassembled(off.asm["cubin"]) == disassembled(without.asm["cubin"]),
             "times": clocks(off, on, without),
             "spilled": sum(gate.spilled(on, said).values()),
             "notes": [],

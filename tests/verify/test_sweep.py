@@ -119,7 +119,10 @@ def test_sizes_grow():
     ("call", "message"),
     [
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
-        (lambda: verify.run("quick", models=["rings"]), "model='rings'; it is one of workers, ring, product, gather"),
+        (
+            lambda: verify.run("quick", models=["rings"]),
+            "model='rings'; it is one of workers, ring, product, shared, attention, gather",
+        ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],
 )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hopper_gate import DEVICE, Pointer, _sass, build, described, triton
+from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
@@ -93,19 +93,19 @@ def configurations(what: str) -> Iterator[Configuration]:
 
 def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
     """What a test asserts on."""
-    ptx, (sass, usage) = kernel.asm["ptx"], _sass(kernel.asm["cubin"])
+    ptx, (code, usage) = kernel.asm["ptx"], sass.disassembled(kernel.asm["cubin"])
     return {
         "name": made.name,
         "triton": triton.__version__,
         "spilled": sum(int(x) for x in re.findall(r"(\d+) bytes spill", said)),
         "stack": max((int(x) for x in re.findall(r"STACK:(\d+)", usage)), default=-1),
-        "local": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "notes": sorted(set(re.findall(r"C7[56]\d\d|[^\n]*ignored[^\n]*", said))),
         "registers": sorted(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))),
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))),
-        "exponentials": len(re.findall(r"\bMUFU\.EX2", sass)),
-        "loads": len(re.findall(r"\bUTMALDG", sass)),
-        "stores": len(re.findall(r"\bUTMASTG", sass)),
+        "exponentials": len(re.findall(r"\bMUFU\.EX2", code)),
+        "loads": len(re.findall(r"\bUTMALDG", code)),
+        "stores": len(re.findall(r"\bUTMASTG", code)),
         "shared": kernel.metadata.shared,
         "expected": expected(made),
     }

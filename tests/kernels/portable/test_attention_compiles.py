@@ -22,7 +22,7 @@ def allowed(target: str) -> dict[str, int]:
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_sample_compiles(target, tmp_path):
-    check(compile_all(sys.executable, "quick", (target,), tmp_path, 100, GATE), 2, allowed(target))
+    check(compile_all(sys.executable, "quick", (target,), tmp_path, 100, GATE), 2, allowed(target), matmul=False)
 
 
 @pytest.mark.slow
@@ -32,4 +32,4 @@ def test_a_sample_compiles(target, tmp_path):
 def test_everything_compiles(version, target, tmp_path):
     found = compile_all(triton(version), "all", (target,), tmp_path, 2900, GATE)
     assert {one["triton"].split("+")[0] for one in found} == {version}
-    check(found, 190, allowed(target))
+    check(found, 190, allowed(target), matmul=False)

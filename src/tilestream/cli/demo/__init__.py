@@ -97,7 +97,7 @@ def demo(
             tell("drawing")
             files = _write_trace(result.trace, out_dir)
         else:
-            files = {"timeline": "none: launches on a GPU are not traced yet; --device cpu draws one"}
+            files = {"timeline": "none: the demo draws one on the CPU only (--device cpu)"}
     report.show(console, result, files)
     if json_path is not None:
         json_path.write_text(json.dumps(report.figures(result), indent=1) + "\n", encoding="utf-8")
