@@ -111,7 +111,7 @@ def gpu(data: dict[str, Any]) -> str:
             f"Against cuBLAS, {data['dtype']}, L2 flushed ({data['device']}, torch {data['torch']}, Triton "
             f"{data['triton']}, commit `{data['commit']}`, {data['date']}). *nt*: B as it lies in a Linear weight. "
             "`auto` takes the queue; on an idle GPU `static` is faster. This kernel is the fallback for what the "
-            "Hopper kernels to come refuse.",
+            "Hopper kernel refuses.",
             table(["M x N x K", "cuBLAS, TFLOP/s", "auto, TFLOP/s", *(f"{kind}, ratio" for kind in kinds)], rows),
             f"Host microseconds of a call: {host}.",
         ]

@@ -290,7 +290,7 @@ def test_queues_shares_and_an_order():
     ],
 )
 def test_what_it_does_not_have(how, why):
-    message = f"backend='hopper': {why}; leave backend=, variant= and stages= away"
+    message = f"backend='hopper': {why}; leave what is forced of backend=, variant=, stages=, tile= and schedule= away"
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
         plan(1000, 1000, 1000, dtype="bfloat16", device=H100, backend="hopper", **how)
 
@@ -303,7 +303,7 @@ def test_a_tile_that_only_the_portable_kernel_has():
     small = dataclasses.replace(H100, shared=49152)
     made = plan(1000, 1000, 1000, dtype="bfloat16", device=small, tile=(128, 128))
     assert made.backend == "portable"
-    assert "refused   hopper: it has no 128x128 tile here" in made.explain()
+    assert "refused   hopper: a tile of 128x128 does not fit with dynamic or stream_k here" in made.explain()
 
 
 @pytest.mark.parametrize(

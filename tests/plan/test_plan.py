@@ -85,6 +85,13 @@ class TestRefused:
             ({"weight_arrival": Arrival.ragged([0, 30])}, ValueError, "arrival: its bounds end at row 30, the input has 60 rows; the last bound is the number of rows"),
             ({"arrival": Arrival.uniform(100, 1), "batch": 2}, ValueError, "arrival: 1 chunks of 100 rows bring 1 to 100 rows, the input has 200; it takes num_chunks=2"),
             ({"tile": (50, 30), "order": [0, 1, 2]}, ValueError, "order: 3 entries; missing [3]; each of the 2 x 2 tiles (ids 0 to 3) comes exactly once"),
+            ({"arrival": 3}, TypeError, "arrival=3; it is a tilestream.Arrival, or None for what is there"),
+            ({"weight_arrival": 3}, TypeError, "weight_arrival=3; it is a tilestream.Arrival, or None for what is there"),
+            ({"order": 3}, TypeError, "order=3; it is a function of a position, or a sequence of tiles"),
+            ({"device": "cuda:x"}, ValueError, "device='cuda:x'; a GPU is 'cuda', or 'cuda:' and its number"),
+            ({"backend": "hopper"}, ValueError, "backend='hopper' with device=cpu: it is for GPUs; leave it away"),
+            ({"stages": 4}, ValueError, "stages=4 with device=cpu: it is for GPUs; leave it away"),
+            ({"device": "h100", "dtype": "bfloat16", "backend": "portable", "stages": 4}, ValueError, "variant=None, stages=4 with backend='portable': only 'hopper' and 'cdna' have them; leave them away"),
             ({"tile": (50, 30), "order": "0123"}, TypeError, "order: '0'; a tile is an id pm * num_n + pn or a pair (pm, pn)"),
         ],
     )  # fmt: skip

@@ -149,7 +149,9 @@ def test_8_bit_operands_get_the_large_tile_and_bfloat16():
     assert made.floor.compute == pytest.approx(2 * 4096**3 / (132 * 8192 * HZ))
     precise = plan(4096, 4096, 4096, dtype=E4M3, use_fast_accum=False, device=H100)
     assert precise.tile == (128, 128), "each accumulator is there twice"
-    assert plan(64, 64, 64, dtype="float16", use_fast_accum=False).problem.fast_accum, "which is about 8 bits only"
+    assert plan(64, 64, 64, dtype="float16", use_fast_accum=False, device=H100).problem.fast_accum, (
+        "which is about 8 bits only"
+    )
 
 
 def test_explain_says_what_is_scaled_and_how_it_is_added_up():

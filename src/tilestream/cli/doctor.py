@@ -80,7 +80,9 @@ def backend(name: str) -> str:
     if name == "cdna":
         architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         fits = torch.version.hip is not None and architecture in ("gfx942", "gfx950")
-        return "yes" if fits else f"no: {properties.name} is no CDNA 3 or 4"
+        if not fits:
+            return f"no: {properties.name} is no CDNA 3 or 4"
+        return "yes: compiled and checked, never run; taken for backend='cdna' only"
     fits = torch.version.hip is None and properties.major == 9
     return "yes" if fits else f"no: {properties.name} is no Hopper"
 

@@ -20,6 +20,9 @@ def plan(
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; default: as many as the device holds.")] = None,
     schedule: Annotated[str, typer.Option(help="auto, static, dynamic or stream_k.")] = "auto",
     tile: Annotated[str | None, typer.Option(help="Rows and columns of a tile, as 256x512.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Forced: hopper, cdna or portable.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Forced: a variant of that backend.")] = None,
+    stages: Annotated[int | None, typer.Option(min=2, help="Forced: stages of the ring.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in so many chunks.")] = None,
     rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of so many.")] = None,
     pivot: Annotated[int, typer.Option(min=0, help="The chunk that arrives first.")] = 0,
@@ -42,7 +45,7 @@ def plan(
         raise ValueError(f"--pivot {pivot}: give --chunks or --rows-per-chunk too")
     found = ts.plan(
         m, n, k, batch=batch, dtype=dtype, device=device, layout=layout, workers=workers, schedule=schedule,
-        tile=parsed_tile(tile), arrival=arrival,
+        tile=parsed_tile(tile), arrival=arrival, backend=backend, variant=variant, stages=stages,
     )  # fmt: skip
     typer.echo(found.explain())
 

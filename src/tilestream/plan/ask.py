@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
@@ -115,6 +116,11 @@ def plan(
     for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
         if not _whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival)):
+        if coming is not None and not isinstance(coming, Arrival):
+            raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
+    if order is not None and not callable(order) and not isinstance(order, Sequence):
+        raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
         if value is not None and (not _whole(value) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
@@ -135,6 +141,15 @@ def plan(
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
     if stages is not None and (not _whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
+    if properties.backend == "cpu":
+        for option, given in (("backend", backend), ("variant", variant), ("stages", stages)):
+            if given is not None:
+                raise ValueError(f"{option}={given!r} with device={device!s}: it is for GPUs; leave it away")
+    if backend == "portable" and (variant is not None or stages is not None):
+        raise ValueError(
+            f"variant={variant!r}, stages={stages!r} with backend='portable': only 'hopper' and 'cdna' have them; "
+            "leave them away"
+        )
     if backend is None and (variant is not None or stages is not None):
         backend = fast
     other = name if b_dtype is None else dtype_name(b_dtype)
@@ -186,7 +201,9 @@ def device_properties(device: object) -> DeviceProperties:
     """
     if isinstance(device, DeviceProperties):
         return device
-    kind, _, index = str(device).partition(":")
+    kind, colon, index = str(device).partition(":")
+    if kind == "cuda" and colon and not index.isdecimal():
+        raise ValueError(f"device={str(device)!r}; a GPU is 'cuda', or 'cuda:' and its number")
     if kind == "cpu":
         return cpu_properties()
     if kind == "cuda":

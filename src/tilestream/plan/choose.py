@@ -59,8 +59,8 @@ def plan_problem(
     forced = [
         name
         for name, given in (
-            ("workers", workers), ("schedule", schedule != "auto"), ("tile", tile), ("order", order is not None),
-            ("queues", queues), ("shares", shares),
+            ("workers", asked), ("a limit of workers", count < own and not asked), ("schedule", schedule != "auto"),
+            ("tile", tile), ("order", order is not None), ("queues", queues), ("shares", shares),
         )
         if given
     ]  # fmt: skip
@@ -77,7 +77,8 @@ def plan_problem(
         refused += (_other_variant(best, found, arriving, forced),)
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
+        if device.arch.startswith("sm_"):  # what was measured there
+            refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
         name, found, why_not = _on_gpu(
             problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
             queues=queues, shares=shares, variant=variant, stages=stages,
@@ -127,17 +128,30 @@ def _on_gpu(
             )  # fmt: skip
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
-        why = f"it has no {'x'.join(map(str, tile))} tile here" if tile else "no tile of it fits"
+        why = _no_candidate(fast, tile, kinds, bool(variant or stages))
         if kinds == ("stream_k",):
             why = hopper.no_parts(problem) or why
         if variant or stages:
             why += f" with variant={variant}, stages={stages}"
     if backend in ("hopper", "cdna"):
-        raise NotImplementedError(f"backend={backend!r}: {why}; leave backend=, variant= and stages= away")
+        raise NotImplementedError(
+            f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages=, tile= and schedule= away"
+        )
     found = list(
         portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
     )
     return "portable", found, Refusal(fast, why or "backend='portable' given")
+
+
+def _no_candidate(backend: str, tile: tuple[int, int] | None, kinds: tuple[Kind, ...], more: bool) -> str:
+    """Why a fast backend has no way to do what is forced; ``more``: something of a tile's ring is forced, too."""
+    if tile is None:
+        return "no tile of it fits"
+    name = "x".join(map(str, tile))
+    known = {(row.rows, row.columns) for row in hopper.TILES} if backend == "hopper" and not more else set()
+    if tile in known or tile[::-1] in known:
+        return f"a tile of {name} does not fit with {' or '.join(kinds)} here: registers, or shared memory"
+    return f"it has no {name} tile here"
 
 
 def _best(found: list[Candidate]) -> Candidate:
@@ -183,7 +197,9 @@ def _other_tiles(best: Candidate, found: list[Candidate]) -> tuple[Refusal, ...]
     if not others:
         return ()
     other = _best(others)
-    return (Refusal(f"{other.block[0]}x{other.block[1]} tiles", _costs(other, best)),)
+    # The same rows and columns with another K of a stage is another tile, too.
+    shown = other.block if other.block[:2] == best.block[:2] else other.block[:2]
+    return (Refusal(f"{'x'.join(map(str, shown))} tiles", _costs(other, best)),)
 
 
 def _costs(other: Candidate, best: Candidate) -> str:
@@ -222,5 +238,6 @@ def _no_stream_k(problem: Problem, backend: str, best: Candidate, found: list[Ca
         return Refusal("stream_k", f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}")
     other = _best(others)
     return Refusal(
-        "stream_k", f"the cost model expects {other.seconds * 1e3:.3g} ms, dynamic {best.seconds * 1e3:.3g} ms"
+        "stream_k",
+        f"the cost model expects {other.seconds * 1e3:.3g} ms, {best.schedule.kind} {best.seconds * 1e3:.3g} ms",
     )
