@@ -120,7 +120,7 @@ def flash() -> Callable[..., Any] | None:
 class Run:
     """One run: the record, the time that is left, the peers."""
 
-    def __init__(self, folder: Path, seconds: float, name: str = "attention") -> None:
+    def __init__(self, folder: Path, seconds: float, name: str = "gpu_attention") -> None:
         self.record = GpuRecord(name, folder, peers={"fa4": flash() is not None})
         self.end = time.monotonic() + seconds
         self.time, self.flash = Timer(), flash()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import render_attention
 import render_gemm
 import render_neighbours
 from render_gemm import table
@@ -195,6 +196,7 @@ def page() -> str:
         path = RESULTS / f"{name}.json"
         if section is None:
             sections += render_gemm.sections(RESULTS) + render_neighbours.sections(RESULTS)
+            sections += render_attention.sections(RESULTS)
         elif path.exists():
             sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
     return "\n\n".join(part.strip() for part in sections) + "\n"
