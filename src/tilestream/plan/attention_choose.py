@@ -15,6 +15,8 @@ from tilestream.plan.ask import device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.limit import ENVIRONMENT, within
+from tilestream.plan.limit import limit as current_limit
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import Incoming
 from tilestream.schedule.schedule import Kind
@@ -35,8 +37,11 @@ def plan_attention(
     default_workers: int | None = None,
     device: DeviceProperties | None = None,
     backend: str | None = None,
+    limit: int = 0,
 ) -> AttentionPlan:
     """`attention_plan` for an `AttentionProblem`; the same object for the same question.
+
+    ``limit``: see `tilestream.plan.limit`.
 
     Raises
     ------
@@ -46,7 +51,11 @@ def plan_attention(
     device = device or cpu_properties()
     kind: Kind = "static" if schedule == "static" else "dynamic"
     refused: tuple[Refusal, ...] = (Refusal("static", _NO_STATIC),) if schedule == "auto" else ()
-    count = workers or default_workers or device.workers
+    own = default_workers or device.workers
+    asked, workers = workers, within(limit, workers, own)
+    count = workers or own
+    if count < (asked or own):
+        refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
     forced = bool(workers) or schedule != "auto"
     found: list[AttentionCandidate]
     if device.backend == "cpu":
@@ -181,4 +190,4 @@ def attention_plan(
     torch = sys.modules.get("torch")  # not imported for this question's sake
     own = torch.get_num_threads() if torch is not None and properties.backend == "cpu" else None
     default = None if isinstance(device, DeviceProperties) else own
-    return plan_attention(problem, workers, schedule, default, properties, backend)
+    return plan_attention(problem, workers, schedule, default, properties, backend, current_limit())
