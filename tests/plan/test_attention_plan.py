@@ -128,3 +128,20 @@ def test_packed_sequences_have_tiles_enough():
         packs = problem.heads_q // plan.pack
         assert plan.schedule.grid.tiles >= packs * sum(-(-n // plan.positions) for n in lengths)
         assert plan.group <= packs
+
+
+def test_a_unit_of_each_shader_engine_is_left_to_who_brings_keys():
+    def on(device, workers=None, arrival=True):
+        return ts.attention_plan(
+            4096, heads_q=8, device=device, workers=workers, arrival=ts.Arrival.uniform(512, 8) if arrival else None
+        )
+
+    for name, units, workers in (("mi300x", 304, 272), ("mi355x", 256, 224)):
+        waits = on(name)
+        assert waits.schedule.workers == workers
+        assert f"refused   {units} workers: keys arrive: a CU of each shader engine" in waits.explain()
+        assert on(name, arrival=False).schedule.workers == units
+    assert on("mi300x", 300).schedule.workers == 272
+    assert on("mi300x", 100).schedule.workers == 100
+    assert "keys arrive: a CU" not in on("mi300x", 100).explain()
+    assert on("h100").schedule.workers == 132, "NVIDIA's stream writes take no SM"

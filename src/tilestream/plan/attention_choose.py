@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import cpu_attention, hopper_attention, portable_attention
+from tilestream.plan import cdna, cpu_attention, hopper_attention, portable_attention
 from tilestream.plan.ask import device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
@@ -56,6 +56,10 @@ def plan_attention(
     count = workers or own
     if count < (asked or own):
         refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
+    beside = cdna.workers_that_wait(problem.keys is not None, device, count)
+    if beside < count:
+        refused += (Refusal(f"{count} workers", "keys arrive: a CU of each shader engine is their producers'"),)
+        count = beside
     forced = bool(workers) or schedule != "auto"
     found: list[AttentionCandidate]
     if device.backend == "cpu":
