@@ -170,3 +170,84 @@ def test_compiled(seen):
         compiled(a, b, 3)
     assert seen == [2, 2]
     torch._dynamo.reset()
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen_by_attention(monkeypatch):
+    """The limits that attention was planned with, and the workers that it got."""
+    from tilestream.ops import attention_execute
+
+    found, plan = [], attention_execute.plan_attention
+
+    def spy(*args, limit=0, **how):
+        made = plan(*args, limit=limit, **how)
+        found.append((limit, made.schedule.workers))
+        return made
+
+    monkeypatch.setattr(attention_execute, "plan_attention", spy)
+    return found
+
+
+def heads():
+    return [torch.randn(1, 600, 4, 8) for _ in range(3)]
+
+
+def test_attention_keeps_to_it(seen_by_attention):
+    q, k, v = heads()
+    with ts.worker_limit(2):
+        out = ts.attention(q, k, v, schedule="dynamic")
+        ts.attention(q, k, v, schedule="dynamic", workers=3, out=torch.empty_like(q))
+        arrival = ts.Arrival.uniform(300, 2)
+        arrival.signal(0)
+        arrival.signal(1)
+        ts.attention(q, k, v, arrival=arrival)
+    torch.testing.assert_close(out, ts.attention(q, k, v, schedule="dynamic"))
+    assert seen_by_attention == [(2, 2)] * 3 + [(0, 4)]
+
+
+def test_attentions_plan_says_so():
+    with ts.worker_limit(2):
+        made = ts.attention_plan(600, heads_q=4, head_dim=8, workers=3)
+        on_gpu = ts.attention_plan(4096, heads_q=4, device="h100")
+        assert ts.attention_plan(1, head_dim=8).variant == "workers", "in the calling thread torch uses all its threads"
+    assert (made.schedule.workers, on_gpu.schedule.workers) == (2, 2)
+    assert "3 workers: the limit is 2: worker_limit, or TILESTREAM_WORKERS" in made.explain()
+    assert "132 workers: the limit is 2" in on_gpu.explain()
+
+
+def test_it_is_an_argument_of_attentions_op(seen_by_attention):
+    arguments = (*heads(), *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0)
+    torch.ops.tilestream.attention(*arguments, 2)
+    torch.ops.tilestream.attention(*arguments)
+    with ts.worker_limit(3):
+        torch.ops.tilestream.attention(*arguments, 2)
+        torch.ops.tilestream.attention(*arguments, 7)
+    assert [limit for limit, _ in seen_by_attention] == [2, 0, 2, 3]
+
+
+def test_attentions_backward_pass_keeps_to_the_forwards_limit(seen_by_attention):
+    q, k, v = (x.requires_grad_() for x in heads())
+    arguments = (q, k, v, *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0)
+    out, _ = torch.ops.tilestream.attention(*arguments, 2)  # without a log-sum-exp: it is worked out once more
+    out.sum().backward()
+    assert seen_by_attention == [(2, 2)] * 2
+
+
+def test_compiled_attention(seen_by_attention):
+    torch._dynamo.reset()
+
+    def inside(q, k, v):
+        with ts.worker_limit(3):
+            x = ts.attention(q, k, v, schedule="dynamic")
+        return x + ts.attention(q, k, v, schedule="dynamic")
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    tensors = heads()
+    compiled(*tensors)
+    with ts.worker_limit(2):  # around it: nothing is compiled anew
+        compiled(*tensors)
+    assert [limit for limit, _ in seen_by_attention] == [3, 0, 2, 2]
+    torch._dynamo.reset()

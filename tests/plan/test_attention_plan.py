@@ -66,7 +66,29 @@ def test_a_problem_refuses(change, error, message):
         ({"window": 3}, ValueError, r"window=3; it is \(left, right\)"),
         ({"workers": 0}, ValueError, "workers=0; it is a positive whole number"),
         ({"schedule": "stream_k"}, ValueError, "schedule='stream_k'; attention has auto, static, dynamic"),
+        ({"window": ("a", None)}, ValueError, r"window=\('a', None\); a side is a whole number of keys"),
+        ({"window": (1.5, 0)}, ValueError, r"window=\(1\.5, 0\); a side is a whole number of keys"),
+        ({"softcap": "x"}, TypeError, "softcap='x'; it is a number, or None for none"),
+        ({"softcap": True}, TypeError, "softcap=True; it is a number"),
+        ({"softcap": float("nan")}, ValueError, "softcap=nan; it is finite and positive, or None"),
+        ({"softcap": -2}, ValueError, "softcap=-2; it is finite and positive, or None"),
+        ({"sinks": 3}, TypeError, "sinks=3; it is True or False"),
+        ({"return_lse": "yes"}, TypeError, "return_lse='yes'; it is True or False"),
+        ({"arrival": 3}, TypeError, r"arrival=3; it is a tilestream\.Arrival .*, or None where the keys are there"),
+        ({"backend": "foo"}, ValueError, "backend='foo'; attention has 'hopper' and 'portable' on GPUs: leave"),
+        ({"backend": "hopper"}, NotImplementedError, "backend='hopper'; it is a GPU's.*leave backend= away, or give"),
+        ({"backend": "portable"}, NotImplementedError, "backend='portable'; it is a GPU's.* for the CPU"),
         ({"device": H100, "backend": "cdna"}, ValueError, "backend='cdna'; attention has"),
+        (
+            {"device": H100, "backend": "hopper", "arrival": ts.Arrival.uniform(64, 1)},
+            NotImplementedError,
+            "backend='hopper': keys arrive, and it has no gate yet; leave backend= away",
+        ),
+        (
+            {"device": A100, "backend": "hopper"},
+            NotImplementedError,
+            "backend='hopper': it is for sm_90, this is sm_80",
+        ),
         ({"device": H100, "dtype": "float64"}, NotImplementedError, "dtype: float64 on a GPU; only the CPU takes it"),
         ({"device": A100, "dtype": "float8_e4m3fn"}, NotImplementedError, "an A100, sm_80, has no instructions for it"),
         ({"device": A100, "seqlen_q": 2**29}, NotImplementedError, "seqlen_q=536870912; the portable kernel counts"),
@@ -128,3 +150,20 @@ def test_packed_sequences_have_tiles_enough():
         packs = problem.heads_q // plan.pack
         assert plan.schedule.grid.tiles >= packs * sum(-(-n // plan.positions) for n in lengths)
         assert plan.group <= packs
+
+
+def test_a_unit_of_each_shader_engine_is_left_to_who_brings_keys():
+    def on(device, workers=None, arrival=True):
+        return ts.attention_plan(
+            4096, heads_q=8, device=device, workers=workers, arrival=ts.Arrival.uniform(512, 8) if arrival else None
+        )
+
+    for name, units, workers in (("mi300x", 304, 272), ("mi355x", 256, 224)):
+        waits = on(name)
+        assert waits.schedule.workers == workers
+        assert f"refused   {units} workers: keys arrive: a CU of each shader engine" in waits.explain()
+        assert on(name, arrival=False).schedule.workers == units
+    assert on("mi300x", 300).schedule.workers == 272
+    assert on("mi300x", 100).schedule.workers == 100
+    assert "keys arrive: a CU" not in on("mi300x", 100).explain()
+    assert on("h100").schedule.workers == 132, "NVIDIA's stream writes take no SM"

@@ -155,3 +155,8 @@ def test_of_64_columns_the_tile_that_was_measured_faster(length, causal):
     problem = AttentionProblem(16384 // length, 32, 32, length, length, 64, causal=causal)
     assert plan(problem).block == (128, 128)
     assert plan(problem).variant == "apart"
+
+
+def test_a_variant_is_one_that_there_is():
+    with pytest.raises(ValueError, match="variant='foo'; it is one of turns, apart, or None for the model's choice"):
+        list(policy.candidates(DENSE, H100, 132, kind="dynamic", variant="foo"))

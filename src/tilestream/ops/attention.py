@@ -31,6 +31,7 @@ from tilestream.ops.attention_operands import (
 )
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import clear_signals_op
+from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, refuse_tangents
 from tilestream.plan.attention import AttentionLayout
 from tilestream.plan.attention_choose import ATTENTION_SCHEDULES
@@ -255,16 +256,16 @@ def _call(
         lse = t.q.new_empty(lse_shape(t), dtype=wide_dtype(t.q))
     if arrival is None:
         if into is None:
-            pair: tuple[torch.Tensor, torch.Tensor] = attention_op(*t, *s)
+            pair: tuple[torch.Tensor, torch.Tensor] = attention_op(*t, *s, limit())
             return pair
-        attention_out_op(*t, *s, into, lse)
+        attention_out_op(*t, *s, into, lse, limit())
     else:
         flat = FlatArrival.of(arrival)
         arriving = (flat.words, flat.ints, check_deadline(deadline))
         if into is None:
-            pair = attention_arriving_op(*t, *s, *arriving)
+            pair = attention_arriving_op(*t, *s, *arriving, limit())
         else:
-            attention_arriving_out_op(*t, *s, *arriving, into, lse)
+            attention_arriving_out_op(*t, *s, *arriving, into, lse, limit())
         if flat.words is not None and not flat.words.is_cuda:  # there the launch does it
             clear_signals_op(flat.words)
         if into is None:

@@ -21,8 +21,12 @@ from tilestream.schedule.grid import WorkItem
 from tilestream.trace.record import current as current_recorder
 
 
-def execute(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float) -> None:
+def execute(
+    operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0
+) -> None:
     """Run attention on the CPU; returns when the outputs are complete, or raises.
+
+    ``limit`` is on the workers: see `tilestream.plan.limit`.
 
     Raises
     ------
@@ -33,7 +37,7 @@ def execute(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | Non
     """
     sequences = sequences_of(t, s)
     problem = problem_of(t, s, keys)
-    plan = plan_attention(problem, s.workers or None, s.schedule, torch.get_num_threads())
+    plan = plan_attention(problem, s.workers or None, s.schedule, torch.get_num_threads(), limit=limit)
     awaited = None if keys is None else Awaited(keys.signals("attention", t.q.device), keys.epoch)
     end = time.perf_counter() + deadline
     recorder = current_recorder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -13,7 +14,8 @@ from tilestream.ops.flat import FlatArrival
 from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.hopper_attention import refuse_strides
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.properties import allows_tf32, cuda_properties
+from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
+from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 
     AnyLaunch: TypeAlias = AttentionLaunch | HopperAttentionLaunch
 
+logger = logging.getLogger(__name__)
+
 #: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
 _launches: dict[object, AnyLaunch] = {}
 _MOST_LAUNCHES = 4096
 
 
-def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float) -> None:
+def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0) -> None:
     """Issue attention on the current stream of the operands' device.
 
     Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
@@ -40,6 +44,8 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
         How keys and values arrive; None where they are there.
     deadline
         Seconds that the kernel may wait for them.
+    limit
+        On the workers: see `tilestream.plan.limit`.
 
     Raises
     ------
@@ -50,7 +56,9 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
     check_device(device.index)
     if keys is None and not operands.out.numel():
         return
-    launch = find(operands, t, s, keys)
+    if current() is not None:
+        logger.warning("attention: a launch on a GPU is not recorded")
+    launch = find(operands, t, s, keys, limit)
     incoming = None
     if keys is not None:
         from tilestream.kernels.portable.attention_launch import IncomingKeys
@@ -63,31 +71,32 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
             launch(operands, incoming)
 
 
-def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> AnyLaunch:
+def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> AnyLaunch:
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     key = (
         *((y.shape, y.stride(), y.data_ptr() % 16) for y in (x.q, x.k, x.v, x.out)), x.q.dtype, x.q.device,
         None if x.lse is None else x.lse.stride(),
         *(None if y is None else (y.shape, y.stride()) for y in t[3:]),
-        s, x.q.dtype == torch.float32 and allows_tf32(), None if keys is None else keys.chunking,
+        context_units(x.q.device.index) if x.q.device.type == "cuda" else 0,  # a plan is for so many
+        s, limit, x.q.dtype == torch.float32 and allows_tf32(), None if keys is None else keys.chunking,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _make(x, t, s, keys)
+        launch = _make(x, t, s, keys, limit)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
     return launch
 
 
-def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None) -> AnyLaunch:
+def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int) -> AnyLaunch:
     # Triton is imported when a GPU computes something, not before.
     device = cuda_properties(x.q.device.index)
     tf32 = x.q.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
     layout = layout_of(x)
     problem = problem_of(t, s, keys, tf32=tf32)
     no_tma = refuse_strides(problem, layout.q, layout.k, layout.v, layout.out, x.out.data_ptr() % 16)
-    plan = plan_attention(replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device)
+    plan = plan_attention(replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, limit=limit)
     return launch_of(plan, layout)
 
 

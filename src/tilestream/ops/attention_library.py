@@ -21,6 +21,7 @@ from tilestream.ops.attention_operands import Settings, Tensors, check_shapes
 from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import library
 from tilestream.ops.overlap import refuse_shared
+from tilestream.plan import limit as limits
 from tilestream.plan.problem import FP8_RESULT
 
 _TENSORS = (
@@ -33,13 +34,15 @@ _SETTINGS = (
 )
 _ARRIVING = "Tensor? key_signals, SymInt[] key_arrival, float deadline"
 _INTO = "Tensor(a!) out, Tensor(b!)? lse"
+# Of the blocks of `tilestream.worker_limit` around the call; 0: none.
+_LIMIT = "int worker_limit=0"
 
 # A graph that torch.compile captures by itself would replay without the signals, which are issued outside of it.
 _alone = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-library.define(f"attention({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)")
-library.define(f"attention_out({_TENSORS}, {_SETTINGS}, {_INTO}) -> ()")
-library.define(f"attention_arriving({_TENSORS}, {_SETTINGS}, {_ARRIVING}) -> (Tensor, Tensor)", tags=_alone)
-library.define(f"attention_arriving_out({_TENSORS}, {_SETTINGS}, {_ARRIVING}, {_INTO}) -> ()", tags=_alone)
+library.define(f"attention({_TENSORS}, {_SETTINGS}, {_LIMIT}) -> (Tensor, Tensor)")
+library.define(f"attention_out({_TENSORS}, {_SETTINGS}, {_INTO}, {_LIMIT}) -> ()")
+library.define(f"attention_arriving({_TENSORS}, {_SETTINGS}, {_ARRIVING}, {_LIMIT}) -> (Tensor, Tensor)", tags=_alone)
+library.define(f"attention_arriving_out({_TENSORS}, {_SETTINGS}, {_ARRIVING}, {_INTO}, {_LIMIT}) -> ()", tags=_alone)
 library.define(
     f"attention_backward(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_TENSORS}, {_SETTINGS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
@@ -61,6 +64,9 @@ class _Arriving(NamedTuple):
     words: torch.Tensor | None = None
     keys: Sequence[int] = ()
     deadline: float | None = None
+
+
+_ALL = _COMMON + len(_Arriving._fields)
 
 
 def _split(args: Sequence[Any]) -> tuple[Tensors, Settings]:
@@ -94,30 +100,52 @@ def lse_shape(t: Tensors) -> tuple[int, ...]:
     return tuple(t.q.shape[:2]) if t.cu_seqlens_q is not None else (t.q.shape[0], t.q.shape[2], t.q.shape[1])
 
 
-def _run(out: torch.Tensor, lse: torch.Tensor | None, t: Tensors, s: Settings, arriving: _Arriving) -> None:
+def _run(
+    out: torch.Tensor, lse: torch.Tensor | None, t: Tensors, s: Settings, arriving: _Arriving, worker_limit: int
+) -> None:
     q, k, v, *others = t
     operands = Operands(q.detach(), k.detach(), v.detach(), out, s.scale, lse, *others)
     keys = FlatArrival.from_ints(arriving.keys, arriving.words)
     run = attention_gpu.run if out.is_cuda else execute
-    run(operands, t, s, keys, check_deadline(arriving.deadline))
+    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
+    bound = limits.tighter(worker_limit, limits.limit())
+    run(operands, t, s, keys, check_deadline(arriving.deadline), bound)
 
 
+# torch leaves out the last argument where it is the schema's default.
 def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    t, s = _split(args)
-    out, lse = _outputs(t, s)
-    _run(out, lse if s.return_lse else None, t, s, _Arriving(*args[_COMMON:]))
-    return out, lse
+    return _new(args, _Arriving(), *args[_COMMON:])
+
+
+def _attention_arriving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _new(args, _Arriving(*args[_COMMON:_ALL]), *args[_ALL:])
 
 
 def _attention_out(*args: Any) -> None:
+    _into(args, _Arriving(), *args[_COMMON:])
+
+
+def _attention_arriving_out(*args: Any) -> None:
+    _into(args, _Arriving(*args[_COMMON:_ALL]), *args[_ALL:])
+
+
+def _new(args: Sequence[Any], arriving: _Arriving, worker_limit: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     t, s = _split(args)
-    *arriving, out, lse = args[_COMMON:]
+    out, lse = _outputs(t, s)
+    _run(out, lse if s.return_lse else None, t, s, arriving, worker_limit)
+    return out, lse
+
+
+def _into(
+    args: Sequence[Any], arriving: _Arriving, out: torch.Tensor, lse: torch.Tensor | None, worker_limit: int = 0
+) -> None:
+    t, s = _split(args)
     _check_into(t, s, out, lse)
     given = {name: x for name, x in t._asdict().items() if x is not None}
     refuse_shared(out, **given)
     if lse is not None:
         refuse_shared(lse, "lse", **given)
-    _run(out, lse, t, s, _Arriving(*arriving))
+    _run(out, lse, t, s, arriving, worker_limit)
 
 
 def _check_into(t: Tensors, s: Settings, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -140,8 +168,8 @@ def _check_into(t: Tensors, s: Settings, out: torch.Tensor, lse: torch.Tensor | 
 for _device in ("CPU", "CUDA"):
     library.impl("attention", _attention, _device)
     library.impl("attention_out", _attention_out, _device)
-    library.impl("attention_arriving", _attention, _device)
-    library.impl("attention_arriving_out", _attention_out, _device)
+    library.impl("attention_arriving", _attention_arriving, _device)
+    library.impl("attention_arriving_out", _attention_arriving_out, _device)
 
 
 @torch.library.register_fake("tilestream::attention", lib=library)
@@ -151,9 +179,13 @@ def _(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.register_fake("tilestream::attention_out", lib=library)
+def _(*args: Any) -> None:
+    _check_into(*_split(args), *args[_COMMON : _COMMON + 2])
+
+
 @torch.library.register_fake("tilestream::attention_arriving_out", lib=library)
 def _(*args: Any) -> None:
-    _check_into(*_split(args), *args[-2:])
+    _check_into(*_split(args), *args[_ALL : _ALL + 2])
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
@@ -188,6 +220,7 @@ torch.library.register_autograd("tilestream::attention_backward", _no_second, li
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     t, ctx.settings = _split(inputs)
+    ctx.worker_limit = inputs[-1]
     out, lse = output
     ctx.save_for_backward(out, lse, *t)
     if not ctx.settings.return_lse:
@@ -199,11 +232,11 @@ def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tu
     t, s = Tensors(*tensors), ctx.settings
     if not s.return_lse:  # the registered op, called by itself: what it did not give is worked out once more
         s, grad_lse = s._replace(return_lse=True), None
-        _, lse = attention_op(*t, *s)
+        _, lse = attention_op(*t, *s, ctx.worker_limit)
     grads = attention_backward_op(grad, grad_lse, out, lse, *t, *s)
     needed = [x if need else None for x, need in zip(grads[:3], ctx.needs_input_grad[:3], strict=True)]
     sinks = grads[3] if ctx.needs_input_grad[3] else None
-    return *needed, sinks, *([None] * (_COMMON - 4))
+    return *needed, sinks, *([None] * (_COMMON - 4 + 1))  # no gradient of the limit either
 
 
 def _backward_arriving(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:

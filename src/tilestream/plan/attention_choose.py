@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 import sys
 from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import cpu_attention, hopper_attention, portable_attention
+from tilestream.plan import cdna, cpu_attention, hopper_attention, portable_attention
 from tilestream.plan.ask import device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
+from tilestream.plan.limit import ENVIRONMENT, within
+from tilestream.plan.limit import limit as current_limit
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import Incoming
 from tilestream.schedule.schedule import Kind
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: What a caller may ask for as ``schedule=``: there is no K whose end could be shared out afterwards.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
+#: What a caller may ask for as ``backend=``, on GPUs.
+BACKENDS = ("hopper", "portable")
 #: Why a queue, where the caller does not say.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 
@@ -35,18 +40,41 @@ def plan_attention(
     default_workers: int | None = None,
     device: DeviceProperties | None = None,
     backend: str | None = None,
+    limit: int = 0,
 ) -> AttentionPlan:
     """`attention_plan` for an `AttentionProblem`; the same object for the same question.
 
+    ``limit``: see `tilestream.plan.limit`.
+
     Raises
     ------
+    ValueError
+        If there is no such backend anywhere.
     NotImplementedError
-        If no backend does such a problem there.
+        If no backend does such a problem there, or not the one that is forced.
     """
     device = device or cpu_properties()
+    if backend not in (None, *BACKENDS):
+        raise ValueError(
+            f"backend={backend!r}; attention has {' and '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
+            "the plan's choice"
+        )
+    if backend is not None and device.backend == "cpu":
+        raise NotImplementedError(
+            f"backend={backend!r}; it is a GPU's, and this plan is for the CPU, which has one of its own: leave "
+            "backend= away, or give the GPU's device="
+        )
     kind: Kind = "static" if schedule == "static" else "dynamic"
     refused: tuple[Refusal, ...] = (Refusal("static", _NO_STATIC),) if schedule == "auto" else ()
-    count = workers or default_workers or device.workers
+    own = default_workers or device.workers
+    asked, workers = workers, within(limit, workers, own)
+    count = workers or own
+    if count < (asked or own):
+        refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
+    beside = cdna.workers_that_wait(problem.keys is not None, device, count)
+    if beside < count:
+        refused += (Refusal(f"{count} workers", "keys arrive: a CU of each shader engine is their producers'"),)
+        count = beside
     forced = bool(workers) or schedule != "auto"
     found: list[AttentionCandidate]
     if device.backend == "cpu":
@@ -77,8 +105,6 @@ def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None
 ) -> tuple[str, list[AttentionCandidate], Refusal]:
     """Which backend, its candidates, and why not the other one."""
-    if backend not in (None, "hopper", "portable"):
-        raise ValueError(f"backend={backend!r}; attention has 'hopper' and 'portable' on GPUs")
     why = hopper_attention.refusal(problem, device)
     if backend != "portable" and not why:
         found = list(hopper_attention.candidates(problem, device, workers, kind=kind))
@@ -131,7 +157,7 @@ def attention_plan(
     device
         As for `tilestream.plan`.
     backend
-        Force a GPU's backend.
+        Force a GPU's backend: ``"hopper"`` or ``"portable"``.
 
     Returns
     -------
@@ -142,7 +168,7 @@ def attention_plan(
     ValueError, TypeError
         If an argument is out of range.
     NotImplementedError
-        If there is no backend for the device.
+        If there is no backend for the device, or the one that is forced does not do this problem.
 
     Examples
     --------
@@ -168,6 +194,24 @@ def attention_plan(
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
         raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
     left, right = window or (None, None)
+    for side in (left, right):
+        if side is not None and (not hasattr(side, "__index__") or isinstance(side, bool) or side < -1):
+            raise ValueError(
+                f"window={window!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
+            )
+    if softcap is not None:
+        if not isinstance(softcap, int | float) or isinstance(softcap, bool):
+            raise TypeError(f"softcap={softcap!r}; it is a number, or None for none")
+        if not math.isfinite(softcap) or softcap < 0:
+            raise ValueError(f"softcap={softcap!r}; it is finite and positive, or None for none")
+    for name, given in (("sinks", sinks), ("return_lse", return_lse)):
+        if not isinstance(given, bool):
+            raise TypeError(f"{name}={given!r}; it is True or False: a plan has no data")
+    if arrival is not None and not isinstance(arrival, Arrival):
+        raise TypeError(
+            f"arrival={arrival!r}; it is a tilestream.Arrival (a Stream's is stream.arrival), or None where the keys "
+            "are there"
+        )
     properties = device_properties(device)
     keys = None if arrival is None else Incoming(arrival.chunks(extents["batch"] * extents["seqlen_k"]), arrival.pivot)
     problem = AttentionProblem(
@@ -181,4 +225,4 @@ def attention_plan(
     torch = sys.modules.get("torch")  # not imported for this question's sake
     own = torch.get_num_threads() if torch is not None and properties.backend == "cpu" else None
     default = None if isinstance(device, DeviceProperties) else own
-    return plan_attention(problem, workers, schedule, default, properties, backend)
+    return plan_attention(problem, workers, schedule, default, properties, backend, current_limit())

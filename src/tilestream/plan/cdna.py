@@ -85,13 +85,20 @@ def knows(device: DeviceProperties) -> bool:
 
 
 def workers_beside_producers(problem: Problem, device: DeviceProperties, workers: int) -> int:
+    """`workers_that_wait` of a matmul."""
+    return workers_that_wait(problem.rows is not None or problem.columns is not None, device, workers)
+
+
+def workers_that_wait(arrives: bool, device: DeviceProperties, workers: int) -> int:
     """Workers that may wait for chunks, of ``workers``: one compute unit of each shader engine stays free.
+
+    All of ``workers`` where nothing ``arrives``, and on other GPUs.
 
     What signals a chunk on an AMD GPU is a kernel: ROCclr writes a word in a stream's order by a kernel of one lane,
     and copies of 16 KiB and less by one too. Work groups are dealt out to the shader engines in turn, and one that is
     dealt to an engine without a place waits there, behind workers that wait for it (invariant 10).
     """
-    if not device.arch.startswith("gfx") or (problem.rows is None and problem.columns is None):
+    if not device.arch.startswith("gfx") or not arrives:
         return workers
     free = device.shader_engines or cdiv(device.workers, _UNITS_OF_AN_ENGINE)
     return max(1, min(workers, device.workers - free))

@@ -38,6 +38,8 @@ _MOST = 2**29
 _STEP, _MOST_STRIDE = 16, 2**40
 #: Bytes of K and V that the heads that are taken together may have, so that they stay in L2.
 L2_BYTES = 24e6
+#: Whether consumers take turns at starting their multiplications.
+VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit by hand to a run on an H100 (section `variants` of
 # benchmarks/gpu_attention.py).
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
@@ -212,7 +214,11 @@ def candidates(
     ------
     NotImplementedError
         If this kernel does not do such a problem: `refusal` says why.
+    ValueError
+        If there is no such variant.
     """
+    if variant not in (None, *VARIANTS):
+        raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
     why = refusal(problem, device)
     if why:
         raise NotImplementedError(why)
