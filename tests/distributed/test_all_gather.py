@@ -128,6 +128,10 @@ def test_compiles_to_one_graph(ranks):
     assert ranks.run(2, jobs.compiles) == [True, True]
 
 
+def test_a_worker_limit_reaches_every_matmul(ranks):
+    assert ranks.run(2, jobs.limits) == [True, True]
+
+
 REFUSED = {
     "gather_dim": "ValueError: all_gather_matmul: gather_dim=2; it is a dimension of a, -2 to 1",
     "a vector": "a has 1 dimensions; it has at least 2",

@@ -19,6 +19,7 @@ from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.whole import Product, Whole
 from tilestream.ops.flat import check_deadline
+from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.runtime import exit
 from tilestream.runtime.channel import check_device
@@ -99,7 +100,7 @@ def all_gather_matmul(
     biases = [a_shard.new_empty(0) if x is None else x for x in operands.biases]
     whole, outs = all_gather_matmul_op(
         a_shard, bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
-        out_dtype, use_fast_accum, return_a, form, -1.0 if deadline is None else check_deadline(deadline),
+        out_dtype, use_fast_accum, return_a, form, -1.0 if deadline is None else check_deadline(deadline), limit(),
     )  # fmt: skip
     result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
     return (whole, result) if return_a else result

@@ -16,6 +16,7 @@ from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.ops.flat import check_deadline
+from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.ops.scales import canonical_scales
 from tilestream.runtime import exit
@@ -83,7 +84,7 @@ def matmul_reduce_scatter(
     a, b = autocast(Options(OP), a, b)
     result: torch.Tensor = matmul_reduce_scatter_op(
         a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
-        -1.0 if deadline is None else check_deadline(deadline),
+        -1.0 if deadline is None else check_deadline(deadline), limit(),
     )  # fmt: skip
     return result
 
