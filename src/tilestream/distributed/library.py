@@ -131,8 +131,8 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
             a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, True, *ctx.how
         )  # fmt: skip
     before = [
-        _before(grad, whole, *of, worker_limit=ctx.how[-1])
-        for grad, *of in zip(grads, b, bias, ctx.activation, strict=True)
+        _before(grad, whole, weight, added, activation, ctx.how[-1])
+        for grad, weight, added, activation in zip(grads, b, bias, ctx.activation, strict=True)
     ]
     summed = torch.cat(before, -1) if len(before) > 1 else before[0]
     weights = torch.cat(b, -1) if len(b) > 1 else b[0]
