@@ -79,7 +79,7 @@ def bug(name, kind, found):
 
 def test_seeded_bugs_found(cli, monkeypatch):
     monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("one", "deadlock", VIOLATION),))
-    result = cli("verify", "--seeded")
+    result = cli("verify", "--seeded", "--model", "ring")
     assert result.exit_code == 0
     assert "1 seeded bugs" in result.stdout
     assert "all found" in result.stdout
@@ -88,16 +88,28 @@ def test_seeded_bugs_found(cli, monkeypatch):
 @pytest.mark.parametrize(("kind", "found"), [("deadlock", None), ("double work", VIOLATION)])
 def test_a_seeded_bug_not_found_or_found_as_another_is_status_1(cli, monkeypatch, kind, found):
     monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("two", kind, found), bug("one", "deadlock", VIOLATION)))
-    result = cli("verify", "--seeded")
+    result = cli("verify", "--seeded", "--model", "ring")
     assert result.exit_code == 1
     assert "1 not found" in result.stdout
     assert result.stderr == "tilestream: a seeded bug was not found\n"
 
 
-def test_real_seeded_bugs_of_a_model(cli):
-    result = cli("verify", "--seeded", "--model", "product")
+@pytest.mark.parametrize("models", [("--model", "gather"), ("--model", "ring", "--model", "gather"), ()])
+def test_a_model_without_seeded_bugs_is_status_1(cli, monkeypatch, models):
+    monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("one", "deadlock", VIOLATION),))
+    result = cli("verify", "--seeded", *models)
+    assert result.exit_code == 1
+    assert "all found" not in result.stdout
+    assert "has no seeded bug, so nothing shows that it would find one" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "one"), [("product", "pivot not in the signal"), ("attention", "turn not handed on")]
+)
+def test_real_seeded_bugs_of_a_model(cli, model, one):
+    result = cli("verify", "--seeded", "--model", model)
     assert result.exit_code == 0, result.output
-    assert "pivot not in the signal" in result.stdout
+    assert one in result.stdout
 
 
 @pytest.mark.parametrize("extra", [[], ["--seeded"]])

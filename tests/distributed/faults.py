@@ -135,6 +135,17 @@ def refuses(rank, world):
         "scatter_dim": lambda: scatter(torch.ones(world, 8), b, scatter_dim=1),
         "reduce_op": lambda: scatter(torch.ones(world, 8), b, reduce_op="max"),
         "int": lambda: gather(ok.int(), b.int()),
+        "scale type": lambda: gather(ok, b, scale_a=1.0),
+        "list": lambda: scatter(torch.ones(world, 8), [b]),
+        "plan K": lambda: tsd.plan_all_gather_matmul(ok, torch.ones(9, 6)),
+        "plan b 0-D": lambda: tsd.plan_all_gather_matmul(ok, torch.tensor(1.0)),
+        "plan b 1-D": lambda: tsd.plan_all_gather_matmul(ok, torch.ones(8)),
+        "plan device": lambda: tsd.plan_all_gather_matmul(ok, b.to("meta")),
+        "plan int": lambda: tsd.plan_all_gather_matmul(ok.int(), b.int()),
+        "plan scatter K": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), torch.ones(9, 6)),
+        "plan scatter b 3-D": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), torch.ones(2, 8, 6)),
+        "plan scatter device": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), b.to("meta")),
+        "plan scatter list": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), [b]),
     }
     texts = {name: raised(call) for name, call in calls.items()}
     out = gather(ok, b, form="fused")

@@ -219,6 +219,36 @@ def compiles(rank, world):
     return torch.allclose(block(x, w1, w2), expected, atol=1e-3)
 
 
+def limits(rank, world):
+    """A limit inside a function counts for all its matmuls: called as it is and compiled, the backward pass too."""
+    from tilestream.ops import library
+
+    asked, plan_problem = [], library.plan_problem
+
+    def plan(*args, limit, **more):
+        asked.append(limit)
+        return plan_problem(*args, limit=limit, **more)
+
+    def block(x, w1, w2):
+        with ts.worker_limit(1):
+            gathered = tsd.all_gather_matmul(x, w1, activation="gelu")
+            return tsd.matmul_reduce_scatter(gathered, w2)
+
+    library.plan_problem = plan
+    try:
+        for how in (block, torch.compile(block, backend="aot_eager")):
+            operands = random(rank, 4, 8), random(31, 8, 12), random(32, 12, 8)
+            out = how(*(x.requires_grad_() for x in operands))
+            forward = len(asked)
+            out.sum().backward()
+            assert 2 <= forward < len(asked), asked
+            assert set(asked) == {1}, asked
+            asked.clear()
+    finally:
+        library.plan_problem = plan_problem
+    return True
+
+
 def explains(rank, world):
     """Plans in words."""
     a, b = torch.ones(4, 8), torch.ones(8, 6)

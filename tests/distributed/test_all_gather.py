@@ -128,9 +128,13 @@ def test_compiles_to_one_graph(ranks):
     assert ranks.run(2, jobs.compiles) == [True, True]
 
 
+def test_a_worker_limit_reaches_every_matmul(ranks):
+    assert ranks.run(2, jobs.limits) == [True, True]
+
+
 REFUSED = {
-    "gather_dim": "ValueError: all_gather_matmul: gather_dim=2; it is a dimension of a, -2 to 1",
-    "a vector": "a has 1 dimensions; it has at least 2",
+    "gather_dim": "ValueError: all_gather_matmul: gather_dim=2; it is a dimension of a_shard, -2 to 1",
+    "a vector": "a_shard has 1 dimensions; it has at least 2",
     "no b": "TypeError: all_gather_matmul: b is list; it is a tensor, or a list of at least one",
     "K": "all_gather_matmul: a [8, 8] and b [9, 6] differ in K",
     "dtype": "TypeError: all_gather_matmul: a is torch.float32, b is torch.bfloat16",
@@ -147,7 +151,18 @@ REFUSED = {
     "rows": "has 3 rows along scatter_dim=0; it is a multiple of the 2 ranks: pad it",
     "scatter_dim": "scatter_dim=1 is the last; one before it is cut: 0 to 0",
     "reduce_op": "reduce_op='max'; it is one of sum, avg",
-    "int": "int32",
+    "int": "TypeError: all_gather_matmul: a_shard: dtype: torch.int32; tilestream multiplies",
+    "scale type": "TypeError: all_gather_matmul: scale_a is a float; it is a torch.Tensor or None",
+    "list": "TypeError: matmul_reduce_scatter: b is a list; it is one torch.Tensor: torch.cat(b, -1)",
+    "plan K": "all_gather_matmul: a [8, 8] and b [9, 6] differ in K",
+    "plan b 0-D": "all_gather_matmul: b has shape []; it is a matrix: [8, N]",
+    "plan b 1-D": "all_gather_matmul: b has shape [8]; it is a matrix: [8, N]",
+    "plan device": "all_gather_matmul: b is on meta, a on cpu; all are on one device",
+    "plan int": "TypeError: all_gather_matmul: a_shard: dtype: torch.int32; tilestream multiplies",
+    "plan scatter K": "matmul_reduce_scatter: a [2, 8] and b [9, 6] differ in K",
+    "plan scatter b 3-D": "matmul_reduce_scatter: b has shape [2, 8, 6]; it is a matrix: [8, N]",
+    "plan scatter device": "matmul_reduce_scatter: b is on meta, a on cpu; all are on one device",
+    "plan scatter list": "TypeError: matmul_reduce_scatter: b is a list; it is one torch.Tensor: torch.cat(b, -1)",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tilestream import verify
 from tilestream.verify import (
+    seeded_attention,
     seeded_buffers,
     seeded_drain,
     seeded_gather,
@@ -18,6 +19,7 @@ from tilestream.verify import (
     seeded_workers,
     sweep,
 )
+from tilestream.verify.attention import AttentionCase
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.report import explore
 from tilestream.verify.workers import WorkersCase
@@ -141,7 +143,10 @@ GATHER = ("begin", "publish", "gather", "watch")
 
 def written():
     """The names of what the files of seeded bugs define."""
-    for module in (seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_gather):
+    modules = (
+        seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention, seeded_gather
+    )  # fmt: skip
+    for module in modules:
         for name, value in vars(module).items():
             own = inspect.isroutine(value) or inspect.isclass(value)
             if own and value.__module__ == module.__name__ and not name.startswith("_") and name != "rewritten":
@@ -175,6 +180,16 @@ def test_real_protocols_pass_where_the_bugs_are_found():
         elif isinstance(bug.cases[0], WorkersCase) and bug.cases[0].settled:
             case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
             assert explore("workers", replace(case, program=None)).violation is None
+
+
+def test_attention_passes_where_its_bugs_are_found():
+    found = {case for bug in BUGS.values() if bug.model == "attention" for case in bug.cases[:3]}
+    for case in {AttentionCase(case.ring, case.counts) for case in found}:
+        assert explore("attention", case).violation is None, str(case)
+
+
+def test_every_model_has_a_seeded_bug():
+    assert {bug.model for bug in BUGS.values()} == set(verify.MODELS)
 
 
 def test_a_gather_passes_where_its_short_bugs_are_found():

@@ -78,7 +78,11 @@ def _seeded(console: Console, models: list[str] | None) -> bool:
     for name in models or ():
         if name not in checker.MODELS:
             raise ValueError(f"--model {name}; it is one of {', '.join(checker.MODELS)}")
-    bugs = [bug for bug in checker.seeded_bugs() if not models or bug.model in models]
+    every = checker.seeded_bugs()
+    for name in models or checker.MODELS:
+        if not any(bug.model == name for bug in every):  # of which nothing could be said
+            ui.fail(f"--seeded: {name} has no seeded bug, so nothing shows that it would find one", ui.FAILED)
+    bugs = [bug for bug in every if not models or bug.model in models]
     table = _table("bug", "model", "found", "as", "steps", "states", "what is wrong")
     missed = 0
     began = time.perf_counter()

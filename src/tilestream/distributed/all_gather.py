@@ -19,6 +19,7 @@ from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.whole import Product, Whole
 from tilestream.ops.flat import check_deadline
+from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.runtime import exit
 from tilestream.runtime.channel import check_device
@@ -90,7 +91,7 @@ def all_gather_matmul(
         If a peer was lost, or any rank has given up waiting: then by every call with that group, on all its ranks.
     """
     operands = checks.as_lists(OP, b, bias, scale_b, activation)
-    gather_dim = checks.check_dim(OP, "gather_dim", gather_dim, a_shard)
+    gather_dim = checks.check_dim(OP, "gather_dim", gather_dim, a_shard, "a_shard")
     checks.check_form(OP, form)
     checks.check_devices(OP, a_shard, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import all_gather_matmul_op
@@ -99,7 +100,7 @@ def all_gather_matmul(
     biases = [a_shard.new_empty(0) if x is None else x for x in operands.biases]
     whole, outs = all_gather_matmul_op(
         a_shard, bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
-        out_dtype, use_fast_accum, return_a, form, -1.0 if deadline is None else check_deadline(deadline),
+        out_dtype, use_fast_accum, return_a, form, -1.0 if deadline is None else check_deadline(deadline), limit(),
     )  # fmt: skip
     result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
     return (whole, result) if return_a else result
@@ -116,9 +117,11 @@ def plan_all_gather_matmul(
 ) -> DistributedPlan:
     """How `all_gather_matmul` would run such a call: nothing is sent. ``print(plan.explain())`` says it, and why."""
     operands = checks.as_lists(OP, b, None, None, None)
-    gather_dim = checks.check_dim(OP, "gather_dim", gather_dim, a_shard)
+    gather_dim = checks.check_dim(OP, "gather_dim", gather_dim, a_shard, "a_shard")
     checks.check_form(OP, form)
-    return _plan(member_of(OP, group), a_shard, operands.bs, gather_dim, scale_a, form)
+    checks.check_devices(OP, a_shard, b=operands.bs, scale_a=[scale_a])
+    a_shard, *bs = autocast(Options(OP), a_shard, *operands.bs)
+    return prepare(member_of(OP, group), a_shard, operands._replace(bs=bs), gather_dim, scale_a, None, True, form).plan
 
 
 def _plan(
@@ -168,16 +171,16 @@ def prepare(
     last = dim == a_shard.dim() - 1
     if last and scale_a is not None and scale_a.numel() > 1:
         raise ValueError(f"{OP}: scale_a has {scale_a.numel()} elements; with K cut (gather_dim={dim}) it has one")
-    plan = _plan(member, a_shard, operands.bs, dim, scale_a, form)
     shape = list(a_shard.shape)
     shape[dim] *= member.world
+    rows = math.prod(shape[:-1])
+    full_scale = scale_a if last or scale_a is None else torch.empty(rows, 1, dtype=scale_a.dtype, device="meta")
+    checks.rehearse(OP, ((rows, shape[-1]), a_shard.dtype), operands, full_scale, out_dtype)
+    plan = _plan(member, a_shard, operands.bs, dim, scale_a, form)
     shards = Shards.of(a_shard.shape, dim, member.world, plan.chunks)
     if last:  # the shard's own rows and columns, rank by rank
         shards = Shards(1, member.world, math.prod(a_shard.shape[:-1]), a_shard.shape[-1])
     scales = None if last else _scales_of_rows(a_shard, scale_a, shards)
-    rows = shards.rows if last else shards.total
-    full_scale = scale_a if last or scale_a is None else torch.empty(rows, 1, dtype=scale_a.dtype, device="meta")
-    checks.rehearse(OP, ((rows, shape[-1]), a_shard.dtype), operands, full_scale, out_dtype)
 
     def product(b: torch.Tensor, bias: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str) -> Product:
         def compute(

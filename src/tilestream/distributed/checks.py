@@ -16,6 +16,7 @@ from tilestream.distributed.dispatch import FORMS
 from tilestream.distributed.members import Member
 from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, multiply
+from tilestream.plan.problem import dtype_name
 
 #: Shape and dtype.
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -68,14 +69,18 @@ def as_lists(
     return Operands(list(bs), each("bias", bias), each("scale_b", scale_b), activations)  # type: ignore[arg-type]
 
 
-def check_dim(op: str, name: str, dim: int, a: torch.Tensor) -> int:
-    """The dimension that is cut, counted from the front."""
+def check_dim(op: str, name: str, dim: int, a: torch.Tensor, of: str = "a") -> int:
+    """The dimension of ``a``, which the caller knows as ``of``, that is cut, counted from the front."""
     if not isinstance(a, torch.Tensor):
-        raise TypeError(f"{op}: a is a {type(a).__name__}; it is a torch.Tensor")
+        raise TypeError(f"{op}: {of} is a {type(a).__name__}; it is a torch.Tensor")
     if a.dim() < 2:
-        raise ValueError(f"{op}: a has {a.dim()} dimensions; it has at least 2: unsqueeze a vector")
+        raise ValueError(f"{op}: {of} has {a.dim()} dimensions; it has at least 2: unsqueeze a vector")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -a.dim() <= dim < a.dim():
-        raise ValueError(f"{op}: {name}={dim!r}; it is a dimension of a, {-a.dim()} to {a.dim() - 1}")
+        raise ValueError(f"{op}: {name}={dim!r}; it is a dimension of {of}, {-a.dim()} to {a.dim() - 1}")
+    try:
+        dtype_name(a.dtype)
+    except TypeError as error:
+        raise TypeError(f"{op}: {of}: {error}") from None
     return dim % a.dim()
 
 
@@ -91,6 +96,8 @@ def check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
         raise NotImplementedError(f"{op}: a is on {a.device}; ranks exchange tensors on the CPU and on GPUs")
     for name, tensors in others.items():
         for x in tensors:
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise TypeError(f"{op}: {name} is a {type(x).__name__}; it is a torch.Tensor or None")
             if x is not None and x.device != a.device:
                 raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; all are on one device")
 

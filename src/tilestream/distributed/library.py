@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,19 +13,22 @@ from tilestream.distributed import all_gather, reduce_scatter
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import sum_of_parts
 from tilestream.distributed.members import member_by_name, resolve
-from tilestream.ops.library import _activation_backward, _alone, library, result_dtype
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.library import _activation_backward, _alone, gemm_op, library, result_dtype
+from tilestream.ops.limit import worker_limit as limited
 
 # A bias without elements is none: gradients go to tensors of a list, and not to those that may be None.
+# worker_limit: of the blocks of `tilestream.worker_limit` around the call, which a compiled graph has no other way to
+# tell; 0: none. Without a default: torch leaves out an argument that is one, and its gradients of lists count those.
 library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] b, int gather_dim, str group, Tensor[] bias, str[] activation, "
     "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool fast_accum, bool return_a, str form, "
-    "float deadline) -> (Tensor, Tensor[])",
+    "float deadline, int worker_limit) -> (Tensor, Tensor[])",
     tags=_alone,
 )
 library.define(
     "matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, str reduce_op, str group, Tensor? bias, "
-    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline) -> Tensor",
+    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline, "
+    "int worker_limit) -> Tensor",
     tags=_alone,
 )
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
@@ -37,28 +42,35 @@ def _deadline(seconds: float) -> float | None:
     return None if seconds < 0 else seconds
 
 
+def _limited(count: int) -> AbstractContextManager[None]:
+    """A block of as many workers; 0: as many as there are around."""
+    return limited(count) if count else contextlib.nullcontext()
+
+
 def _all_gather_matmul(
     a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
     bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
     scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool, form: str,
-    deadline: float,
+    deadline: float, worker_limit: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     operands = Operands(b, [x if x.numel() else None for x in bias], scale_b, activation)
-    return all_gather.run(
-        member_by_name(GATHER, group), a_shard, operands, gather_dim, scale_a, out_dtype, fast_accum, return_a,
-        form, _deadline(deadline),  # type: ignore[arg-type]
-    )  # fmt: skip
+    with _limited(worker_limit):
+        return all_gather.run(
+            member_by_name(GATHER, group), a_shard, operands, gather_dim, scale_a, out_dtype, fast_accum, return_a,
+            form, _deadline(deadline),  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 def _matmul_reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, bias: torch.Tensor | None,
     scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
-    fast_accum: bool, form: str, deadline: float,
+    fast_accum: bool, form: str, deadline: float, worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
-    return reduce_scatter.run(
-        member_by_name(SCATTER, group), a, b, scatter_dim, reduce_op, bias, scale_a, scale_b, out_dtype,
-        fast_accum, form, _deadline(deadline),  # type: ignore[arg-type]
-    )  # fmt: skip
+    with _limited(worker_limit):
+        return reduce_scatter.run(
+            member_by_name(SCATTER, group), a, b, scatter_dim, reduce_op, bias, scale_a, scale_b, out_dtype,
+            fast_accum, form, _deadline(deadline),  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 for _device in ("CPU", "CUDA"):
@@ -99,13 +111,13 @@ def _refuse(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a_shard, b, dim, group, bias, activation, scale_a, scale_b, _, _, return_a, form, deadline = inputs
+    a_shard, b, dim, group, bias, activation, scale_a, scale_b, _, _, return_a, *how = inputs
     if scale_a is not None or any(x is not None for x in scale_b):
         _refuse(GATHER, a_shard=a_shard, scale_a=scale_a, **{f"b[{i}]": x for i, x in enumerate(b)})
         ctx.set_materialize_grads(False)
     ctx.save_for_backward(a_shard, *b, *bias)
     ctx.count, ctx.dim, ctx.group, ctx.activation = len(b), dim, group, list(activation)
-    ctx.return_a, ctx.how = return_a, (form, deadline)
+    ctx.return_a, ctx.how = return_a, how  # form, deadline and limit: the backward's, too
 
 
 def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -118,7 +130,10 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
         whole, _ = all_gather_matmul_op(
             a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, True, *ctx.how
         )  # fmt: skip
-    before = [_before(grad, whole, *of) for grad, *of in zip(grads, b, bias, ctx.activation, strict=True)]
+    before = [
+        _before(grad, whole, weight, added, activation, ctx.how[-1])
+        for grad, weight, added, activation in zip(grads, b, bias, ctx.activation, strict=True)
+    ]
     summed = torch.cat(before, -1) if len(before) > 1 else before[0]
     weights = torch.cat(b, -1) if len(b) > 1 else b[0]
     shard = matmul_reduce_scatter_op(
@@ -126,30 +141,37 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
     )  # fmt: skip
     if ctx.return_a:
         shard = shard + _scattered(grad_a, ctx.dim, ctx.group)
-    of_b = [None] * len(b) if whole is None else [_weight(whole, grad) for grad in before]
+    of_b = [None] * len(b) if whole is None else [_weight(whole, grad, ctx.how[-1]) for grad in before]
     of_bias = [
         g.sum(dim=tuple(range(g.dim() - 1))).to(x.dtype) if x.numel() else torch.zeros_like(x)
         for x, g in zip(bias, before, strict=True)
     ]
-    return shard, of_b, None, None, of_bias, *[None] * 8
+    return shard, of_b, None, None, of_bias, *[None] * 9
 
 
 def _before(
-    grad: torch.Tensor, whole: torch.Tensor | None, b: torch.Tensor, bias: torch.Tensor, activation: str
-) -> torch.Tensor:
+    grad: torch.Tensor, whole: torch.Tensor | None, b: torch.Tensor, bias: torch.Tensor, activation: str,
+    worker_limit: int,
+) -> torch.Tensor:  # fmt: skip
     """The gradient before the activation, whose input is computed once more."""
     if activation == "none" or whole is None:
         return grad
     wide = torch.float64 if b.dtype == torch.float64 else torch.float32
-    before = multiply(whole, b, Options(GATHER, bias=bias if bias.numel() else None, out_dtype=wide))
+    added = bias if bias.numel() else None
+    rows = whole.reshape(-1, whole.shape[-1])
+    before = gemm_op(rows, b, added, None, 1.0, 1.0, "none", wide, "auto", 0, None, None, True, worker_limit)
+    before = before.view(grad.shape)
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad.to(wide), before, 0).to(grad.dtype)  # type: ignore[no-any-return]
     return _activation_backward(activation, grad.to(wide), before).to(grad.dtype)
 
 
-def _weight(a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _weight(a: torch.Tensor, grad: torch.Tensor, worker_limit: int) -> torch.Tensor:
     rows, columns = a.reshape(-1, a.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return multiply(rows.mT, columns, Options(GATHER))
+    of_b: torch.Tensor = gemm_op(
+        rows.mT, columns, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, worker_limit
+    )
+    return of_b
 
 
 def _scattered(whole: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -159,11 +181,11 @@ def _scattered(whole: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, form, deadline = inputs
+    a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
     if scale_a is not None or scale_b is not None:
         _refuse(SCATTER, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     ctx.save_for_backward(a, b)
-    ctx.dim, ctx.reduce_op, ctx.group, ctx.how = dim, reduce_op, group, (form, deadline)
+    ctx.dim, ctx.reduce_op, ctx.group, ctx.how = dim, reduce_op, group, how
     ctx.bias = None if bias is None else bias.dtype
 
 
@@ -176,7 +198,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     whole, (of_a,) = all_gather_matmul_op(
         narrow, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
     )
-    return (of_a, _weight(a, whole), None, None, None, of_bias, *[None] * 6)
+    return (of_a, _weight(a, whole, ctx.how[-1]), None, None, None, of_bias, *[None] * 7)
 
 
 torch.library.register_autograd(

@@ -16,6 +16,7 @@ from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.ops.flat import check_deadline
+from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.ops.scales import canonical_scales
 from tilestream.runtime import exit
@@ -74,6 +75,7 @@ def matmul_reduce_scatter(
     """
     scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
     checks.check_form(OP, form)
+    _check_one(b)
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"{OP}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
     operands = checks.as_lists(OP, b, bias, scale_b, None)
@@ -83,7 +85,7 @@ def matmul_reduce_scatter(
     a, b = autocast(Options(OP), a, b)
     result: torch.Tensor = matmul_reduce_scatter_op(
         a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
-        -1.0 if deadline is None else check_deadline(deadline),
+        -1.0 if deadline is None else check_deadline(deadline), limit(),
     )  # fmt: skip
     return result
 
@@ -99,7 +101,29 @@ def plan_matmul_reduce_scatter(
     """How `matmul_reduce_scatter` would run such a call: nothing is sent. ``print(plan.explain())`` says it."""
     scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
     checks.check_form(OP, form)
-    return _plan(member_of(OP, group), a, b, scatter_dim, form)
+    _check_one(b)
+    operands = checks.as_lists(OP, b, None, None, None)
+    checks.check_devices(OP, a, b=operands.bs)
+    a, b = autocast(Options(OP), a, b)
+    member = member_of(OP, group)
+    _rehearse(a, operands._replace(bs=[b]), None, None)
+    return _plan(member, a, b, scatter_dim, form)
+
+
+def _check_one(b: object) -> None:
+    if not isinstance(b, torch.Tensor):
+        raise TypeError(
+            f"{OP}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
+        )
+
+
+def _rehearse(
+    a: torch.Tensor, operands: Operands, scale_a: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> torch.dtype:
+    """Raise what the matmul would; returns the dtype of what travels."""
+    of_rows = (math.prod(a.shape[:-1]), a.shape[-1]), a.dtype
+    (travels,) = checks.rehearse(OP, of_rows, operands, _of_rows(a, scale_a), out_dtype)
+    return travels
 
 
 def _part_shape(member: Member, a: torch.Tensor, b: torch.Tensor, dim: int) -> tuple[int, ...]:
@@ -133,7 +157,7 @@ def run(
     seconds = checks.seconds_of(deadline, member, a.device.type)
     rows = math.prod(a.shape[:-1])
     operands = Operands([b], [bias], [scale_b], ["none"])
-    (travels,) = checks.rehearse(OP, ((rows, a.shape[-1]), a.dtype), operands, _of_rows(a, scale_a), out_dtype)
+    travels = _rehearse(a, operands, scale_a, out_dtype)
     shape = _part_shape(member, a, b, dim)
     plan = _plan(member, a, b, dim, form, travels=str(travels), reduce_op=reduce_op)
     wide = torch.float64 if travels == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Model 3: the ranks of a gather, their streams, hosts and watchdogs, over slots, flags, signals and abort words.
+"""Model 4: the ranks of a gather, their streams, hosts and watchdogs, over slots, flags, signals and abort words.
 
 Explored is the text of `tilestream.distributed.protocol`, as GPUs perform it. A rank is four processes: the host, which
 issues calls ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. Calls may also
@@ -79,7 +79,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherCase:
-    """One configuration of model 3.
+    """One configuration of model 4.
 
     Attributes
     ----------

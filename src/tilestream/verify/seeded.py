@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_gather as g
@@ -18,6 +19,10 @@ from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_workers as w
+from tilestream.verify.attention import AttentionCase
+from tilestream.verify.attention_protocol import AttentionRing
+from tilestream.verify.attention_protocol import LoadTurn as LoadLoop
+from tilestream.verify.attention_protocol import MathTurn as MathLoop
 from tilestream.verify.faults import KINDS
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
@@ -72,7 +77,7 @@ def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared(),
-        *_gathers(),
+        *_attentions(), *_gathers(),
     )  # fmt: skip
 
 
@@ -368,6 +373,41 @@ def _shared() -> tuple[SeededBug, ...]:
         bug("put without a barrier", overwritten, h.put_without_barrier, 2, exact=False),
         bug("read without a barrier", wrong, h.read_without_barrier, 2, exact=False),
         bug("rest put without a barrier", overwritten, h.rest_without_barrier),
+    )
+
+
+def _attentions() -> tuple[SeededBug, ...]:
+    one, two = AttentionRing(1, consumers=1), AttentionRing(1)
+    sizes = ((one, (1,)), (one, (0, 1)), (one, (2,)), (two, (2,)))
+    deep = tuple((AttentionRing(2, consumers=n), counts) for n, counts in ((1, (1,)), (1, (2,)), (2, (1,))))
+    turns = tuple((AttentionRing(2, consumers=n, ordered=True), counts) for n, counts in product((1, 2), ((2,), (3,))))
+
+    def bug(
+        name: str, kind: str, of: object, sizes: tuple[tuple[AttentionRing, tuple[int, ...]], ...] = sizes, **text: Any
+    ) -> SeededBug:
+        cases = tuple(AttentionCase(ring, counts, **text) for ring, counts in sizes)
+        return SeededBug(f"attention: {name}", kind, "attention", _says(of), cases)
+
+    def math(name: str, kind: str, text: MathLoop, *more: Any) -> SeededBug:
+        return bug(name, kind, text, *more, math=text)
+
+    def load(name: str, kind: str, text: LoadLoop, *more: Any) -> SeededBug:
+        return bug(name, kind, text, *more, load=text)
+
+    overwritten, wrong = "overwritten while read", "wrong data"
+    return (
+        math("keys not awaited", wrong, a.keys_not_awaited),
+        math("queries not awaited", wrong, a.queries_not_awaited),
+        math("keys given back too early", overwritten, a.keys_released_too_early),
+        math("values given back too early", overwritten, a.values_released_too_early),
+        math("queries given back too early", wrong, a.queries_released_too_early),
+        math("slot given back too early", wrong, a.slot_released_too_early),
+        math("queries without blocks kept", "deadlock", a.queries_without_blocks_kept),
+        math("turn not handed on", "deadlock", a.turn_not_handed_on, turns),
+        math("item not finished", wrong, a.item_not_finished),
+        load("keys awaited in the other phase", "deadlock", a.keys_awaited_in_the_other_phase),
+        load("values in one stage", "barrier broken", a.values_in_one_stage, deep),
+        load("last values not loaded", "deadlock", a.last_values_not_loaded),
     )
 
 

@@ -1,4 +1,4 @@
-"""Seeded bugs of model 3: texts of a gather with one thing wrong each.
+"""Seeded bugs of model 4: texts of a gather with one thing wrong each.
 
 Where that reads best they are the real text with operations changed on their way, as in `seeded_ring`.
 """

@@ -1,0 +1,161 @@
+"""Seeded bugs of model 5: loops of the Hopper attention that are wrong in one place each.
+
+They are the loops of `attention_protocol` with operations left out, moved or changed on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilestream.verify.attention_protocol import (
+    AttentionRing,
+    Copy,
+    Done,
+    LoadPlaces,
+    Loop,
+    MathPlaces,
+    Start,
+    load_turn,
+    math_turn,
+)
+from tilestream.verify.protocol import Arrive, Barrier, Expect, Put, Retire, WaitBarrier, k_steps
+
+
+def _changed(loop: Loop, change: Callable[[Any], tuple[Any, ...]]) -> Loop:
+    """``loop`` with each operation replaced by those that ``change`` makes of it."""
+    try:
+        op = next(loop)
+        while True:
+            answer = 0
+            for other in change(op):
+                told = yield other
+                answer = told if other is op else answer
+            op = loop.send(answer)
+    except StopIteration as end:
+        return end.value
+
+
+def _at(op: Any, kind: type, name: str) -> bool:
+    return isinstance(op, kind) and op.barrier.name == name  # type: ignore[attr-defined]
+
+
+def _without(loop: Loop, kind: type, name: str) -> Loop:
+    return _changed(loop, lambda op: () if _at(op, kind, name) else (op,))
+
+
+def _before_retiring(loop: Loop, name: str) -> Loop:
+    """``loop`` with each Arrive at ``name`` before the Retire that it follows."""
+    held: list[Any] = []
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if isinstance(op, Retire):
+            held.append(op)
+            return ()
+        late = tuple(held)
+        held.clear()
+        return (op, *late) if _at(op, Arrive, name) else (*late, op)
+
+    return _changed(loop, change)
+
+
+def _at_the_start(loop: Loop, arrive: Arrive) -> Loop:
+    """``loop`` with ``arrive`` when the queries have come, and not at the end."""
+    moved: list[Any] = []
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if _at(op, WaitBarrier, "q_full"):
+            moved.append(op)
+            return (op, arrive)
+        return () if moved and op == arrive else (op,)
+
+    return _changed(loop, change)
+
+
+def keys_not_awaited(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """Keys are multiplied without a wait for their copy."""
+    return _without(math_turn(ring, who, state), WaitBarrier, "k_full")
+
+
+def queries_not_awaited(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """Queries are multiplied without a wait for their copy."""
+    return _without(math_turn(ring, who, state), WaitBarrier, "q_full")
+
+
+def keys_released_too_early(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A stage of keys is given back before the multiplication that reads it is done."""
+    return _before_retiring(math_turn(ring, who, state), "k_empty")
+
+
+def values_released_too_early(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A stage of values is given back before the multiplication that reads it is done."""
+    return _before_retiring(math_turn(ring, who, state), "v_empty")
+
+
+def queries_released_too_early(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """The room for queries is given back when they have come, and not when they have been read."""
+    at = who * ring.queries + state.q.at
+    return _at_the_start(math_turn(ring, who, state), Arrive(Barrier("q_empty", at)))
+
+
+def slot_released_too_early(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A slot is given back when the item has begun, and read again after that."""
+    return _at_the_start(math_turn(ring, who, state), Arrive(Barrier("item_empty", state.slot.at)))
+
+
+def queries_without_blocks_kept(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """The queries of an item without blocks are not given back."""
+    started: list[Any] = []
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if isinstance(op, Start):
+            started.append(op)
+        return (op,) if started or not _at(op, Arrive, "q_empty") else ()
+
+    return _changed(math_turn(ring, who, state), change)
+
+
+def turn_not_handed_on(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A consumer does not hand the turn to the next."""
+    return _without(math_turn(ring, who, state), Arrive, "order")
+
+
+def item_not_finished(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """The accumulator is not taken as the item's result."""
+    return _changed(math_turn(ring, who, state), lambda op: () if isinstance(op, Done) else (op,))
+
+
+def keys_awaited_in_the_other_phase(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """The load loop waits for a stage of keys in the other phase."""
+    return _changed(
+        load_turn(ring, state),
+        lambda op: (op._replace(parity=op.parity ^ 1),) if _at(op, WaitBarrier, "k_empty") else (op,),
+    )
+
+
+def values_in_one_stage(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """The load loop does not go on to the next stage of values."""
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if _at(op, WaitBarrier, "v_empty"):
+            return (WaitBarrier(Barrier("v_empty", 0), 1),)
+        if _at(op, Expect, "v_full"):
+            return (Expect(Barrier("v_full", 0)),)
+        return (op._replace(at=0, barrier=Barrier("v_full", 0)),) if _at(op, Copy, "v_full") else (op,)
+
+    return _changed(load_turn(ring, state), change)
+
+
+def last_values_not_loaded(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """The load loop ends with an item's last keys: their values come one step later, and do not come."""
+    left = [0]
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if isinstance(op, Put) and op.item is not None:
+            left[0] = k_steps(op.item)
+        if _at(op, WaitBarrier, "v_empty"):
+            left[0] -= 1
+        of_values = _at(op, WaitBarrier, "v_empty") or _at(op, Expect, "v_full") or _at(op, Copy, "v_full")
+        return () if of_values and not left[0] else (op,)
+
+    return _changed(load_turn(ring, state), change)
