@@ -32,9 +32,9 @@ def section(data: Record) -> str:
     if kernels:
         ratios = [best(row)[1] / peer(row)[1] for row in kernels]
         parts += [
-            f"The Hopper kernel, launched by itself, beside SDPA's cuDNN: 16k tokens of {data['dtype']} in sequences "
-            f"of S, L2 flushed before each call ({where}). TFLOP/s; causal counts half. *Turns*: they take turns at the "
-            f"tensor cores. Geometric mean of the ratios {geomean(ratios):.3f}, the worst {min(ratios):.3f}.",
+            f"The Hopper kernel, launched by itself, beside cuDNN of SDPA: 16k tokens of {data['dtype']} in sequences "
+            f"of S, L2 flushed before each call ({where}). TFLOP/s; causal counts half. *Turns*: they take turns at "
+            f"the tensor cores. Geometric mean of the ratios {geomean(ratios):.3f}, the worst {min(ratios):.3f}.",
             compared(kernels),
         ]
     if calls:
