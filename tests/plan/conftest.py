@@ -18,7 +18,7 @@ DEVICE = DeviceProperties("a test's CPU", "cpu", 4, 100e9, 10e9, "nominal: made 
 def device(monkeypatch):
     for module in (ask, choose):
         monkeypatch.setattr(module, "cpu_properties", lambda: DEVICE)
-    monkeypatch.setattr(ask, "_default_workers", lambda device: None)
+    monkeypatch.setattr(ask, "default_workers", lambda device: None)
     choose.plan_problem.cache_clear()
     yield DEVICE
     choose.plan_problem.cache_clear()

@@ -166,7 +166,7 @@ def plan(
         no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
         b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
     )  # fmt: skip
-    default = None if isinstance(device, DeviceProperties) else _default_workers(properties)
+    default = None if isinstance(device, DeviceProperties) else default_workers(properties)
     if order is not None:
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
         return plan_problem.__wrapped__(
@@ -178,7 +178,8 @@ def plan(
     )
 
 
-def _default_workers(device: DeviceProperties) -> int | None:
+def default_workers(device: DeviceProperties) -> int | None:
+    """The workers of a device by itself, where that is not its properties' number: torch's threads, on the CPU."""
     torch = sys.modules.get("torch")  # not imported for this question's sake
     return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
 

@@ -6,20 +6,19 @@ import functools
 import logging
 import math
 import operator
-import sys
 from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import cdna, cpu_attention, hopper_attention, portable_attention
-from tilestream.plan.ask import device_properties
+from tilestream.plan import cpu_attention, hopper_attention, portable_attention
+from tilestream.plan.ask import default_workers, device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
-from tilestream.plan.limit import ENVIRONMENT, within
 from tilestream.plan.limit import limit as current_limit
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import Incoming
+from tilestream.plan.workers import workers_of
 from tilestream.schedule.schedule import Kind
 
 logger = logging.getLogger(__name__)
@@ -66,16 +65,10 @@ def plan_attention(
         )
     kind: Kind = "static" if schedule == "static" else "dynamic"
     refused: tuple[Refusal, ...] = (Refusal("static", _NO_STATIC),) if schedule == "auto" else ()
-    own = default_workers or device.workers
-    asked, workers = workers, within(limit, workers, own)
-    count = workers or own
-    if count < (asked or own):
-        refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
-    beside = cdna.workers_that_wait(problem.keys is not None, device, count)
-    if beside < count:
-        refused += (Refusal(f"{count} workers", "keys arrive: a CU of each shader engine is their producers'"),)
-        count = beside
-    forced = bool(workers) or schedule != "auto"
+    arrives = "" if problem.keys is None else "keys arrive: a CU of each shader engine is their producers'"
+    count, forced, fewer = workers_of(device, workers, default_workers, limit, arrives)
+    refused += fewer
+    forced = forced or schedule != "auto"
     found: list[AttentionCandidate]
     if device.backend == "cpu":
         name = "cpu"
@@ -222,7 +215,5 @@ def attention_plan(
         softcap=softcap or 0.0, sinks=sinks, layout=layout, return_lse=return_lse, lengths=page_size > 0,
         pages=page_size and batch * -(-seqlen_k // page_size), keys=keys,
     )  # fmt: skip
-    torch = sys.modules.get("torch")  # not imported for this question's sake
-    own = torch.get_num_threads() if torch is not None and properties.backend == "cpu" else None
-    default = None if isinstance(device, DeviceProperties) else own
+    default = None if isinstance(device, DeviceProperties) else default_workers(properties)
     return plan_attention(problem, workers, schedule, default, properties, backend, current_limit())

@@ -84,12 +84,7 @@ def knows(device: DeviceProperties) -> bool:
     return device.arch in ARCHS and device.clock > 0 and device.l2 > 0
 
 
-def workers_beside_producers(problem: Problem, device: DeviceProperties, workers: int) -> int:
-    """`workers_that_wait` of a matmul."""
-    return workers_that_wait(problem.rows is not None or problem.columns is not None, device, workers)
-
-
-def workers_that_wait(arrives: bool, device: DeviceProperties, workers: int) -> int:
+def workers_beside_producers(arrives: bool, device: DeviceProperties, workers: int) -> int:
     """Workers that may wait for chunks, of ``workers``: one compute unit of each shader engine stays free.
 
     All of ``workers`` where nothing ``arrives``, and on other GPUs.

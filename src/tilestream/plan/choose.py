@@ -7,12 +7,12 @@ import logging
 import math
 from typing import get_args
 
-from tilestream.plan import cdna, cdna_tiles, cpu, hopper, portable
+from tilestream.plan import cdna_tiles, cpu, hopper, portable
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
-from tilestream.plan.limit import ENVIRONMENT, within
 from tilestream.plan.plan import Plan, Refusal, of_candidate
 from tilestream.plan.problem import Problem
+from tilestream.plan.workers import workers_of
 from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind
 
@@ -47,26 +47,20 @@ def plan_problem(
     """`plan` for a `Problem`; the same object for the same question. ``limit``: see `tilestream.plan.limit`."""
     device = device or cpu_properties()
     kinds, refused = _kinds(schedule, queues, shares)
-    own = default_workers or device.workers
-    asked, workers = workers, within(limit, workers, own)
-    count = workers or own
-    if count < (asked or own):
-        refused += (Refusal(f"{asked or own} workers", f"the limit is {limit}: worker_limit, or {ENVIRONMENT}"),)
-    beside = cdna.workers_beside_producers(problem, device, count)
-    if beside < count:
-        refused += (Refusal(f"{count} workers", "an operand arrives: a CU of each shader engine is its producers'"),)
-        count = beside
+    arriving = problem.rows is not None or problem.columns is not None
+    arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
+    count, limited, fewer = workers_of(device, workers, default_workers, limit, arrives)
+    refused += fewer
     forced = [
         name
         for name, given in (
-            ("workers", asked), ("a limit of workers", count < own and not asked), ("schedule", schedule != "auto"),
+            ("workers", workers), ("a limit of workers", limited and not workers), ("schedule", schedule != "auto"),
             ("tile", tile), ("order", order is not None), ("queues", queues), ("shares", shares),
         )
         if given
     ]  # fmt: skip
     name = device.backend
     if device.backend == "cpu":
-        arriving = problem.rows is not None or problem.columns is not None
         inline = not arriving and not forced
         found = list(
             cpu.candidates(
