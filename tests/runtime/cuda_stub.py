@@ -53,9 +53,9 @@ class Stub:
         """All launches so far, 4096 at most."""
         return list((_Launch * 4096).in_dll(self.library, "launches")[: self.get("launched")])
 
-    def function(self, cuda: str, hip: str, arguments: tuple[type, ...]) -> Any:
+    def function(self, hip: bool, name: str, arguments: tuple[type, ...]) -> Any:
         """In place of `tilestream.runtime.driver._function`."""
-        function = self.library[cuda]  # one of its own
+        function = self.library[name]  # one of its own
         function.argtypes = arguments
         return function
 

@@ -17,8 +17,8 @@ class Driver:
     def __init__(self, sms: dict[int, int], current: int) -> None:
         self.sms, self.current, self.asked = sms, current, 0
 
-    def __call__(self, cuda: str, hip: str, arguments: tuple[type, ...]):
-        return getattr(self, cuda)
+    def __call__(self, hip: bool, name: str, arguments: tuple[type, ...]):
+        return getattr(self, name)
 
     def cuCtxGetId(self, context, number):  # noqa: N802
         assert context is None

@@ -56,16 +56,15 @@ class Driver(Protocol):
 
 
 @functools.cache
-def _function(cuda: str, hip: str, arguments: tuple[type, ...]) -> Callable[..., int]:
-    """A function of the driver, by its name in CUDA's and in HIP's."""
-    file, name = (library(), hip) if hip else ("libcuda.so.1", cuda)
-    function: Callable[..., int] = getattr(ctypes.CDLL(file), name)
+def _function(hip: bool, name: str, arguments: tuple[type, ...]) -> Callable[..., int]:
+    """A function of HIP's library, or of CUDA's driver."""
+    function: Callable[..., int] = getattr(ctypes.CDLL(library() if hip else "libcuda.so.1"), name)
     function.argtypes = arguments  # type: ignore[attr-defined]
     return function
 
 
-_CUDA = Cuda(lambda name, arguments: _function(name, "", arguments))
-_HIP = Hip(lambda name, arguments: _function("", name, arguments))
+_CUDA = Cuda(lambda name, arguments: _function(False, name, arguments))
+_HIP = Hip(lambda name, arguments: _function(True, name, arguments))
 
 
 def current() -> Driver:
@@ -75,7 +74,7 @@ def current() -> Driver:
 
 def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
     """A function of CUDA's driver, which is called without the GIL and returns a code: see `error_name`."""
-    return _function(name, "", arguments)
+    return _function(False, name, arguments)
 
 
 def error_name(code: int) -> str:
