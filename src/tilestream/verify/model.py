@@ -132,14 +132,6 @@ class Model:
                 log.append([line])
         return out
 
-    def can_step(self, pid: int, m: Memory) -> bool:
-        """Whether the next operation of a process has an answer."""
-        local = m[pid]
-        if local == LEFT:
-            return False
-        answers = self._answers[local]
-        return answers is None or bool(answers(pid, self.locals.op[local], m))
-
     def _bind(self, local: int) -> None:
         op = self.locals.op[local]
         kind = type(op)
