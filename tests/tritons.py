@@ -1,10 +1,11 @@
-"""Tritons other than the one that is installed, each in a virtual environment of its own.
+"""Tritons other than the one that is installed, each in a virtual environment of its own; and compile gates run by one.
 
 They are kept under TILESTREAM_TRITONS (default: the user's cache).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,30 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Of a process that compiles, with a cache of its own."""
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # Triton 3.9 warns where the second is not set. It is part of the key of Triton's cache: only tests set it.
+    return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def gate_rows(python: str, gate: Path, *arguments: str, cache: Path, seconds: float) -> list[dict]:
+    """What a compile gate prints, a JSON object a line, run by ``python``."""
+    run = subprocess.run(
+        [python, str(gate), *arguments], env=environment(cache), capture_output=True, text=True, timeout=seconds,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def processes() -> str:
+    """How many processes a gate that asks may use."""
+    return str(min(os.cpu_count() or 1, 4))
 
 
 def triton(version: str) -> str:

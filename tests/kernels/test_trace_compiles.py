@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +9,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tritons import triton
+from tritons import gate_rows, triton
 
 GATE = Path(__file__).parent / "trace_gate.py"
-
-
-def compiled(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [python, str(GATE), what], env={**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"},
-        capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def check(found: list[dict], least: int) -> None:
@@ -42,11 +29,11 @@ def check(found: list[dict], least: int) -> None:
 
 @pytest.mark.timeout(110)
 def test_a_sample_is_free_where_it_is_off(tmp_path):
-    check(compiled(sys.executable, "quick", tmp_path, 100), 3)
+    check(gate_rows(sys.executable, GATE, "quick", cache=tmp_path, seconds=100), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0"])
 def test_it_is_free_where_it_is_off(version, tmp_path):
-    check(compiled(triton(version), "all", tmp_path, 880), 12)
+    check(gate_rows(triton(version), GATE, "all", cache=tmp_path, seconds=880), 12)

@@ -8,34 +8,18 @@ cache). Nothing of this was run: there is no such GPU here.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tritons import triton
+from tritons import TRITONS, environment, gate_rows, processes, triton
 
 GATE = Path(__file__).parent / "cdna_gate.py"
-TRITONS = ("3.6.0", "3.7.1", "3.9.0")
 SHARED = {"gfx942": 65536, "gfx950": 163840}
 #: Bytes beside the stages: an atomic's answer, on its way to all lanes.
 SLACK = 1024
-
-
-def environment(cache: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-
-
-def compile_all(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
-    run = subprocess.run(
-        [python, str(GATE), what, str(min(os.cpu_count() or 1, 4))], env=environment(cache), capture_output=True,
-        text=True, timeout=seconds, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def faults(found: dict) -> list[str]:
@@ -81,7 +65,7 @@ def check(found: list[dict], least: int) -> None:
 
 @pytest.mark.timeout(110)
 def test_a_sample_compiles_as_it_should(tmp_path):
-    check(compile_all(sys.executable, "quick", tmp_path, 100), 7)
+    check(gate_rows(sys.executable, GATE, "quick", processes(), cache=tmp_path, seconds=100), 7)
 
 
 SEEDED = """
@@ -160,6 +144,6 @@ def test_each_rule_is_kept(change, fault):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", TRITONS)
 def test_everything_compiles_as_it_should(version, tmp_path):
-    found = compile_all(triton(version), "all", tmp_path, 3500)
+    found = gate_rows(triton(version), GATE, "all", processes(), cache=tmp_path, seconds=3500)
     assert {one["triton"].split("+")[0] for one in found if "triton" in one} == {version}
     check(found, 150)

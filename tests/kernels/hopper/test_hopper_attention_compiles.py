@@ -7,27 +7,15 @@ kinds of problems, through Triton 3.6, 3.7 and 3.9: see `test_hopper_compiles`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_hopper_compiles import SHARED, SLACK, TRITONS, environment
+from test_hopper_compiles import SHARED, SLACK
 
-from tritons import triton
+from tritons import TRITONS, gate_rows, processes, triton
 
 GATE = Path(__file__).parent / "hopper_attention_gate.py"
-
-
-def compile_all(python: str, what: str, cache: Path, seconds: int) -> list[dict]:
-    run = subprocess.run(
-        [python, str(GATE), what, str(min(os.cpu_count() or 1, 4))], env=environment(cache), capture_output=True,
-        text=True, timeout=seconds, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def faults(found: dict) -> list[str]:
@@ -57,7 +45,7 @@ def check(found: list[dict], least: int) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_sample_compiles_as_it_should(tmp_path):
-    check(compile_all(sys.executable, "quick", tmp_path, 190), 4)
+    check(gate_rows(sys.executable, GATE, "quick", processes(), cache=tmp_path, seconds=190), 4)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +80,6 @@ def test_each_rule_is_kept(change, fault):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", TRITONS)
 def test_everything_compiles_as_it_should(version, tmp_path):
-    found = compile_all(triton(version), "all", tmp_path, 3500)
+    found = gate_rows(triton(version), GATE, "all", processes(), cache=tmp_path, seconds=3500)
     assert {one["triton"].split("+")[0] for one in found} == {version}
     check(found, 40)

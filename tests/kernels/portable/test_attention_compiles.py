@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_portable_compiles import TARGETS, TRITONS, check, compile_all
+from test_portable_compiles import TARGETS, check
 
-from tritons import triton
+from tritons import TRITONS, gate_rows, triton
 
 GATE = Path(__file__).parent / "attention_gate.py"
 #: What AMD's compiler spills at most, in Triton 3.7: a row's worth of what is worked out before the loops.
@@ -22,7 +22,9 @@ def allowed(target: str) -> dict[str, int]:
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_sample_compiles(target, tmp_path):
-    check(compile_all(sys.executable, "quick", (target,), tmp_path, 100, GATE), 2, allowed(target), matmul=False)
+    check(
+        gate_rows(sys.executable, GATE, "quick", target, cache=tmp_path, seconds=100), 2, allowed(target), matmul=False
+    )
 
 
 @pytest.mark.slow
@@ -30,6 +32,6 @@ def test_a_sample_compiles(target, tmp_path):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", TRITONS)
 def test_everything_compiles(version, target, tmp_path):
-    found = compile_all(triton(version), "all", (target,), tmp_path, 2900, GATE)
+    found = gate_rows(triton(version), GATE, "all", target, cache=tmp_path, seconds=2900)
     assert {one["triton"].split("+")[0] for one in found} == {version}
     check(found, 190, allowed(target), matmul=False)

@@ -6,36 +6,16 @@ Triton 3.6, 3.7 and 3.9, each in a virtual environment of its own under TILESTRE
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tritons import triton
+from tritons import TRITONS, environment, gate_rows, triton
 
 GATE = Path(__file__).parent / "gate.py"
-TRITONS = ("3.6.0", "3.7.1", "3.9.0")
 TARGETS = ("sm_90a", "gfx942", "gfx950")
-
-
-def environment(cache: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # Triton 3.9 warns where the second is not set. It is part of the key of Triton's cache: only tests set it.
-    return {**kept, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-
-
-def compile_all(
-    python: str, what: str, targets: tuple[str, ...], cache: Path, seconds: int, gate: Path = GATE
-) -> list[dict]:
-    run = subprocess.run(
-        [python, str(gate), what, *targets], env=environment(cache),
-        capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *, matmul: bool = True) -> None:
@@ -59,7 +39,7 @@ def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_sample_compiles_and_spills_nothing(target, tmp_path):
-    check(compile_all(sys.executable, "quick", (target,), tmp_path, 100), 3)
+    check(gate_rows(sys.executable, GATE, "quick", target, cache=tmp_path, seconds=100), 3)
 
 
 def test_the_gate_sees_a_spill(tmp_path):
@@ -80,6 +60,6 @@ def test_the_gate_sees_a_spill(tmp_path):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", TRITONS)
 def test_everything_compiles_and_spills_nothing(version, target, tmp_path):
-    found = compile_all(triton(version), "all", (target,), tmp_path, 2900)
+    found = gate_rows(triton(version), GATE, "all", target, cache=tmp_path, seconds=2900)
     assert {one["triton"].split("+")[0] for one in found} == {version}
     check(found, 160 if target != "gfx942" else 80)
