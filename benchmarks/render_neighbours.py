@@ -203,9 +203,10 @@ def nccl(sweep: Sweep) -> str:
     return "\n\n".join(
         [
             f"### Beside a collective{', both at once' if together else ''}, {about['world']} x {about['device']}",
-            f"{about['collective'].replace('_', '-')} of {about['megabytes']} MiB on a stream of its own, and a matmul "
-            f"({where(sweep)}). {order} *Told*: as many workers as there are SMs left. *Of the least*: both, beside the "
-            "larger of the collective alone and the matmul with what it loses of the SMs while the collective runs.",
+            f"{about['collective'].replace('_', '-')} of {about['megabytes']} MiB on a stream of its own, and a "
+            f"matmul ({where(sweep)}). {order} *Told*: as many workers as there are SMs left. *Of the least*: both, "
+            "beside the larger of the collective alone and the matmul with what it loses of the SMs while the "
+            "collective runs.",
             *refused(sweep),
             table(["M x N x K", "SMs of NCCL", "matmul by", "collective, ms", "matmul", "both", "of the least"], rows),
         ]
