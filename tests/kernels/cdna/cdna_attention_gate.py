@@ -53,8 +53,6 @@ DIMS = {64: ((64, 64), (40, 64)), 128: ((128, 128), (96, 96)), 192: ((192, 128),
 #: One of each that is told apart: architecture, columns, warps, copies, how.
 QUICK = (
     ("gfx942", (128, 128), 8, "staged", "causal"),
-    ("gfx942", (192, 128), 8, "staged", "full"),
-    ("gfx950", (128, 128), 8, "direct", "full"),
     ("gfx950", (128, 128), 8, "direct", "worst"),
 )
 

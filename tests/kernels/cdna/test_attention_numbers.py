@@ -27,7 +27,12 @@ from tilestream.plan.known import named
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
 #: Architecture, copies, stages.
-WAYS = (("gfx942", "staged", 2), ("gfx942", "direct", 3), ("gfx950", "direct", 3), ("gfx950", "staged", 2))
+WAYS = (
+    ("gfx942", "staged", 2),
+    ("gfx950", "direct", 3),
+    pytest.param("gfx942", "direct", 3, marks=pytest.mark.slow),
+    pytest.param("gfx950", "staged", 2, marks=pytest.mark.slow),
+)
 
 
 def check(
