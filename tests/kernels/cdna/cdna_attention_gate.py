@@ -53,7 +53,7 @@ DIMS = {64: ((64, 64), (40, 64)), 128: ((128, 128), (96, 96)), 192: ((192, 128),
 #: One of each that is told apart: architecture, columns, warps, copies, how.
 QUICK = (
     ("gfx942", (128, 128), 8, "staged", "causal"),
-    ("gfx950", (128, 128), 8, "direct", "worst"),
+    ("gfx950", (128, 128), 8, "direct", "varlen"),
 )
 
 
