@@ -49,7 +49,8 @@ class AttentionPlan:
         Which package of `tilestream.kernels` runs it.
     variant
         ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.Plan`; on Hopper ``turns`` or ``apart``:
-        whether a worker's consumers take turns at starting their multiplications.
+        whether a worker's consumers take turns at starting their multiplications; on CDNA ``direct`` or ``staged``:
+        whether copies go past the registers or through them.
     schedule
         Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
         are positions of the list that the call makes of them, longest first, some of which are void.

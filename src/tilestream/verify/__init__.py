@@ -8,7 +8,8 @@ Five models, each explored through every interleaving:
    the parts of a tile, `hand_in` and `settle`.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`): the
    Hopper kernel, operation by operation.
-3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel.
+3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel,
+   and with keys and values that are read at different times (`shared_attention`) that of attention.
    There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
 4. `gather`: the hosts, streams and watchdogs of several ranks that pull each other's shards: the text that GPUs perform
    (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is chunks
