@@ -122,3 +122,15 @@ def test_weights_are_operands_where_they_lie(arch, tile, dims):
         for lane, pair in zip(warp, warps_pairs, strict=True):
             assert {row for row, _ in lane} == {row for row, _ in pair}
             assert {column // 4 % 2 for _, column in lane} == {half for _, half in pair}
+
+
+@pytest.mark.parametrize(("arch", "tile", "dims"), CASES, ids=name)
+def test_a_lanes_weights_meet_the_values_of_their_keys(arch, tile, dims):
+    """gfx950's instruction takes eight keys of a lane, twice four neighbours: the same ones of both operands."""
+    values, math = parts_of(dims[1], arch), mathematics(arch, tile)
+    weights = holdings(gl.DotOperandLayout(0, math, KEYS.value), [tile.rows, tile.block])[0]
+    of_values = holdings(gl.DotOperandLayout(1, math, KEYS.value), [tile.block, values.width])[0]
+    for mine, theirs in zip(weights, of_values, strict=True):
+        rows, column = {row for row, _ in mine}, theirs[0][1]
+        assert len(rows) == 1
+        assert [key for _, key in mine] == [key for key, other in theirs if other == column]
