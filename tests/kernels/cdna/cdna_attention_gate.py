@@ -153,7 +153,7 @@ def expected(made: Configuration) -> dict[str, Any]:
     tile, keys, values = arguments.tile, arguments.keys, arguments.values
     m, n, k = instruction(arch)
     loads = block_loads(tile, keys, values, arch)
-    lanes = [arguments.constants()[name] * 16 for name in ("K_LANE", "V_LANE")]
+    lanes = [arguments.constants()[name][4] * 16 for name in ("K", "V")]
     copies: Counter[str] = Counter()
     for parts, wide in zip((keys, values), lanes, strict=True):
         if wide:

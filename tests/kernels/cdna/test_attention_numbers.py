@@ -113,10 +113,10 @@ def test_queries_keys_and_values_each_have_a_swizzle():
     hows = [check(Case((33,), (70,), (1, 1), (192, 128)), "gfx942", "staged", 2, block=block) for block in (32, 64)]
     for made in hows:
         found = made.constants()
-        assert found["Q_HOW"] == found["K_HOW"] != found["V_HOW"]
+        assert found["Q_HOW"] == found["K"][3] != found["V"][3]
     found = check(Case((33,), (70,), (1, 1), (96, 128))).constants()
-    assert found["Q_HOW"] == found["K_HOW"] == (8, 4, 4)
-    assert found["V_HOW"] == (8, 2, 8)
+    assert found["Q_HOW"] == found["K"][3] == (8, 4, 4)
+    assert found["V"][3] == (8, 2, 8)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(3, (8, 1)), (1, (16, 2)), (16, (6, 1))])
@@ -162,7 +162,9 @@ def changed(**change):
     return change_all
 
 
-@pytest.mark.parametrize("change", [{"STAGES": 5}, {"K_HOW": (8, 1, 4)}, {"V_HOW": (8, 2, 4)}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"STAGES": 5}, {"K": (1, 32, 32, (8, 1, 4), 8)}, {"V": (1, 32, 32, (8, 2, 4), 8)}], ids=str
+)
 def test_another_depth_and_another_swizzle_are_right_too(change):
     check(CAUSAL, change=changed(**change))
 

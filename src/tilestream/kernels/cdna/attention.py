@@ -81,10 +81,13 @@ UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "start
 
 @gluon.jit
 def scores_of(
-    queries, k_stages, stage, ROWS: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
-    HOW: gl.constexpr, MATH: gl.constexpr, LANDED: gl.constexpr,
+    queries, k_stages, stage, ROWS: gl.constexpr, BLOCK: gl.constexpr, FORM: gl.constexpr, MATH: gl.constexpr,
+    LANDED: gl.constexpr,
 ):  # fmt: skip
     """``Q K^T`` of an item's rows and a stage."""
+    PARTS: gl.constexpr = FORM[0]
+    WIDTH: gl.constexpr = FORM[1]
+    HOW: gl.constexpr = FORM[3]
     scores = gl.zeros([ROWS, BLOCK], gl.float32, MATH)
     for part in gl.static_range(PARTS):
         x = operand(k_stages[part].index(stage), BLOCK, WIDTH, True, HOW, 1, MATH, VECTOR, LANDED)
@@ -94,10 +97,13 @@ def scores_of(
 
 @gluon.jit
 def add_values(
-    sums, shrink, weights, v_stages, stage, BLOCK: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
-    TURNED: gl.constexpr, HOW: gl.constexpr, MATH: gl.constexpr, LANDED: gl.constexpr,
+    sums, shrink, weights, v_stages, stage, BLOCK: gl.constexpr, FORM: gl.constexpr, TURNED: gl.constexpr,
+    MATH: gl.constexpr, LANDED: gl.constexpr,
 ):  # fmt: skip
     """The sums of an item's parts, ``shrink`` of them, and a stage's values by their weights."""
+    PARTS: gl.constexpr = FORM[0]
+    WIDTH: gl.constexpr = FORM[1]
+    HOW: gl.constexpr = FORM[3]
     made = ()
     for part in gl.static_range(PARTS):
         x = operand(v_stages[part].index(stage), WIDTH, BLOCK, TURNED, HOW, 1, MATH, KEYS, LANDED)
@@ -107,87 +113,68 @@ def add_values(
 
 @gluon.jit
 def step_direct(
-    block, last, stage, queries, sums, top, total, k, k_i, k_columns, k_stages, v, v_i, v_columns, v_stages,
-    first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp, stride_vr, stride_vp, table, pages,
-    ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, K_PARTS: gl.constexpr,
-    K_WIDTH: gl.constexpr, V_PARTS: gl.constexpr, V_WIDTH: gl.constexpr, K_HOW: gl.constexpr, V_HOW: gl.constexpr,
-    K_LANE: gl.constexpr, V_LANE: gl.constexpr, PAGE: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
+    block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask, table, pages,
+    scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, PAGE: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """A key block that lies in ``stage``; and the copies of the one that is to come into the stage before it."""
     landed(STAGES - 2)
-    scores = scores_of(queries, k_stages, stage, ROWS, BLOCK, K_PARTS, K_WIDTH, K_HOW, MATH, True)
+    scores = scores_of(queries, k_stages, stage, ROWS, BLOCK, K, MATH, True)
     ahead = gl.minimum(block + STAGES - 1, last) * BLOCK
     page = page_of(ahead, table, pages, BLOCK, PAGE)
     free = before(stage, STAGES)
-    copy_block(
-        k, k_i, k_columns, ahead, low, high, stride_kr, table, pages, page, stride_kp, k_stages, free,
-        K_WIDTH, BLOCK, PAGE, K_LANE,
-    )  # fmt: skip
-    copy_block(
-        v, v_i, v_columns, ahead, low, high, stride_vr, table, pages, page, stride_vp, v_stages, free,
-        V_WIDTH, BLOCK, PAGE, V_LANE,
-    )  # fmt: skip
+    copy_block(k_source, ahead, seen, table, pages, page, k_stages, free, K, BLOCK, PAGE)
+    copy_block(v_source, ahead, seen, table, pages, page, v_stages, free, V, BLOCK, PAGE)
     commit()
     weights, top, total, shrink = weights_of(
-        scores, top, total, first_query, block * BLOCK, keys, until, since, scale, inner, v_stages[0].dtype,
-        PACK, MATH, MASKED, LEFT, RIGHT, CAPPED,
+        scores, top, total, block * BLOCK, mask, scale, inner, v_stages[0].dtype, PACK, MATH, MASKED, LEFT, RIGHT,
+        CAPPED,
     )  # fmt: skip
-    sums = add_values(sums, shrink, weights, v_stages, stage, BLOCK, V_PARTS, V_WIDTH, False, V_HOW, MATH, True)
+    sums = add_values(sums, shrink, weights, v_stages, stage, BLOCK, V, False, MATH, True)
     return sums, top, total, after(stage, STAGES)
 
 
 @gluon.jit
 def attend_direct(
-    queries, sums, top, total, k, v, first_query, begin, plain_begin, plain_end, end, low, high, keys, until, since,
-    scale, inner, stride_kr, stride_kp, stride_vr, stride_vp, table, pages, ROWS: gl.constexpr, PACK: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, K_PARTS: gl.constexpr, K_WIDTH: gl.constexpr, V_PARTS: gl.constexpr,
-    V_WIDTH: gl.constexpr, K_HOW: gl.constexpr, V_HOW: gl.constexpr, K_LANE: gl.constexpr, V_LANE: gl.constexpr,
-    PAGE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-    WARPS: gl.constexpr,
+    queries, sums, top, total, k, stride_kr, stride_kp, v, stride_vr, stride_vp, blocks, seen, mask, table, pages,
+    scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, PAGE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    CAPPED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """An item's key blocks by copies past the registers: ``(sums, top, total)``."""
-    k_stages = make_parts(k.dtype.element_ty, K_PARTS, STAGES, BLOCK, K_WIDTH, True)
-    v_stages = make_parts(v.dtype.element_ty, V_PARTS, STAGES, BLOCK, V_WIDTH, True)
-    k_i, k_j = indices(copy_layout(K_WIDTH, K_LANE, WARPS), BLOCK, K_WIDTH)
-    v_i, v_j = indices(copy_layout(V_WIDTH, V_LANE, WARPS), BLOCK, V_WIDTH)
-    k_columns = copied_columns(k_i, k_j, K_HOW)
-    v_columns = copied_columns(v_i, v_j, V_HOW)
+    K_HOW: gl.constexpr = K[3]
+    V_HOW: gl.constexpr = V[3]
+    begin, plain_begin, plain_end, end = blocks
+    k_stages = make_parts(k.dtype.element_ty, K[0], STAGES, BLOCK, K[1], True)
+    v_stages = make_parts(v.dtype.element_ty, V[0], STAGES, BLOCK, V[1], True)
+    k_i, k_j = indices(copy_layout(K[1], K[4], WARPS), BLOCK, K[1])
+    v_i, v_j = indices(copy_layout(V[1], V[4], WARPS), BLOCK, V[1])
+    k_source = (k, stride_kr, stride_kp, k_i, copied_columns(k_i, k_j, K_HOW))
+    v_source = (v, stride_vr, stride_vp, v_i, copied_columns(v_i, v_j, V_HOW))
     last = end - 1
     for i in gl.static_range(STAGES - 1):
         first = gl.minimum(begin + i, last) * BLOCK
         page = page_of(first, table, pages, BLOCK, PAGE)
-        copy_block(
-            k, k_i, k_columns, first, low, high, stride_kr, table, pages, page, stride_kp, k_stages, i,
-            K_WIDTH, BLOCK, PAGE, K_LANE,
-        )  # fmt: skip
-        copy_block(
-            v, v_i, v_columns, first, low, high, stride_vr, table, pages, page, stride_vp, v_stages, i,
-            V_WIDTH, BLOCK, PAGE, V_LANE,
-        )  # fmt: skip
+        copy_block(k_source, first, seen, table, pages, page, k_stages, i, K, BLOCK, PAGE)
+        copy_block(v_source, first, seen, table, pages, page, v_stages, i, V, BLOCK, PAGE)
         commit()
     stage = tl.cast(0, tl.int32)
     if LEFT:
         for block in range(begin, plain_begin):
             sums, top, total, stage = step_direct(
-                block, last, stage, queries, sums, top, total, k, k_i, k_columns, k_stages, v, v_i, v_columns, v_stages,
-                first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp, stride_vr, stride_vp,
-                table, pages, ROWS, PACK, BLOCK, STAGES, K_PARTS, K_WIDTH, V_PARTS, V_WIDTH, K_HOW, V_HOW, K_LANE,
-                V_LANE, PAGE, MATH, True, LEFT, RIGHT, CAPPED,
+                block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask,
+                table, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH, True, LEFT, RIGHT, CAPPED,
             )  # fmt: skip
     for block in range(plain_begin, plain_end):
         sums, top, total, stage = step_direct(
-            block, last, stage, queries, sums, top, total, k, k_i, k_columns, k_stages, v, v_i, v_columns, v_stages,
-            first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp, stride_vr, stride_vp, table,
-            pages, ROWS, PACK, BLOCK, STAGES, K_PARTS, K_WIDTH, V_PARTS, V_WIDTH, K_HOW, V_HOW, K_LANE, V_LANE, PAGE,
-            MATH, False, LEFT, RIGHT, CAPPED,
+            block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask,
+            table, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH, False, LEFT, RIGHT, CAPPED,
         )  # fmt: skip
     for block in range(plain_end, end):
         sums, top, total, stage = step_direct(
-            block, last, stage, queries, sums, top, total, k, k_i, k_columns, k_stages, v, v_i, v_columns, v_stages,
-            first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp, stride_vr, stride_vp, table,
-            pages, ROWS, PACK, BLOCK, STAGES, K_PARTS, K_WIDTH, V_PARTS, V_WIDTH, K_HOW, V_HOW, K_LANE, V_LANE, PAGE,
-            MATH, True, LEFT, RIGHT, CAPPED,
+            block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask,
+            table, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH, True, LEFT, RIGHT, CAPPED,
         )  # fmt: skip
     # The copies of blocks behind the last one have landed, and everybody has read: the room is free.
     landed(0)
@@ -197,88 +184,70 @@ def attend_direct(
 
 @gluon.jit
 def step_staged(
-    block, last, queries, sums, top, total, k_tiles, v_tiles, k, k_i, k_columns, k_rest, k_stages, v, v_i, v_columns,
-    v_rest, v_stages, first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp, stride_vr,
-    stride_vp, table, pages, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, K_PARTS: gl.constexpr,
-    K_WIDTH: gl.constexpr, K_REST: gl.constexpr, V_PARTS: gl.constexpr, V_WIDTH: gl.constexpr, K_HOW: gl.constexpr,
-    V_HOW: gl.constexpr, V_LANE: gl.constexpr, TURNED: gl.constexpr, PAGE: gl.constexpr, FAR: gl.constexpr,
-    MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-    WARPS: gl.constexpr,
+    block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest, v_stages,
+    seen, mask, table, pages, scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, V_LANE: gl.constexpr, TURNED: gl.constexpr, PAGE: gl.constexpr,
+    FAR: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    CAPPED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """A key block that has been fetched into registers; and the next one's fetches."""
     ahead = gl.minimum(block + 1, last) * BLOCK
     page = page_of(ahead, table, pages, BLOCK, PAGE)
-    put_keys(k_tiles, k_stages, K_PARTS, K_WIDTH, BLOCK, K_REST, K_HOW, WARPS)
-    k_tiles = fetch_block(
-        k, k_i, k_columns, k_rest, ahead, low, high, stride_kr, table, pages, page, stride_kp,
-        K_PARTS, K_WIDTH, BLOCK, PAGE, VECTOR, FAR,
-    )  # fmt: skip
-    scores = scores_of(queries, k_stages, 0, ROWS, BLOCK, K_PARTS, K_WIDTH, K_HOW, MATH, False)
+    put_keys(k_tiles, k_stages, K, BLOCK, WARPS)
+    k_tiles = fetch_block(k_source, k_rest, ahead, seen, table, pages, page, K, BLOCK, PAGE, VECTOR, FAR)
+    scores = scores_of(queries, k_stages, 0, ROWS, BLOCK, K, MATH, False)
     weights, top, total, shrink = weights_of(
-        scores, top, total, first_query, block * BLOCK, keys, until, since, scale, inner, v_stages[0].dtype,
-        PACK, MATH, MASKED, LEFT, RIGHT, CAPPED,
+        scores, top, total, block * BLOCK, mask, scale, inner, v_stages[0].dtype, PACK, MATH, MASKED, LEFT, RIGHT,
+        CAPPED,
     )  # fmt: skip
-    put_values(v_tiles, v_stages, V_PARTS, V_WIDTH, BLOCK, TURNED, V_HOW)
-    v_tiles = fetch_block(
-        v, v_i, v_columns, v_rest, ahead, low, high, stride_vr, table, pages, page, stride_vp,
-        V_PARTS, V_WIDTH, BLOCK, PAGE, V_LANE, FAR,
-    )  # fmt: skip
-    sums = add_values(sums, shrink, weights, v_stages, 0, BLOCK, V_PARTS, V_WIDTH, TURNED, V_HOW, MATH, False)
+    put_values(v_tiles, v_stages, V, BLOCK, TURNED)
+    v_tiles = fetch_block(v_source, v_rest, ahead, seen, table, pages, page, V, BLOCK, PAGE, V_LANE, FAR)
+    sums = add_values(sums, shrink, weights, v_stages, 0, BLOCK, V, TURNED, MATH, False)
     return sums, top, total, k_tiles, v_tiles
 
 
 @gluon.jit
 def attend_staged(
-    queries, sums, top, total, k, v, first_query, begin, plain_begin, plain_end, end, low, high, keys, until, since,
-    scale, inner, stride_kr, stride_kp, stride_vr, stride_vp, table, pages, ROWS: gl.constexpr, PACK: gl.constexpr,
-    BLOCK: gl.constexpr, K_PARTS: gl.constexpr, K_WIDTH: gl.constexpr, K_REST: gl.constexpr, V_PARTS: gl.constexpr,
-    V_WIDTH: gl.constexpr, V_REST: gl.constexpr, K_HOW: gl.constexpr, V_HOW: gl.constexpr, TURNED: gl.constexpr,
-    PAGE: gl.constexpr, FAR: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    CAPPED: gl.constexpr, WARPS: gl.constexpr,
+    queries, sums, top, total, k, stride_kr, stride_kp, v, stride_vr, stride_vp, blocks, seen, mask, table, pages,
+    scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    TURNED: gl.constexpr, PAGE: gl.constexpr, FAR: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """An item's key blocks by way of registers: ``(sums, top, total)``."""
-    K_LAYOUT: gl.constexpr = fetch_layout(BLOCK, K_WIDTH, True, False, VECTOR, WARPS)
-    V_LAYOUT: gl.constexpr = fetch_layout(V_WIDTH, BLOCK, False, TURNED, VECTOR, WARPS)
+    begin, plain_begin, plain_end, end = blocks
+    V_LAYOUT: gl.constexpr = fetch_layout(V[1], BLOCK, False, TURNED, VECTOR, WARPS)
     V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
-    k_stages = make_parts(k.dtype.element_ty, K_PARTS, 1, BLOCK, K_WIDTH, True)
-    v_stages = make_parts(v.dtype.element_ty, V_PARTS, 1, V_WIDTH, BLOCK, TURNED)
-    k_i, k_j = indices(K_LAYOUT, BLOCK, K_WIDTH)
-    v_i, v_j = indices(V_LAYOUT, BLOCK, V_WIDTH)
-    k_columns = fetched_columns(k_i, k_j, K_WIDTH, K_WIDTH)
-    k_rest = fetched_columns(k_i, k_j, K_REST, K_WIDTH)
-    v_columns = fetched_columns(v_i, v_j, V_WIDTH, V_WIDTH)
-    v_rest = fetched_columns(v_i, v_j, V_REST, V_WIDTH)
+    k_stages = make_parts(k.dtype.element_ty, K[0], 1, BLOCK, K[1], True)
+    v_stages = make_parts(v.dtype.element_ty, V[0], 1, V[1], BLOCK, TURNED)
+    k_i, k_j = indices(fetch_layout(BLOCK, K[1], True, False, VECTOR, WARPS), BLOCK, K[1])
+    v_i, v_j = indices(V_LAYOUT, BLOCK, V[1])
+    k_source = (k, stride_kr, stride_kp, k_i, fetched_columns(k_i, k_j, K[1], K[1]))
+    v_source = (v, stride_vr, stride_vp, v_i, fetched_columns(v_i, v_j, V[1], V[1]))
+    k_rest = fetched_columns(k_i, k_j, K[2], K[1])
+    v_rest = fetched_columns(v_i, v_j, V[2], V[1])
     last = end - 1
-    page = page_of(begin * BLOCK, table, pages, BLOCK, PAGE)
-    k_tiles = fetch_block(
-        k, k_i, k_columns, k_rest, begin * BLOCK, low, high, stride_kr, table, pages, page, stride_kp,
-        K_PARTS, K_WIDTH, BLOCK, PAGE, VECTOR, FAR,
-    )  # fmt: skip
-    v_tiles = fetch_block(
-        v, v_i, v_columns, v_rest, begin * BLOCK, low, high, stride_vr, table, pages, page, stride_vp,
-        V_PARTS, V_WIDTH, BLOCK, PAGE, V_LANE, FAR,
-    )  # fmt: skip
+    first = begin * BLOCK
+    page = page_of(first, table, pages, BLOCK, PAGE)
+    k_tiles = fetch_block(k_source, k_rest, first, seen, table, pages, page, K, BLOCK, PAGE, VECTOR, FAR)
+    v_tiles = fetch_block(v_source, v_rest, first, seen, table, pages, page, V, BLOCK, PAGE, V_LANE, FAR)
     if LEFT:
         for block in range(begin, plain_begin):
             sums, top, total, k_tiles, v_tiles = step_staged(
-                block, last, queries, sums, top, total, k_tiles, v_tiles, k, k_i, k_columns, k_rest, k_stages, v, v_i,
-                v_columns, v_rest, v_stages, first_query, low, high, keys, until, since, scale, inner, stride_kr,
-                stride_kp, stride_vr, stride_vp, table, pages, ROWS, PACK, BLOCK, K_PARTS, K_WIDTH, K_REST, V_PARTS,
-                V_WIDTH, K_HOW, V_HOW, V_LANE, TURNED, PAGE, FAR, MATH, True, LEFT, RIGHT, CAPPED, WARPS,
+                block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest,
+                v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED, PAGE, FAR,
+                MATH, True, LEFT, RIGHT, CAPPED, WARPS,
             )  # fmt: skip
     for block in range(plain_begin, plain_end):
         sums, top, total, k_tiles, v_tiles = step_staged(
-            block, last, queries, sums, top, total, k_tiles, v_tiles, k, k_i, k_columns, k_rest, k_stages, v, v_i,
-            v_columns, v_rest, v_stages, first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp,
-            stride_vr, stride_vp, table, pages, ROWS, PACK, BLOCK, K_PARTS, K_WIDTH, K_REST, V_PARTS, V_WIDTH, K_HOW,
-            V_HOW, V_LANE, TURNED, PAGE, FAR, MATH, False, LEFT, RIGHT, CAPPED, WARPS,
+            block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest,
+            v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED, PAGE, FAR,
+            MATH, False, LEFT, RIGHT, CAPPED, WARPS,
         )  # fmt: skip
     for block in range(plain_end, end):
         sums, top, total, k_tiles, v_tiles = step_staged(
-            block, last, queries, sums, top, total, k_tiles, v_tiles, k, k_i, k_columns, k_rest, k_stages, v, v_i,
-            v_columns, v_rest, v_stages, first_query, low, high, keys, until, since, scale, inner, stride_kr, stride_kp,
-            stride_vr, stride_vp, table, pages, ROWS, PACK, BLOCK, K_PARTS, K_WIDTH, K_REST, V_PARTS, V_WIDTH, K_HOW,
-            V_HOW, V_LANE, TURNED, PAGE, FAR, MATH, True, LEFT, RIGHT, CAPPED, WARPS,
+            block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest,
+            v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED, PAGE, FAR,
+            MATH, True, LEFT, RIGHT, CAPPED, WARPS,
         )  # fmt: skip
     return sums, top, total
 
@@ -314,11 +283,10 @@ def attend(
     stride_ob, stride_or, stride_oh, stride_lb, stride_lr, stride_lh, stride_table,
     queues, tiles, num_m, num_n, group, scale, inner,
     ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, DIRECT: gl.constexpr,
-    K_PARTS: gl.constexpr, K_WIDTH: gl.constexpr, K_REST: gl.constexpr, V_PARTS: gl.constexpr, V_WIDTH: gl.constexpr,
-    V_REST: gl.constexpr, Q_HOW: gl.constexpr, K_HOW: gl.constexpr, V_HOW: gl.constexpr, Q_LANE: gl.constexpr,
-    K_LANE: gl.constexpr, V_LANE: gl.constexpr, TURNED: gl.constexpr, VERSION: gl.constexpr, SHAPE: gl.constexpr,
-    GROUPS: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
-    PAGE: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, Q_HOW: gl.constexpr, Q_LANE: gl.constexpr, TURNED: gl.constexpr,
+    VERSION: gl.constexpr, SHAPE: gl.constexpr, GROUPS: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr,
+    STEAL: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr,
     FAR_Q: gl.constexpr, FAR_KEYS: gl.constexpr, FAR_OUT: gl.constexpr, GRAIN: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, a workgroup a worker.
@@ -329,10 +297,10 @@ def attend(
         As of `tilestream.kernels.hopper.attention.attend`; so are columns, shared_by, left, right, scale, inner, PACK.
     pages
         How many there are.
-    K_PARTS, K_WIDTH, K_REST
-        Parts of the columns of queries and keys; columns of one, and those of the last that there are. Likewise V's.
-    Q_HOW, K_HOW, V_HOW, Q_LANE, K_LANE, V_LANE
-        Swizzles (vector, every, period), and elements of a lane in a copy past the registers.
+    K, V
+        Forms of keys and of values: see `tilestream.kernels.cdna.attention_copy.copy_block`. Queries are cut as keys.
+    Q_HOW, Q_LANE
+        Swizzle of queries (vector, every, period), and elements of a lane in a copy past the registers.
     TURNED
         Whether values are transposed on their way through registers.
     GROUPS
@@ -343,6 +311,8 @@ def attend(
     WARPS: gl.constexpr = ROWS // SHAPE[0]
     MATH: gl.constexpr = math_layout(VERSION, SHAPE, (WARPS, 1))
     POSITIONS: gl.constexpr = ROWS // PACK
+    V_PARTS: gl.constexpr = V[0]
+    V_WIDTH: gl.constexpr = V[1]
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     if KIND == "static":
@@ -392,7 +362,7 @@ def attend(
                     low = gl.maximum(first + since, 0)
                 at = q + at_batch * stride_qb + at_row * stride_qr + (head * PACK).to(tl.int64) * stride_qh
                 parts = load_queries(
-                    gl.multiple_of(at, 16), last, stride_qr, stride_qh, PACK, ROWS, K_PARTS, K_WIDTH, K_REST, DIRECT,
+                    gl.multiple_of(at, 16), last, stride_qr, stride_qh, PACK, ROWS, K[0], K[1], K[2], DIRECT,
                     Q_LANE, Q_HOW, FAR_Q, MATH, WARPS,
                 )  # fmt: skip
                 head_kv = (head // shared_by).to(tl.int64)
@@ -404,19 +374,19 @@ def attend(
                 else:
                     k_at = k_at + at_batch * stride_kb + origin_k.to(tl.int64) * stride_kr
                     v_at = v_at + at_batch * stride_vb + origin_k.to(tl.int64) * stride_vr
+                blocks = (begin, plain_begin, plain_end, end)
+                mask = (first, own_keys, until, since)
                 if DIRECT:
                     sums, top, total = attend_direct(
-                        parts, sums, top, total, k_at, v_at, first, begin, plain_begin, plain_end, end, low, high,
-                        own_keys, until, since, scale, inner, stride_kr, stride_kb, stride_vr, stride_vb, pages_of,
-                        pages, ROWS, PACK, BLOCK, STAGES, K_PARTS, K_WIDTH, V_PARTS, V_WIDTH, K_HOW, V_HOW, K_LANE,
-                        V_LANE, PAGE, MATH, LEFT, RIGHT, CAPPED, WARPS,
+                        parts, sums, top, total, k_at, stride_kr, stride_kb, v_at, stride_vr, stride_vb, blocks,
+                        (low, high), mask, pages_of, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH,
+                        LEFT, RIGHT, CAPPED, WARPS,
                     )  # fmt: skip
                 else:
                     sums, top, total = attend_staged(
-                        parts, sums, top, total, k_at, v_at, first, begin, plain_begin, plain_end, end, low, high,
-                        own_keys, until, since, scale, inner, stride_kr, stride_kb, stride_vr, stride_vb, pages_of,
-                        pages, ROWS, PACK, BLOCK, K_PARTS, K_WIDTH, K_REST, V_PARTS, V_WIDTH, V_REST, K_HOW, V_HOW,
-                        TURNED, PAGE, FAR_KEYS, MATH, LEFT, RIGHT, CAPPED, WARPS,
+                        parts, sums, top, total, k_at, stride_kr, stride_kb, v_at, stride_vr, stride_vb, blocks,
+                        (low, high), mask, pages_of, pages, scale, inner, ROWS, PACK, BLOCK, K, V, TURNED, PAGE,
+                        FAR_KEYS, MATH, LEFT, RIGHT, CAPPED, WARPS,
                     )  # fmt: skip
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, MATH))
             # Once more, and not kept through the loops.
@@ -430,6 +400,6 @@ def attend(
                 at = gl.multiple_of(at, 2 * GRAIN)
             store_tile(
                 sums, factor, at, row, last, stride_or, stride_oh, PACK, V_PARTS, V_WIDTH,
-                (V_PARTS - 1) * V_WIDTH + V_REST, GRAIN, FAR_OUT, MATH,
+                (V_PARTS - 1) * V_WIDTH + V[2], GRAIN, FAR_OUT, MATH,
             )  # fmt: skip
     leave(counters, queues, reset, workers, KIND == "static")

@@ -102,24 +102,42 @@ def block_rows(
 
 @gluon.jit
 def copy_block(
-    x, i, columns, first, low, high, stride, table, pages, page, stride_page, stages, stage,
-    WIDTH: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, LANE: gl.constexpr,
+    source, first, seen, table, pages, page, stages, stage, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
-    """Start the copies of a key block, of K or of V, into a stage."""
+    """Start the copies of a key block, of K or of V, into a stage.
+
+    Parameters
+    ----------
+    source
+        ``(x, stride, stride_page, i, columns)``: the head's address; from row to row, and page to page; rows and
+        columns of what each lane copies.
+    seen
+        ``(low, high)``.
+    FORM
+        ``(parts, width, rest, how, lane)``: parts of the columns, those of one, those of the last that there are;
+        swizzle; elements of a lane in a copy past the registers.
+    """
+    PARTS: gl.constexpr = FORM[0]
+    WIDTH: gl.constexpr = FORM[1]
+    x, stride, stride_page, i, columns = source
+    low, high = seen
     x = block_start(x, first, stride, page, stride_page, BLOCK, PAGE)
     rows = block_rows(i, first, low, high, stride, table, pages, stride_page, BLOCK, PAGE, False)
-    offsets = element_offsets(rows, columns, LANE)
-    for part in gl.static_range(len(stages)):
+    offsets = element_offsets(rows, columns, FORM[4])
+    for part in gl.static_range(PARTS):
         copy_to_shared(stages[part].index(stage), x + part * WIDTH, offsets)
 
 
 @gluon.jit
 def fetch_block(
-    x, i, columns, rest_columns, first, low, high, stride, table, pages, page, stride_page,
-    PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr, LANE: gl.constexpr,
-    FAR: gl.constexpr,
+    source, rest_columns, first, seen, table, pages, page, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
+    LANE: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """A key block, of K or of V, into registers: its parts."""
+    """A key block, of K or of V, into registers: its parts. ``LANE``: elements of a lane; else as `copy_block`."""
+    PARTS: gl.constexpr = FORM[0]
+    WIDTH: gl.constexpr = FORM[1]
+    x, stride, stride_page, i, columns = source
+    low, high = seen
     GATHERED: gl.constexpr = PAGE > 0 and PAGE < BLOCK
     x = block_start(x, first, stride, page, stride_page, BLOCK, PAGE)
     rows = block_rows(i, first, low, high, stride, table, pages, stride_page, BLOCK, PAGE, FAR)
@@ -131,24 +149,24 @@ def fetch_block(
 
 
 @gluon.jit
-def put_keys(
-    tiles, stages, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, REST: gl.constexpr,
-    HOW: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Write what was fetched of a block of keys to its stage; ``REST``: columns of the last part that there are."""
+def put_keys(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """Write what was fetched of a block of keys to its stage, zeros behind the last column."""
+    PARTS: gl.constexpr = FORM[0]
+    WIDTH: gl.constexpr = FORM[1]
+    HOW: gl.constexpr = FORM[3]
     for part in gl.static_range(PARTS):
         tile = tiles[part]
-        if part == PARTS - 1 and REST < WIDTH:
-            tile = cut_off(tile, REST, BLOCK, WIDTH, True, False, VECTOR, WARPS)
+        if part == PARTS - 1 and FORM[2] < WIDTH:
+            tile = cut_off(tile, FORM[2], BLOCK, WIDTH, True, False, VECTOR, WARPS)
         put(tile, stages[part].index(0), BLOCK, WIDTH, False, True, HOW)
 
 
 @gluon.jit
-def put_values(
-    tiles, stages, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, TURNED: gl.constexpr,
-    HOW: gl.constexpr,
-):  # fmt: skip
+def put_values(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, TURNED: gl.constexpr):
     """Write what was fetched of a block of values to its stage, transposed where it cannot be read across."""
+    PARTS: gl.constexpr = FORM[0]
+    WIDTH: gl.constexpr = FORM[1]
+    HOW: gl.constexpr = FORM[3]
     for part in gl.static_range(PARTS):
         put(tiles[part], stages[part].index(0), WIDTH, BLOCK, TURNED, False, HOW)
 

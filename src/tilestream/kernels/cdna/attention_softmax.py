@@ -25,13 +25,13 @@ def capped(scores, inner):
 
 @gluon.jit
 def masked(
-    scores, first_query, first, keys, until, since, PACK: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    scores, first, mask, PACK: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
 ):  # fmt: skip
     """Scores of the key block from key ``first`` on, -inf where a row does not see the key.
 
-    By the rule of `tilestream.kernels.hopper.attention_softmax.masked`.
+    ``mask`` is ``(first_query, keys, until, since)``, in the sense of `tilestream.kernels.hopper.attention_softmax`.
     """
+    first_query, keys, until, since = mask
     ROWS: gl.constexpr = scores.shape[0]
     BLOCK: gl.constexpr = scores.shape[1]
     position = first_query + (gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()) // PACK
@@ -82,14 +82,14 @@ def narrowed(weights, dtype: gl.constexpr, VERSION: gl.constexpr):
 
 @gluon.jit
 def weights_of(
-    scores, top, total, first_query, first, keys, until, since, scale, inner, dtype: gl.constexpr, PACK: gl.constexpr,
-    MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
+    scores, top, total, first, mask, scale, inner, dtype: gl.constexpr, PACK: gl.constexpr, MATH: gl.constexpr,
+    MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """``(weights, top, total, shrink)``; the weights as an operand: no data moves from lane to lane."""
     if CAPPED:
         scores = capped(scores, inner)
     if MASKED:
-        scores = masked(scores, first_query, first, keys, until, since, PACK, MATH, LEFT, RIGHT)
+        scores = masked(scores, first, mask, PACK, MATH, LEFT, RIGHT)
     PAIR: gl.constexpr = pair_layout(scores.shape[0] // MATH.instr_shape[0])
     weights, top, _, shrink = softmax(scores, top, top, scale, MASKED)
     total = total * gl.convert_layout(shrink, gl.SliceLayout(1, PAIR))[:, None] + halves_of_sum(weights, PAIR)
