@@ -302,13 +302,19 @@ def compile_ahead(bench: Bench, what: str, shapes: Iterable[Shape]) -> float:
 def compile_share(what: str, shapes: list[Shape], index: int, count: int) -> None:
     """The part of `compile_ahead` that one of ``count`` processes does: each kernel is one process's.
 
-    ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, or ``space`` for all plans of each shape.
+    ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
+    ``queues`` for those of that section.
     """
     tasks: dict[str, Callable[[], object]] = {}
     for shape in shapes:
         if what == "space":
             asked = planned(shape, "cuda")
             for found in every_plan(asked.problem, asked.device):
+                tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
+        elif what == "queues":
+            from gemm_queues import ways
+
+            for _, found in ways(shape, "cuda"):
                 tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
         elif what == "fp8":
             for way in FP8_WAYS:

@@ -18,7 +18,7 @@ from tilestream.schedule.integers import part_begin, part_of, part_size
 from tilestream.schedule.order import ROW_MAJOR, Raster
 
 Kind = Literal["static", "dynamic", "stream_k"]
-Split = Literal["items", "columns", "rows"]
+Split = Literal["items", "columns", "rows", "strides"]
 
 
 class Take(NamedTuple):
@@ -179,6 +179,8 @@ class Schedule:
     def ticket(self, queue: int, ticket: int) -> tuple[WorkItem, Cursor]:
         """The first work item of a ticket, and the cursor behind it."""
         grid = self.grid
+        if self.split == "strides":
+            return self._whole(queue + ticket * self.queues), Cursor()
         if self.split == "items":
             position = part_begin(self.full_tiles + self.num_shares, self.queues, queue) + ticket
             if position < self.full_tiles:
@@ -267,13 +269,13 @@ def take(
             return schedule.ticket(home, ticket)
         cursor = Cursor(home_open=False)
     while True:
-        victim, most = -1, 0
+        best = 0
         for queue in range(schedule.queues):
             if queue != home:
                 queue_left = queue_rules.left(schedule.queue_size(queue), (yield Peek(queue)))
-                victim = queue_rules.fuller(victim, most, queue, queue_left)
-                most = max(most, queue_left)
-        if victim < 0:
+                best = max(best, queue_rules.rank(queue_left, queue, worker))
+        victim, some = queue_rules.ranked(best, worker)
+        if not some:
             return None, cursor
         ticket = yield Take(victim)
         if ticket < schedule.queue_size(victim):

@@ -55,6 +55,7 @@ from tilestream.kernels.hopper.gate import (
 )
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.queues import look_at_many
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import enter, leave, take
 from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
@@ -139,7 +140,7 @@ def load_loop(
             worker, workers, ticket, home_open, share, unit, unit_end,
             counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
             band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, look_at_many,
         )  # fmt: skip
         if SWAPPED:
             pr, pc = pn, pm

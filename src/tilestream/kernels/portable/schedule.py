@@ -37,7 +37,8 @@ chunk_major = device(raster.chunk_major)
 longest_first = device(raster.longest_first)
 home_queue = device(queues.home_queue)
 left = device(queues.left)
-fuller = device(queues.fuller)
+rank = device(queues.rank)
+ranked = device(queues.ranked)
 share_part = device(stream_k.share_part)
 slot_of = device(stream_k.slot)
 
@@ -103,9 +104,25 @@ def queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT: tl.constexpr)
 
 
 @triton.jit
+def look(
+    counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
+    SPLIT: tl.constexpr, PROBE: tl.constexpr,
+):  # fmt: skip
+    """``(best, noted)``: the rank of the best victim. Reads every counter but the worker's own, one after the other."""
+    best = tl.cast(0, tl.int32)
+    for other in range(queues):
+        if other != home:
+            taken = peek(counters, other, base)
+            noted = note(probe, capacity, worker, noted, PEEKED, other, taken, 0, 0, 0, 0, PROBE)
+            rest = left(queue_size(other, queues, batch, num_m, num_n, tickets, SPLIT), taken)
+            best = tl.maximum(best, rank(rest, other, worker))
+    return best, noted
+
+
+@triton.jit
 def draw(
     counters, base, worker, home_open, queues, batch, num_m, num_n, tickets,
-    probe, capacity, noted, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr,
+    probe, capacity, noted, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """``(found, queue, ticket, home_open, noted)``: a ticket from the worker's own queue, then from the fullest."""
     home = home_queue(worker, queues)
@@ -120,19 +137,12 @@ def draw(
     if STEAL:
         looking = 1 - found
         while looking != 0:
-            victim = tl.cast(-1, tl.int32)
-            most = tl.cast(0, tl.int32)
-            for other in range(queues):
-                if other != home:
-                    size = queue_size(other, queues, batch, num_m, num_n, tickets, SPLIT)
-                    taken = peek(counters, other, base)
-                    noted = note(probe, capacity, worker, noted, PEEKED, other, taken, 0, 0, 0, 0, PROBE)
-                    rest = left(size, taken)
-                    victim = fuller(victim, most, other, rest)
-                    most = tl.maximum(most, rest)
-            if victim < 0:
-                looking = looking * 0
-            else:
+            best, noted = LOOK(
+                counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
+            )
+            victim, some = ranked(best, worker)
+            looking = looking * some
+            if looking != 0:
                 ticket = add(counters, victim, base)
                 noted = note(probe, capacity, worker, noted, TOOK, victim, ticket, 0, 0, 0, 0, PROBE)
                 if ticket < queue_size(victim, queues, batch, num_m, num_n, tickets, SPLIT):
@@ -224,6 +234,8 @@ def tile_of_ticket(
         rows = part_size(num_m, queues, queue)
     if SPLIT == "items":
         position = part_begin(tickets, queues, queue) + ticket
+    elif SPLIT == "strides":
+        position = queue + ticket * queues
     else:
         position = ticket
     batch = position // (rows * cols)
@@ -241,7 +253,7 @@ def take(
     counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first, band,
     first_batch, probe, capacity, noted,
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PROBE: tl.constexpr,
+    PROBE: tl.constexpr, LOOK: tl.constexpr = look,
 ):  # fmt: skip
     """The worker's next work item, and its cursor behind it; ``found`` is 0 for STOP.
 
@@ -269,7 +281,7 @@ def take(
     elif KIND == "dynamic":
         found, queue, drawn, home_open, noted = draw(
             counters, base, worker, home_open, queues, batches, num_m, num_n, full_tiles,
-            probe, capacity, noted, SPLIT, STEAL, PROBE,
+            probe, capacity, noted, SPLIT, STEAL, PROBE, LOOK,
         )  # fmt: skip
         if found != 0:
             batch, pm, pn = tile_of_ticket(
@@ -279,7 +291,7 @@ def take(
         if unit >= unit_end:
             found, queue, drawn, home_open, noted = draw(
                 counters, base, worker, home_open, queues, batches, num_m, num_n, full_tiles + shares,
-                probe, capacity, noted, "items", False, PROBE,
+                probe, capacity, noted, "items", False, PROBE, LOOK,
             )  # fmt: skip
             share = tl.cast(-1, tl.int32)
             if found != 0:

@@ -1,0 +1,77 @@
+"""The section of `gpu_gemm` on how items are handed out: a static grid, one queue, a queue a worker; rasters' groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gemm_bench import Bench, Row, compile_ahead, operands, planned, rounded
+from gemm_search import launches
+from gemm_shapes import QUEUES, Shape, refuse_impossible
+from gpu_clock import Check
+from tilestream.plan import plan as ask
+
+#: Rows of tiles that a raster's group has, beside those of the plan's own.
+GROUPS = (4, 8, 16)
+#: SMs that a neighbour holds.
+HELD = 16
+#: A tile beside the plan's own.
+SMALL = ("ping_pong", (128, 128))
+
+
+def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
+    """Plans by what tells them apart: tile, schedule, group."""
+    own = planned(shape, device)
+    tiles = [(own.variant, own.tile)] + [SMALL] * (min(shape.m, shape.n) >= 512)
+    for variant, tile in dict.fromkeys(tiles):
+        for kind, queues in (("static", None), ("dynamic", None), ("dynamic", own.device.workers)):
+            made = ask(
+                *shape[:3], dtype="bfloat16", device=device, layout="nt", schedule=kind, tile=tile, variant=variant
+            )
+            schedule = made.schedule
+            if queues:
+                schedule = dataclasses.replace(schedule, queues=schedule.workers, split="strides")
+            for group in sorted({*GROUPS, schedule.raster.group}):
+                if group > schedule.grid.num_m:
+                    continue
+                raster = dataclasses.replace(schedule.raster, group=group)
+                name = f"{variant} {tile[0]}x{tile[1]} {'queues' if queues else kind} {group}"
+                yield name, dataclasses.replace(made, schedule=dataclasses.replace(schedule, raster=raster))
+
+
+def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:
+    """Each way, on an idle device and beside a neighbour."""
+    shapes = [bench.shape(shape) for shape in given or QUEUES]
+    compile_ahead(bench, "queues", shapes)
+    record = bench.record("queues", planned=len(shapes), held=HELD)
+    bench.rows(record, shapes, lambda shape: queues_row(bench, shape))
+
+
+def queues_row(bench: Bench, shape: Shape) -> Row:
+    """One shape: microseconds of each way, idle and beside a neighbour, which all have launched before."""
+    from tilestream.runtime.properties import cuda_properties
+    from tilestream.sweep.run import StreamClock
+    from tilestream.sweep.takers import Neighbour
+
+    a, w = operands(shape, bench.device)
+    b = w.t()
+    peer = torch.mm(a, b)
+    found = dict(ways(shape, "cuda"))
+    functions, wrong = launches(list(found.values()), a, b, Check.of_product(a, b, peer))
+    functions = {list(found)[int(name)]: call for name, call in functions.items()}
+    functions["cublas"] = lambda: torch.mm(a, b, out=peer)
+    idle = bench.clock.interleave(functions, rounds=15)
+    refuse_impossible(shape, bench.peaks, idle.medians())
+    clock, neighbour = StreamClock(), Neighbour(cuda_properties())
+    clock.interleave(functions, rounds=1)
+    with neighbour.taking(HELD):
+        held = clock.interleave(functions, rounds=9, warmup=1)
+    return {
+        "shape": str(shape),
+        "us": rounded(idle.medians()),
+        "held_us": rounded(held.medians()),
+        "wrong": wrong,
+    }
