@@ -1,4 +1,4 @@
-"""The section of `gpu_gemm` on how items are handed out: a static grid, one queue, a queue a worker; rasters' groups."""
+"""The section of `gpu_gemm` on how items are handed out: a static grid, one queue, a queue a worker."""
 
 from __future__ import annotations
 

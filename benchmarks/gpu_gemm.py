@@ -15,8 +15,8 @@
 
 Each section writes ``FOLDER/gpu_gemm_SECTION.json`` (``..._h200.json`` on an H200) anew after each row, and ends before
 the budget does: what it had no time for is in the record's ``missing``. COMMIT names the commit where the tree is a
-copy without its history. ``--shapes MxNxK,...`` gives `suite`, `search`, `variants` and `queues` other shapes. ``--dry``
-tries everything on the CPU, with small extents; but for `queues`, whose neighbour needs a GPU.
+copy without its history. ``--shapes MxNxK,...`` gives `suite`, `search`, `variants` and `queues` other shapes.
+``--dry`` tries everything on the CPU, with small extents; but for `queues`, whose neighbour needs a GPU.
 
 quack is not installed for this: its wheels are unpacked to a folder on PYTHONPATH. Where there is a network,
 
@@ -55,7 +55,7 @@ import torch  # noqa: E402
 
 from gemm_bench import Bench, OutOfTime, compile_share, plan_log  # noqa: E402
 from gemm_host import first_calls, run_host  # noqa: E402
-from gemm_queues import run_queues
+from gemm_queues import run_queues  # noqa: E402
 from gemm_search import run_search, run_variants  # noqa: E402
 from gemm_sections import run_epilogue, run_fp8, run_quack, run_suite  # noqa: E402
 from gemm_shapes import Shape, parse  # noqa: E402

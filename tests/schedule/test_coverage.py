@@ -166,7 +166,7 @@ class TestAWrongRuleIsFound:
         assert self.covers()
 
     def test_a_worker_that_does_not_steal(self, monkeypatch):
-        monkeypatch.setattr(queues, "fuller", lambda best, best_left, queue, queue_left: best)
+        monkeypatch.setattr(queues, "rank", lambda queue_left, queue, worker: 0)
         assert not self.covers()
 
     def test_a_queue_that_looks_shorter_than_it_is(self, monkeypatch):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from int31 import Int31, on_int31
+from int31 import on_int31
 from strategies import int31
 from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, take
-from tilestream.schedule.queues import fuller, home_queue, left, neighbour, next_base
+from tilestream.schedule.queues import MOST_QUEUES, home_queue, left, neighbour, next_base, rank, ranked
 
 
 @given(int31(), int31(1))
@@ -36,12 +38,26 @@ def test_left_is_what_is_left_and_never_negative(size, taken):
     assert on_int31(left, size, taken) == max(size - taken, 0)
 
 
-@pytest.mark.parametrize(
-    ("best_left", "queue_left", "wins"), [(0, 0, False), (0, 1, True), (3, 3, False), (3, 4, True), (4, 3, False)]
-)
-def test_fuller_prefers_more_left_and_on_a_tie_the_first_seen(best_left, queue_left, wins):
-    best, queue = object(), object()  # only chosen between, never computed with: best may be -1, "none yet"
-    assert fuller(best, Int31(best_left), queue, Int31(queue_left)) is (queue if wins else best)
+@given(int31(), int31(), st.integers(0, MOST_QUEUES - 1), st.integers(0, MOST_QUEUES - 1), int31())
+def test_a_rank_says_which_queue_it_is_and_more_left_ranks_higher(left_1, left_2, queue_1, queue_2, worker):
+    ranks = [on_int31(rank, *one, worker) for one in ((left_1, queue_1), (left_2, queue_2))]
+    for one, queue, queue_left in zip(ranks, (queue_1, queue_2), (left_1, left_2), strict=True):
+        assert on_int31(ranked, one, worker) == (queue, min(queue_left, 1))
+    if min(left_1, left_2) < 2**20 and left_1 != left_2:
+        assert (ranks[0] > ranks[1]) == (left_1 > left_2)
+
+
+def test_there_is_nothing_where_nobody_looked():
+    assert all(ranked(0, worker)[1] == 0 for worker in range(2000))
+
+
+@pytest.mark.parametrize("held", [range(116, 132), range(16), range(0, 132, 8), range(128, 132)])
+def test_workers_that_look_at_the_same_time_go_to_different_queues(held):
+    """Somebody holds SMs, so the queues of the workers there are as full as at the beginning, and the others empty."""
+    workers = [worker for worker in range(132) if worker not in held]
+    went = Counter(ranked(max(rank(9, queue, worker) for queue in held), worker)[0] for worker in workers)
+    assert set(went) == set(held)
+    assert max(went.values()) <= 3 * len(workers) / len(held)
 
 
 class TestNoLeftovers:
@@ -86,9 +102,9 @@ class TestStealing:
         protocol = take(schedule, 2, Cursor())
         next(protocol)
         assert protocol.send(schedule.queue_size(2)) == Peek(0)
-        asked = [protocol.send(0), protocol.send(0)]
+        asked = [protocol.send(0), protocol.send(1)]
         assert asked == [Peek(1), Peek(3)], "its own queue is not asked again"
-        assert protocol.send(4) == Take(0), "all alike: the first seen"
+        assert protocol.send(4) == Take(0), "the fullest"
         with pytest.raises(StopIteration) as end:
             protocol.send(0)
         assert not end.value.value[1].home_open
@@ -98,10 +114,6 @@ class TestStealing:
         assert asked == [Peek(1), Peek(2), Peek(3), Take(2)]
         assert item is not None
         assert item.pn == 20 + 3
-
-    def test_on_a_tie_from_the_first_seen(self):
-        assert steal([0, 2, 7, 7], queues=4)[-2] == Take(2)
-        assert steal([7, 0, 7, 2], queues=4, worker=1)[-2] == Take(0)
 
     def test_nothing_left_is_stop_and_touches_no_counter(self):
         assert steal([0, 0, 0, 0], queues=4) == [Peek(1), Peek(2), Peek(3), None]
@@ -129,4 +141,3 @@ class TestStealing:
             assert item is None
         else:
             assert counts[asked[-1].queue] == max(counts)
-            assert asked[-1].queue == counts.index(max(counts))

@@ -70,9 +70,10 @@ class Schedule:
     queues
         Number of queues (``dynamic``).
     split
-        What queues divide: the raster's positions (``items``), or the tiles' columns or rows, each queue then going
-        through its stripe in the raster's order. Queues split the dimension that does not arrive, so that a late
-        chunk idles nobody's queue.
+        What queues divide: the raster's positions, each queue having a run of them (``items``) or one in so many
+        (``strides``: with a queue a worker, what ``static`` would give that worker); or the tiles' columns or rows,
+        each queue then going through its stripe in the raster's order. Where chunks arrive, queues split the dimension
+        that does not, so that a late chunk idles nobody's queue.
     first_batch
         The batch to start from; the others follow in order and wrap around.
     shares
@@ -113,7 +114,7 @@ class Schedule:
                 f"Schedule: a remainder of {self.remainder} tiles of {self.grid.k_steps} K steps; units are counted in "
                 "31 bits: take larger K steps"
             )
-        if self.split != "items" and self.raster.order == "table":
+        if self.split in ("columns", "rows") and self.raster.order == "table":
             raise ValueError(f"Schedule: split={self.split!r} with a table; a table's positions are split as 'items'")
         if self.split == "rows" and self.raster.order == "chunk_major" and not self.raster.transposed:
             raise ValueError(
