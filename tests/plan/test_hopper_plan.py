@@ -103,8 +103,12 @@ REFUSED = [
     ({}, A100, "it is for sm_90, this is sm_80"),
     ({}, MI300X, "it is for sm_90, this is gfx942"),
     (
+        {"dtype": "float64", "out_dtype": "float64"}, H100,
+        "it multiplies bfloat16, float16, float8_e4m3fn, float8_e5m2, float32, not float64",
+    ),
+    (
         {"dtype": "float32", "out_dtype": "float32"}, H100,
-        "it multiplies bfloat16, float16, float8_e4m3fn, float8_e5m2, not float32",
+        "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)",
     ),
     ({"out_dtype": "float64"}, H100, "its outputs are bfloat16, float16, float32, not float64"),
     ({"m": 0}, H100, "there is nothing to load"),
@@ -344,7 +348,9 @@ def test_a_layout_is_addressed_where_its_rows_are_aligned(layout, m, n, k, which
 # Candidates ----------------------------------------------------------------------------------------------------------
 
 problems = st.builds(
-    lambda m, n, k, batch, dtype, out, fast, plain: Problem(m, n, k, batch, dtype, out, fast_accum=fast, plain=plain),
+    lambda m, n, k, batch, dtype, out, fast, plain: Problem(
+        m, n, k, batch, dtype, out, tf32=dtype == "float32", fast_accum=fast, plain=plain
+    ),
     *[st.integers(1, 20000)] * 3, st.sampled_from([1, 1, 3]), st.sampled_from(hopper.DTYPES),
     st.sampled_from(hopper.OUT_DTYPES), st.booleans(), st.booleans(),
 )  # fmt: skip
@@ -577,6 +583,21 @@ def test_8_bit_operands_lie_along_k(dtypes):
     made = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100)
     assert made.backend == "hopper"
     assert plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn").backend == "portable"
+
+
+def test_float32_is_multiplied_as_tf32_where_that_is_allowed_and_lies_along_k():
+    problem = Problem(4096, 4096, 4096, dtype="float32", out_dtype="float32", tf32=True)
+    made, halves = (plan_problem(one, device=H100) for one in (problem, Problem(4096, 4096, 4096, **BF16)))
+    assert made.backend == "hopper"
+    assert made.block[2] % 32 == 0
+    assert 1.7 < made.predicted / halves.predicted < 2.3, "half the rate, twice the bytes"
+    assert tma.refuse_contiguous(64, 64, 64, "nt", ("float32", "float32")) == ""
+    for layout, name in (("nn", "b"), ("tt", "a"), ("tn", "a")):
+        why = tma.refuse_contiguous(64, 64, 64, layout, ("float32", "float32"))
+        assert why == f"{name} is not contiguous along K, and the tensor cores take tf32 only so"
+        other = plan_problem(dataclasses.replace(problem, no_tma=why), device=H100)
+        assert other.backend == "portable"
+        assert f"hopper: {why}" in other.explain()
 
 
 def test_8_bits_without_fast_accumulation():

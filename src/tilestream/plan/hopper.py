@@ -20,8 +20,8 @@ from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
 VARIANTS = ("cooperative", "ping_pong", "single")
-#: Operands whose products are added in fp32, and outputs.
-DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+#: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 #: Bytes of shared memory kept free of stages: barriers and the item ring.
 _BARRIER_BYTES = 1024
@@ -181,6 +181,8 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     """Why this kernel does not do such a problem; empty if it does."""
     if device.arch != "sm_90":
         return f"it is for sm_90, this is {device.arch}"
+    if problem.dtype == "float32" and not problem.tf32:
+        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)"
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
