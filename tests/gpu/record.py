@@ -4,9 +4,10 @@ On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH.
 is a copy without its history, JOBS the number of processes that share a pass (default 4: most of a test's time is the
 host's). ARGS are pytest's.
 
-Passes are ``hopper`` (that kernel's tests), ``attention``, ``sanitizers``, ``others``, and ``blocking``: numbers again,
-with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already in the record stays if it is of the same commit,
-machine and versions: so passes may be run by several commands, where a command's time is limited.
+Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: by one process),
+``sanitizers``, ``others``, and ``blocking``: numbers again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What
+is already in the record stays if it is of the same commit, machine and versions: so passes may be run by several
+commands, where a command's time is limited.
 """
 
 from __future__ import annotations
@@ -72,12 +73,14 @@ def arguments_of(name: str) -> list[str]:
     def files(*names: str) -> list[str]:
         return [str(HERE / f"test_gpu_{name}.py") for name in names]
 
-    sanitizers, attention = files("consan", "sanitize"), files("attention", "hopper_attention")
-    return {
+    passes = {
         "hopper": files("hopper"),
-        "attention": attention,
-        "sanitizers": sanitizers,
-        "others": [str(HERE), *(f"--ignore={path}" for path in (*files("hopper"), *attention, *sanitizers))],
+        "attention": files("attention", "hopper_attention"),
+        "alone": files("arrival", "distributed", "demo"),
+        "sanitizers": files("consan", "sanitize"),
+    }
+    return passes | {
+        "others": [str(HERE), *(f"--ignore={path}" for paths in passes.values() for path in paths)],
         "blocking": [
             *files("matmul", "arrival", "hopper"), "-k",
             "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
@@ -85,12 +88,12 @@ def arguments_of(name: str) -> list[str]:
     }[name]  # fmt: skip
 
 
-PASSES = ("hopper", "attention", "sanitizers", "others", "blocking")
+PASSES = ("hopper", "attention", "alone", "sanitizers", "others", "blocking")
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     """A pass, shared by JOBS processes. One that did not reach its end counts as a failure."""
-    begin, jobs = time.monotonic(), int(os.environ.get("JOBS", "4"))
+    begin, jobs = time.monotonic(), 1 if name == "alone" else int(os.environ.get("JOBS", "4"))
     environment = {**os.environ, "TILESTREAM_PASS": name}
     if name == "blocking":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
