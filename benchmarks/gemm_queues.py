@@ -15,18 +15,17 @@ from gpu_clock import Check
 from tilestream.plan import plan as ask
 
 #: Rows of tiles that a raster's group has, beside those of the plan's own.
-GROUPS = (4, 8, 16)
+GROUPS = (2, 4, 8, 16)
 #: SMs that a neighbour holds.
 HELD = 16
-#: A tile beside the plan's own.
-SMALL = ("ping_pong", (128, 128))
+#: Tiles beside the plan's own.
+OTHERS = (("ping_pong", (128, 128)), ("cooperative", (256, 128)))
 
 
 def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
     """Plans by what tells them apart: tile, schedule, group."""
     own = planned(shape, device)
-    tiles = [(own.variant, own.tile)] + [SMALL] * (min(shape.m, shape.n) >= 512)
-    for variant, tile in dict.fromkeys(tiles):
+    for variant, tile in dict.fromkeys([(own.variant, own.tile), *OTHERS]):
         for kind, queues in (("static", None), ("dynamic", None), ("dynamic", own.device.workers)):
             made = ask(
                 *shape[:3], dtype="bfloat16", device=device, layout="nt", schedule=kind, tile=tile, variant=variant

@@ -38,17 +38,17 @@ def test_left_is_what_is_left_and_never_negative(size, taken):
     assert on_int31(left, size, taken) == max(size - taken, 0)
 
 
-@given(int31(), int31(), st.integers(0, MOST_QUEUES - 1), st.integers(0, MOST_QUEUES - 1), int31())
-def test_a_rank_says_which_queue_it_is_and_more_left_ranks_higher(left_1, left_2, queue_1, queue_2, worker):
-    ranks = [on_int31(rank, *one, worker) for one in ((left_1, queue_1), (left_2, queue_2))]
+@given(int31(), int31(), *[st.integers(0, MOST_QUEUES - 1)] * 3)
+def test_a_rank_says_which_queue_it_is_and_more_left_ranks_higher(left_1, left_2, queue_1, queue_2, home):
+    ranks = [on_int31(rank, *one, home) for one in ((left_1, queue_1), (left_2, queue_2))]
     for one, queue, queue_left in zip(ranks, (queue_1, queue_2), (left_1, left_2), strict=True):
-        assert on_int31(ranked, one, worker) == (queue, min(queue_left, 1))
+        assert on_int31(ranked, one, home) == (queue, min(queue_left, 1))
     if min(left_1, left_2) < 2**20 and left_1 != left_2:
         assert (ranks[0] > ranks[1]) == (left_1 > left_2)
 
 
 def test_there_is_nothing_where_nobody_looked():
-    assert all(ranked(0, worker)[1] == 0 for worker in range(2000))
+    assert all(ranked(0, home)[1] == 0 for home in range(MOST_QUEUES))
 
 
 @pytest.mark.parametrize("held", [range(116, 132), range(16), range(0, 132, 8), range(128, 132)])
@@ -70,10 +70,10 @@ class TestNoLeftovers:
 
 
 def steal(sizes_left: list[int], *, queues: int, worker: int = 0) -> list[object]:
-    """The operations of one `take` of a worker whose own queue is closed, when others have so many left."""
+    """The operations of one `take` of a worker whose own queue is empty, when others have so many left."""
     schedule = Schedule("dynamic", Grid(1, 1, 10 * queues), queues=queues, workers=queues)
     asked = []
-    protocol = take(schedule, worker, Cursor(home_open=False))
+    protocol = take(schedule, worker, Cursor(source=schedule.queues + 1))
     operation = next(protocol)
     try:
         while True:
@@ -95,7 +95,7 @@ class TestStealing:
             protocol.send(0)
         item, cursor = end.value.value
         assert item == schedule.ticket(2, 0)[0]
-        assert cursor.home_open
+        assert cursor.source == 0
 
     def test_a_void_ticket_closes_the_own_queue_for_good(self):
         schedule = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
@@ -107,7 +107,7 @@ class TestStealing:
         assert protocol.send(4) == Take(0), "the fullest"
         with pytest.raises(StopIteration) as end:
             protocol.send(0)
-        assert not end.value.value[1].home_open
+        assert end.value.value[1].source == 1
 
     def test_from_the_fullest(self):
         *asked, item = steal([0, 3, 7, 5], queues=4)
@@ -128,7 +128,7 @@ class TestStealing:
 
     def test_a_lost_race_looks_again(self):
         schedule = Schedule("dynamic", Grid(1, 1, 30), queues=3, workers=3)
-        protocol = take(schedule, 0, Cursor(home_open=False))
+        protocol = take(schedule, 0, Cursor(source=schedule.queues + 1))
         assert [next(protocol), protocol.send(9), protocol.send(8)] == [Peek(1), Peek(2), Take(2)]
         assert protocol.send(10) == Peek(1), "void: somebody was faster"
         assert [protocol.send(9), protocol.send(11)] == [Peek(2), Take(1)]

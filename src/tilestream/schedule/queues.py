@@ -41,19 +41,19 @@ def left(size: int, taken: int) -> int:
     return size - min(size, taken)
 
 
-def rank(queue_left: int, queue: int, worker: int) -> int:
+def rank(queue_left: int, queue: int, home: int) -> int:
     """How good a victim a queue is, of `MOST_QUEUES` at most: the fullest is the best; see `ranked`.
 
-    Of queues that are as full as each other each worker prefers another one: many look at the same time, and of those
-    who go to the same queue most come too late. Multiplying by an odd number mixes low bits into high ones, by which
-    is compared, and can be undone: ``633 * 969 % 1024 == 1``.
+    Of queues that are as full as each other the workers of each ``home`` prefer another one: many look at the same
+    time, and of those who go to the same queue most come too late. Multiplying by an odd number mixes low bits into
+    high ones, by which is compared, and can be undone: ``633 * 969 % 1024 == 1``.
     """
-    return min(queue_left, 1048576) * 1024 + (queue ^ (worker % 1024)) * 633 % 1024
+    return min(queue_left, 1048576) * 1024 + (queue ^ home) * 633 % 1024
 
 
-def ranked(best: int, worker: int) -> tuple[int, int]:
-    """``(queue, some)``: the queue of this rank for ``worker``, and whether there is anything left in it: 1 or 0."""
-    return (best % 1024 * 969 % 1024) ^ (worker % 1024), min(best // 1024, 1)
+def ranked(best: int, home: int) -> tuple[int, int]:
+    """``(queue, some)``: the queue of this rank for ``home``, and whether there is anything left in it: 1 or 0."""
+    return (best % 1024 * 969 % 1024) ^ home, min(best // 1024, 1)
 
 
 def next_base(base: int, size: int, workers: int) -> int:
