@@ -230,15 +230,21 @@ def planned(shape: Shape, device: str) -> Any:
     return ask(*shape[:3], dtype="bfloat16", device=device, layout="nt")
 
 
+#: Plans that the model expects to take more than so many times its best are not run: ``--within``.
+within = float("inf")
+
+
 def every_plan(problem: Any, device: Any) -> Iterator[Any]:
-    """The plan's own search space; on a CPU, which has none, the schedules with small tiles."""
+    """The plan's own search space, as far as `within`; on a CPU, which has none, the schedules with small tiles."""
     if device.backend == "cpu":
         for kind in ("static", "dynamic", "stream_k"):
             yield plan_problem(problem, 2, kind, (16, 32), device=device)
         return
     from tilestream.plan import search_space
 
-    yield from search_space(problem, device)
+    found = list(search_space(problem, device))
+    most = within * min(plan.predicted for plan in found)
+    yield from (plan for plan in found if plan.predicted <= most)
 
 
 def plan_fields(plan: Any) -> dict[str, int | float | str | bool]:
@@ -282,7 +288,9 @@ def compile_ahead(bench: Bench, what: str, shapes: Iterable[Shape]) -> float:
     begin, count = time.monotonic(), min(os.cpu_count() or 1, 16)
     text = ",".join(map(str, shapes))
     running = [
-        subprocess.Popen(here("--compile", what, text, str(i), str(count)), stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            here("--within", str(within), "--compile", what, text, str(i), str(count)), stdout=subprocess.DEVNULL
+        )
         for i in range(count)
     ]
     limit = begin + min(0.4 * bench.left, 150)

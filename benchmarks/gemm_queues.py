@@ -26,19 +26,19 @@ def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
     """Plans by what tells them apart: tile, schedule, group."""
     own = planned(shape, device)
     for variant, tile in dict.fromkeys([(own.variant, own.tile), *OTHERS]):
-        for kind, queues in (("static", None), ("dynamic", None), ("dynamic", own.device.workers)):
-            made = ask(
-                *shape[:3], dtype="bfloat16", device=device, layout="nt", schedule=kind, tile=tile, variant=variant
-            )
-            schedule = made.schedule
-            if queues:
-                schedule = dataclasses.replace(schedule, queues=schedule.workers, split="strides")
+        for name, kind, queues in (("static", "static", None), ("queue", "dynamic", 1), ("queues", "dynamic", None)):
+            schedule = (made := ask(
+                *shape[:3], dtype="bfloat16", device=device, layout="nt", schedule=kind, tile=tile, variant=variant,
+                queues=queues,
+            )).schedule  # fmt: skip
             for group in sorted({*GROUPS, schedule.raster.group}):
                 if group > schedule.grid.num_m:
                     continue
                 raster = dataclasses.replace(schedule.raster, group=group)
-                name = f"{variant} {tile[0]}x{tile[1]} {'queues' if queues else kind} {group}"
-                yield name, dataclasses.replace(made, schedule=dataclasses.replace(schedule, raster=raster))
+                yield (
+                    f"{variant} {tile[0]}x{tile[1]} {name} {group}",
+                    dataclasses.replace(made, schedule=dataclasses.replace(schedule, raster=raster)),
+                )
 
 
 def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:

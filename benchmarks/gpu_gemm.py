@@ -53,6 +53,7 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
+import gemm_bench  # noqa: E402
 from gemm_bench import Bench, OutOfTime, compile_share, plan_log  # noqa: E402
 from gemm_host import first_calls, run_host  # noqa: E402
 from gemm_queues import run_queues  # noqa: E402
@@ -111,11 +112,15 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="where the records go")
     parser.add_argument("--budget", type=float, default=540, help="seconds for all (default: 540)")
     parser.add_argument("--shapes", type=parse, help="for suite, search, variants, queues: MxNxK,...")
+    parser.add_argument(
+        "--within", type=float, default=gemm_bench.within, help="for search, variants: no plan expected to be as slow"
+    )
     parser.add_argument("--dry", action="store_true", help="on the CPU, with small extents")
     parser.add_argument("--compile", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--first-call", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
+    gemm_bench.within = given.within
     if given.compile:
         what, shapes, index, count = given.compile
         compile_share(what, parse(shapes), int(index), int(count))

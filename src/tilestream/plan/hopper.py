@@ -15,7 +15,7 @@ from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import TileOrder
+from tilestream.schedule.order import Raster, TileOrder
 from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
@@ -60,6 +60,8 @@ SCATTERED = 1.2
 TICKET_SECONDS = 0.0
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.147, 0.075
+#: Clusters of SMs (GPCs) of the device: those of one read from L2 by the same way.
+CLUSTERS = 8
 #: Bytes of an operand that L2 keeps beside the other's.
 L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
@@ -260,20 +262,19 @@ def candidates(
                 continue
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-            # So that the tiles under way at once read as little as they can, together.
-            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
+            # So that the tiles that neighbours have under way read as little as they can, together.
+            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers / CLUSTERS * block_n / block_m))))
             raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
-                several = kind == "dynamic" and queues is not None
-                split: Split = split_of(raster) if several else "items"
+                count_of, split = _queues(problem, kind, queues, raster, min(workers, grid.tiles))
                 for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
                     schedule = Schedule(
                         kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
-                        (queues or 1) if several else 1, split, count, first_batch_of(problem),
+                        count_of, split, count, first_batch_of(problem),
                     )  # fmt: skip
                     seconds = _seconds(problem, device, schedule, row, swapped)
                     yield Candidate(
@@ -281,6 +282,21 @@ def candidates(
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
                     )  # fmt: skip
+
+
+def _queues(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
+    """How many queues, and what they split: one a worker, which takes the tiles of a static grid until it steals.
+
+    So neighbours in a cluster of SMs work on neighbouring tiles, and read much of the same at the same time; the
+    tickets of one queue soon come to them as chance has it. Not where chunks arrive: a list of one's own may be late.
+    """
+    if kind != "dynamic":
+        return 1, "items"
+    if forced is not None:
+        return forced, split_of(raster)
+    if arriving(problem) or workers == 1:
+        return 1, "items"
+    return workers, "strides"
 
 
 def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:

@@ -212,8 +212,8 @@ def load_loop(
                 )  # fmt: skip
                 k_begin = early
                 # Not while there is more of a share to do, nor where the worker will look before it takes.
-                go = (unit >= unit_end) & (source <= queues)
-                asked = ask(counters, source_queue(source, home_queue(worker, queues)), go.to(tl.int32))
+                go = tl.where((unit >= unit_end) & (source <= queues), 1, 0)
+                asked = ask(counters, source_queue(source, home_queue(worker, queues)), go)
             stage, phase = load_steps(
                 k_begin, k_end, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase,
                 batch * x_batched, batch * y_batched, pr * ROWS, pc * COLUMNS,
