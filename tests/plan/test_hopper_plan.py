@@ -156,7 +156,7 @@ def test_the_portable_kernel_takes_over_and_says_why(m, n, k, how, why):
 def test_what_it_does_it_does():
     made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100)
     assert (made.backend, made.warps) == ("hopper", 4)
-    assert made.label.startswith(f"hopper {made.variant} {made.schedule.kind}, 132 workers, ")
+    assert made.label.startswith(f"hopper {made.variant} dynamic, 132 workers with a queue each, ")
     text = made.explain()
     assert "refused   portable: the Hopper kernel does this" in text
     assert "refused   static: " in text
@@ -406,6 +406,20 @@ def test_nothing_to_even_out_needs_no_queue():
     }  # fmt: skip
     assert {c.schedule.kind for c in candidates(small, kinds=("dynamic",))} == {"dynamic"}, "as it was asked for"
     assert plan(100, 100, 1000, dtype="bfloat16", device=H100, schedule="dynamic").schedule.kind == "dynamic"
+
+
+def test_a_queue_a_worker_where_there_is_something_to_even_out_and_nothing_arrives():
+    made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100, schedule="dynamic").schedule
+    assert (made.queues, made.split, made.workers) == (132, "strides", 132)
+    static = dataclasses.replace(made, kind="static", queues=1, split="items")
+    for worker in range(made.workers):  # what it takes by itself is what a static grid would give it
+        own = [made.ticket(worker, ticket)[0] for ticket in range(made.queue_size(worker))]
+        assert own == [static.ticket(0, at)[0] for at in range(worker, made.grid.tiles, made.workers)]
+    assert plan(4096, 4096, 4096, dtype="bfloat16", device=H100, queues=1).schedule.queues == 1
+    arriving = plan(
+        4096, 4096, 4096, dtype="bfloat16", device=H100, arrival=Arrival.uniform(512, 8), schedule="dynamic"
+    )
+    assert arriving.schedule.split != "strides"
 
 
 def test_shares_of_a_remainder():
