@@ -36,7 +36,9 @@ _MOST = 2**31 - 512
 # Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
-EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.78, "single": 2.11}
+EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
+#: In ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
+ALONE = 0.78
 #: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
 LINES, SHALLOW_LOSS = 4, 0.0169
 #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
@@ -52,9 +54,9 @@ DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
 #: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
 #: partial results; of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
-#: What L2's way to the SMs takes more where there are several waves: neighbours of a texture processing cluster no
-#: longer share operands. A static grid drifts apart as a queue does: see the next.
-SCATTERED = 1.2
+#: What L2's way to the SMs takes more where there are several waves: workers drift apart, so neighbours share less of
+#: what they read; and where one queue hands out the tiles, little of it.
+DRIFTED, SCATTERED = 1.05, 1.1
 #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
 #: of 8 K steps (benchmarks/results/gpu_neighbours_idle.json: 0.999 to 1.006 of static's throughput).
 TICKET_SECONDS = 0.0
@@ -262,14 +264,13 @@ def candidates(
                 continue
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-            # So that the tiles that neighbours have under way read as little as they can, together.
-            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers / CLUSTERS * block_n / block_m))))
-            raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
+                group = _group(block, workers, kind == "stream_k" or bool(arriving(problem)), swapped)
+                raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
                 count_of, split = _queues(problem, kind, queues, raster, min(workers, grid.tiles))
                 for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
                     schedule = Schedule(
@@ -282,6 +283,15 @@ def candidates(
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
                     )  # fmt: skip
+
+
+def _group(block: tuple[int, int, int], workers: int, scattered: bool, swapped: bool) -> int:
+    """Rows of tiles in a group of the raster, so that tiles that are under way at once read as little as they can.
+
+    Together with all others where tickets are as chance has it; else with those of the same cluster of SMs.
+    """
+    sharing = workers / (4 if swapped else 1) if scattered else workers / CLUSTERS
+    return int(2 ** round(math.log2(max(1.0, math.sqrt(sharing * block[1] / block[0])))))
 
 
 def _queues(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
@@ -319,14 +329,15 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     )
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
-    multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
+    alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
+    multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
     if narrow(parts, 8 * size):
         multiply *= NARROW_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
     if schedule.kind == "stream_k" or schedule.grid.tiles > schedule.workers:
-        feed *= SCATTERED
+        feed *= DRIFTED if schedule.kind == "static" or schedule.split == "strides" else SCATTERED
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
 
