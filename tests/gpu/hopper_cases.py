@@ -202,7 +202,7 @@ class HopperCase:
         """What the answer is an answer to."""
         return Maths(
             **operands, alpha=self.alpha, beta=self.beta, activation=self.activation, out_dtype=self.result,
-            fast_accum=self.fast_accum,
+            fast_accum=self.fast_accum, tf32=self.tf32,
         )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def _fp8() -> Iterator[HopperCase]:
 
 
 def _tf32() -> Iterator[HopperCase]:
-    """Every tile both ways round. No extent is so small that torch would not round to tf32 either."""
+    """Every tile both ways round."""
     for row in TILES:
         bk = row.block_k(4)
         for swapped, (bm, bn) in enumerate(ways(row)):

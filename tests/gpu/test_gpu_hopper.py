@@ -87,9 +87,9 @@ def check_untouched(out: torch.Tensor, around: torch.Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def _tf32(request, monkeypatch):
-    """torch's flag says what a case does."""
-    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", bool(case is not None and case.tf32))
+    """torch's flag says what a case of ops does; a forced plan, and what it is compared with, do not ask it."""
+    case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", isinstance(case, Case) and case.tf32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
