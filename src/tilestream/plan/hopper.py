@@ -44,8 +44,12 @@ LINES, SHALLOW_LOSS = 4, 0.0169
 #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
 #: column come to that, and with fewer than 64 columns it is this that binds.
 ROWS_CYCLES = 22.0
+#: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
+FURTHER_CYCLES = 16.0
 #: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
 NARROW_LOSS = 1.02
+#: What any other tile of several parts costs more: the power again, of reading its rows for each part.
+PARTS_LOSS = 1.016
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
 FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
 #: Seconds of an epilogue more for each register of a thread, where TMA does not store: as rows of the accumulator lie
@@ -323,16 +327,16 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     """A K step: the slower of its multiplications and of its bytes' way from L2."""
     size, parts = ITEMSIZE[problem.dtype], widths(tile.columns)
     # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
-    cycles = sum(
-        max(width / 2, width / 4 + (0 if narrow(parts, 8 * size) and width == parts[-1] else ROWS_CYCLES))
-        for width in parts
-    )
+    cycles = 0.0
+    for i, width in enumerate(parts):
+        rows = 0.0 if narrow(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
+        cycles += max(width / 2, width / 4 + rows)
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
     alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
     multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
-    if narrow(parts, 8 * size):
-        multiply *= NARROW_LOSS
+    if len(parts) > 1:
+        multiply *= NARROW_LOSS if narrow(parts, 8 * size) else PARTS_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
