@@ -12,6 +12,7 @@ from gemm_bench import Bench, Row, compile_ahead, operands, planned, rounded
 from gemm_search import launches
 from gemm_shapes import QUEUES, Shape, refuse_impossible
 from gpu_clock import Check
+from tilestream.kernels.hopper.queues import EARLY
 from tilestream.plan import plan as ask
 
 #: Rows of tiles that a raster's group has, beside those of the plan's own.
@@ -45,7 +46,7 @@ def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:
     """Each way, on an idle device and beside a neighbour."""
     shapes = [bench.shape(shape) for shape in given or QUEUES]
     compile_ahead(bench, "queues", shapes)
-    record = bench.record("queues", planned=len(shapes), held=HELD)
+    record = bench.record("queues", planned=len(shapes), held=HELD, early=EARLY.value)
     bench.rows(record, shapes, lambda shape: queues_row(bench, shape))
 
 
