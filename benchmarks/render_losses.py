@@ -27,8 +27,8 @@ WHY = {
     ),
     "256x57344x8192": (
         "memory binds, at 2.5 TB/s; cuBLAS reaches 2.7. Two workers read each tile of B, the second from L2 if it "
-        "comes soon after the first, which one queue does not promise; a queue each took 1.2 % off, and is the default now. "
-        "Next: tiles of all 256 rows, which read B once"
+        "comes soon after the first, which one queue does not promise; a queue each took 1.2 % off, and is the default "
+        "now. Next: tiles of all 256 rows, which read B once"
     ),
     "64x6144x4096": (
         "memory binds, and a worker's copies under way do not make up for the SMs that have none. Next: cut K in two "
