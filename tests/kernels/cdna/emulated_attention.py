@@ -95,6 +95,14 @@ class AttentionMachine(Machine):
             return Int(max(x, y))
         return Tensor(np.maximum(data(x), data(y)), x.dtype if isinstance(x, Tensor) else INT32)
 
+    def take(self, *given: Any) -> tuple[Any, ...]:
+        """An item; a worker's cursor begins with no ticket, at its own queue: `schedule.take` says what they are."""
+        assert self.taken or given[2:4] == (0, 0)
+        self.taken = True
+        return super().take(*given)
+
+    taken = False
+
     def attend(self, filled: tuple[Any, ...]) -> None:
         """The kernel, one worker."""
         code = attention.attend.fn.__code__
