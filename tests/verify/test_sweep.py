@@ -9,6 +9,7 @@ from tilestream.verify import sweep
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
+from tilestream.verify.publish import PublishCase
 from tilestream.verify.ring import RingCase
 from tilestream.verify.workers import WorkersCase
 
@@ -106,6 +107,7 @@ def test_sizes_grow():
         ("product", ProductCase),
         ("attention", AttentionCase),
         ("gather", GatherCase),
+        ("publish", PublishCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
@@ -121,7 +123,7 @@ def test_sizes_grow():
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
         (
             lambda: verify.run("quick", models=["rings"]),
-            "model='rings'; it is one of workers, ring, product, shared, attention, gather",
+            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

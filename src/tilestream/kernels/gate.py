@@ -48,6 +48,20 @@ class GateArguments(NamedTuple):
 NO_GATE = GateArguments()
 
 
+class PublishArguments(NamedTuple):
+    """What a launch is told of the chunks of its output that it publishes: see `tilestream.kernels.hopper.publish`.
+
+    Tensors and an epoch, or stand-ins for them; None where nothing is published.
+    """
+
+    signals: Any = None
+    counts: Any = None
+    epoch: Any = 1
+
+
+NO_PUBLISH = PublishArguments()
+
+
 def chunk_kinds(plan: Plan) -> tuple[str, str]:
     """How A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
     operands = (plan.problem.rows, plan.problem.columns)

@@ -11,7 +11,7 @@ from tilestream.schedule.schedule import Split
 def raster_of(
     problem: Problem, grid: Grid, block: tuple[int, int, int], group: int, order: TileOrder | None = None
 ) -> Raster:
-    """What arrives is the outer dimension, from the pivot on; else groups of ``group`` rows swept column by column.
+    """What arrives, or is published, is the outer dimension, from the pivot on; else groups of ``group`` rows.
 
     A caller's own ``order`` goes before either.
     """
@@ -24,6 +24,8 @@ def raster_of(
         return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False)
     if problem.columns is not None and grid.num_n:
         return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, group, transposed=True)
+    if problem.publishes is not None and grid.num_m:
+        return _by_chunks(problem.publishes, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False)
     return Raster("grouped", group=group)
 
 

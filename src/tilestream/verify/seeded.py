@@ -15,6 +15,7 @@ from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_gather as g
+from tilestream.verify import seeded_publish as p
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_ring as h
@@ -27,6 +28,7 @@ from tilestream.verify.faults import KINDS
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
+from tilestream.verify.publish import PublishCase
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
@@ -77,7 +79,7 @@ def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared(),
-        *_attentions(), *_gathers(),
+        *_attentions(), *_gathers(), *_publishes(),
     )  # fmt: skip
 
 
@@ -441,3 +443,20 @@ def _gathers() -> tuple[SeededBug, ...]:
         bug("two slots and a flag that lies", overwritten, two, 3, (0, 2), publish=two, gather=g.gather_two_slots),
         bug("too far ahead", overwritten, g.begins_ahead, 4, (0, 2), begin=g.begins_ahead),
     )  # fmt: skip
+
+
+def _publishes() -> tuple[SeededBug, ...]:
+    def bug(name: str, kind: str, text: Any) -> SeededBug:
+        sizes = ((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 2, 2, 1))
+        cases = tuple(PublishCase(*size, workers=n, text=text) for size in sizes for n in (1, 2))
+        return SeededBug(name, kind, "publish", _says(text), cases)
+
+    early = "read before arrival"
+    return (
+        bug("signal before the stores landed", early, p.signals_before_landed),
+        bug("count lost", "count not restored", p.loses_counts),
+        bug("rows of the next chunk not counted", "deadlock", p.first_chunk_only),
+        bug("item published with the next one", "deadlock", p.waits_for_the_next_item),
+        bug("count of a chunk not restored", "count not restored", p.restores_nothing),
+        bug("signalled by its first tile", early, p.signals_each_item),
+    )
