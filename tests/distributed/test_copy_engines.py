@@ -75,7 +75,7 @@ class Rank:
         self.calling = cuda.stream()
         self.over: set[int] = set()  # calls whose kernel has expired
         self.records: list[Callable[[], None]] = []  # what is done when that is raised
-        self.calls: list[torch.Tensor] = []
+        self.calls: list[int] = []
         self.results: dict[int, torch.Tensor | None] = {}
         with cuda.on(self.calling):
             self.gatherer = Gatherer(self.member, DEVICE, memory.of(rank))
@@ -93,15 +93,16 @@ class Rank:
         return torch.full((s.batches, s.rows, s.width), 100.0 * rank + call)
 
     def call(self, whole: torch.Tensor | None = None) -> None:
-        """The next call: a kernel that hands in what is gathered, or None where it has expired."""
+        """The next call: a kernel that hands in what is gathered, or None where it has expired.
+
+        What is gathered stands in ``whole``; in a slot, where there is none.
+        """
         number = len(self.calls) + 1
-        if whole is None:
-            whole = torch.full(self.shards.shape, float("nan"))
-        self.calls.append(whole)
+        self.calls.append(number)
         calling = self.calling
 
-        def kernel(arrival: Arrival) -> list[torch.Tensor]:
-            words = arrival._signals.use()
+        def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
+            words, whole = arrival._signals.use(), gathered.data
 
             def ended() -> bool:
                 state = words.words.tolist()
@@ -117,7 +118,7 @@ class Rank:
 
         mine = Whole(self.data(self.rank, number), None)
         with self.cuda.on(self.calling):
-            self.gatherer.issue(self.shards, mine, Whole(whole, None), kernel)
+            self.gatherer.issue(self.shards, mine, None if whole is None else Whole(whole, None), kernel)
 
     def expected(self, call: int) -> torch.Tensor:
         return torch.stack([self.data(r, call) for r in range(self.member.world)], 1)
@@ -151,7 +152,7 @@ def world(ranks: int, shards: Shards):
         # While the watchdog sleeps the device runs.
         clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
         patch.setattr(copy_engines, "time", clock)
-        memory = Memory(ranks, 4 * shards.batches * shards.rows * shards.width)
+        memory = Memory(ranks, 4 * shards.total * shards.width)
         yield cuda, [Rank(cuda, memory, rank, shards) for rank in range(ranks)]
 
 
@@ -175,7 +176,8 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shar
             # The host of a real rank would wait where its side stream is further behind.
             room = len(rank.gatherer._underway()) <= protocol.AHEAD
             if what == 0 and len(rank.calls) < calls and room:
-                rank.call()
+                own = data.draw(st.booleans())
+                rank.call(torch.full(shards.shape, float("nan")) if own else None)
             else:
                 (rank.calling if what == 1 else rank.side).run(data.draw(st.integers(1, 3)))
             if data.draw(st.integers(0, 9)) == 0:

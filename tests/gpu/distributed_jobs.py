@@ -13,6 +13,7 @@ import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
 from tilestream.distributed.members import member_of
+from tilestream.distributed.protocol import SLOTS
 
 BF16 = torch.bfloat16
 
@@ -33,9 +34,16 @@ def raised(call) -> str:
 
 
 def poison() -> None:
-    """NaN in what the next call gathers into, if it uses it again."""
-    for buffer in member_of("test", None)._buffers.values():
-        buffer.view(BF16)[: buffer.numel() // 2].fill_(float("nan"))
+    """NaN in the slots, in which the next call gathers, while nobody is at one."""
+    gatherer = member_of("test", None).gatherer
+    torch.cuda.synchronize()
+    dist.barrier()
+    if gatherer is not None and gatherer.memory.slot_bytes:
+        for slot in range(SLOTS):
+            memory = gatherer.memory.slot(gatherer._rank, slot)
+            memory.view(BF16)[:].fill_(float("nan"))
+    torch.cuda.synchronize()
+    dist.barrier()
 
 
 def gathers(rank, world, cases):
@@ -54,15 +62,17 @@ def gathers(rank, world, cases):
             scale_a, scale_whole = of[rank], torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
             one = scaled == "tensor"
             scale_b = [random(80 + i, 1 if one else n, dtype=torch.float32).abs() + 0.5 for i, n in enumerate(columns)]
-        for _ in range(2):
+        for return_a in (True, False, True, False):
             poison()
-            a, outs = tsd.all_gather_matmul(
+            outs = tsd.all_gather_matmul(
                 shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form,
-                return_a=True, deadline=20, **options,
+                return_a=return_a, deadline=20, **options,
             )  # fmt: skip
             torch.cuda.synchronize()
             ts.check()
-            assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
+            if return_a:
+                a, outs = outs
+                assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
             for i, out in enumerate(outs):
                 maths = Maths(
                     whole.flatten(0, -2), bs[i], bias=None if biases is None else biases[i],

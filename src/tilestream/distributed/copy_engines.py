@@ -10,7 +10,8 @@ What is issued is `tilestream.distributed.protocol`, operation by operation, whi
 what each of its operations is on a GPU. None but the kernel needs an SM (invariant 10); no operation waits for one that
 is issued after it, on this rank or another, so the order in which the driver runs streams does not matter.
 
-Own rows are copied, not read in place: one copy inside the GPU, as long as that into the slot.
+A slot is as large as the whole: a rank's shard stands at its place there, the peers' are pulled to theirs, and the
+kernel reads the slot itself. So own rows are copied once; where the whole is wanted, too (``return_a``), twice.
 """
 
 from __future__ import annotations
@@ -114,6 +115,14 @@ class Gatherer:
             self._calls = [call for call in self._calls if not call.side.query()]
             return list(self._calls)
 
+    def reserve(self, size: int) -> None:
+        """Have slots of at least ``size`` bytes. All ranks do it at the same call."""
+        member = self._member()
+        if self.memory.slot_bytes < size and member is not None:
+            self.quiet()
+            meet(member, self.device)  # nobody pulls from the old slots
+            self.memory.grow(size)
+
     def quiet(self) -> None:
         """Wait until nothing is under way here."""
         for call in self._underway():
@@ -142,11 +151,17 @@ class Gatherer:
     # A call --------------------------------------------------------------------------------------------------------
 
     def issue(
-        self, shards: Shards, shard: Whole, whole: Whole, compute: Callable[[Arrival], list[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """Issue a call: publish, gather, kernels. Returns what ``compute`` does; none of it has run yet."""
+        self, shards: Shards, shard: Whole, whole: Whole | None,
+        compute: Callable[[Whole, Arrival], list[torch.Tensor]],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Issue a call: publish, gather, kernels. Returns what ``compute`` does; none of it has run yet.
+
+        ``whole`` None: what is gathered stands in a slot, and is another call's soon after.
+        """
         epoch = self.begin()
         arrival = self.arrival(shards, epoch)
+        slot = self._slot(self._rank, epoch % p.SLOTS, shards, shard)
+        whole = slot if whole is None else whole
         calling = torch.cuda.current_stream(self.device)
         for x in (*shard, *whole):
             if x is not None:
@@ -155,14 +170,14 @@ class Gatherer:
             if x is not None:  # not freed, and used for something else, while the side stream writes it (invariant 9)
                 x.record_stream(self._side)
         try:
-            self._publish(epoch, shards, shard, whole, arrival, calling)
+            self._publish(epoch, shards, shard, slot, whole, arrival, calling)
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             done = self._gather(epoch, shards, whole, arrival)
         except BaseException as error:  # half a call: what the peers wait for may never come
             self.give_up(f"all_gather_matmul on rank {self._rank}: {type(error).__name__}: {error}")
             raise
         try:
-            outs = compute(arrival)
+            outs = compute(whole, arrival)
         finally:  # without a kernel, too: the peers pull what was published
             kernel = torch.cuda.Event()
             kernel.record(calling)
@@ -175,19 +190,20 @@ class Gatherer:
         return outs
 
     def _publish(
-        self, epoch: int, shards: Shards, shard: Whole, whole: Whole, arrival: Arrival, calling: torch.cuda.Stream
-    ) -> None:
+        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, whole: Whole, arrival: Arrival,
+        calling: torch.cuda.Stream,
+    ) -> None:  # fmt: skip
         def await_call(op: p.AwaitCall) -> None:
             if self._last is not None:
                 calling.wait_event(self._last.kernel)
                 calling.wait_event(self._last.side)
 
         def fill(op: p.Fill) -> None:
-            slot = self._slot(self._rank, op.slot, shards, shard)
             for mine, there, all_ in zip(shard, slot, whole, strict=True):
                 if mine is not None and there is not None and all_ is not None:
-                    copy(there, mine)
-                    copy(all_[:, self._rank], mine)
+                    copy(there[:, self._rank], mine)
+                    if all_ is not there:
+                        copy(all_[:, self._rank], mine)
 
         def post(op: p.Post) -> None:
             self._posted.record(calling)
@@ -212,7 +228,7 @@ class Gatherer:
             part = parts[op.peer][op.chunk]
             for there, all_ in zip(self._slot(op.peer, op.slot, shards, whole), whole, strict=True):
                 if there is not None and all_ is not None:
-                    source, to = there[part.batch, part.begin : part.end], _rows(all_, op.peer, part)
+                    source, to = _rows(there, op.peer, part), _rows(all_, op.peer, part)
                     if size := to.numel() * to.element_size():
                         copy_across(handle, to.data_ptr(), source.data_ptr(), size)
 
@@ -234,15 +250,15 @@ class Gatherer:
         return done
 
     def _slot(self, rank: int, slot: int, shards: Shards, like: Whole) -> Whole:
-        """A slot as what is in it: data ``[batches, rows, width]``, then scales ``[batches, rows, 1]``."""
+        """A slot as what is in it: a whole, of which only its rank's shard is for others; then the scales."""
         memory, of = self.memory.slot(rank, slot), like.data.dtype
-        size = shards.batches * shards.rows * shards.width * of.itemsize
-        data = memory[:size].view(of).view(shards.batches, shards.rows, shards.width)
+        size = math.prod(shards.shape) * of.itemsize
+        data = memory[:size].view(of).view(shards.shape)
         if like.scales is None:
             return Whole(data, None)
-        at = -(-size // _ALIGN) * _ALIGN
-        scales = memory[at : at + 4 * shards.batches * shards.rows].view(torch.float32)
-        return Whole(data, scales.view(shards.batches, shards.rows, 1))
+        at = _aligned(size)
+        scales = memory[at : at + 4 * shards.total].view(torch.float32)
+        return Whole(data, scales.view(*shards.shape[:-1], 1))
 
     def expired(self) -> str:
         """What is said where a kernel of this rank has expired."""
@@ -373,6 +389,10 @@ def _nothing(op: object) -> None:
     """What the order of a stream gives."""
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
 def _rows(whole: torch.Tensor, rank: int, part: Part) -> torch.Tensor:
     return whole[part.batch, rank, part.begin : part.end]
 
@@ -401,19 +421,16 @@ def gather_matmul(
                 f"{plan.case.op}: a_shard is on {device}; this group's calls are on {gatherer.device}: "
                 "a rank has one GPU"
             )
-        size = -(-math.prod(x.shape) * x.element_size() // _ALIGN) * _ALIGN + 4 * shards.batches * shards.rows
-        if gatherer.memory.slot_bytes < size:
-            gatherer.quiet()
-            meet(member, device)  # nobody pulls from the old slots
-            gatherer.memory.grow(size)
-        data = x.new_empty(shards.shape) if return_a else member.buffer("whole", shards.shape, x.dtype, device)
-        scales = None
-        if shard.scales is not None:
-            scales = member.buffer("scales", (*shards.shape[:-1], 1), torch.float32, device)
-        whole = Whole(data, scales)
-        a = data.view(shards.total, shards.width)
-        of_rows = None if scales is None else scales.view(shards.total, 1)
-        outs = gatherer.issue(
-            shards, shard, whole, lambda arrival: [product(a, of_rows, arrival, seconds) for product in products]
-        )
-    return data, outs
+        gatherer.reserve(_aligned(math.prod(shards.shape) * x.element_size()) + 4 * shards.total)
+        whole = None
+        if return_a:
+            scales = None if shard.scales is None else x.new_empty((*shards.shape[:-1], 1), dtype=torch.float32)
+            whole = Whole(x.new_empty(shards.shape), scales)
+
+        def compute(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
+            a = gathered.data.view(shards.total, shards.width)
+            of_rows = None if gathered.scales is None else gathered.scales.view(shards.total, 1)
+            return [product(a, of_rows, arrival, seconds) for product in products]
+
+        outs = gatherer.issue(shards, shard, whole, compute)
+    return x if whole is None else whole.data, outs
