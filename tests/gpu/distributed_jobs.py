@@ -34,14 +34,14 @@ def raised(call) -> str:
 
 
 def poison() -> None:
-    """NaN in the slots, in which the next call gathers, while nobody is at one."""
-    gatherer = member_of("test", None).gatherer
+    """NaN in the slots, while nobody is at a call."""
+    member = member_of("test", None)
     torch.cuda.synchronize()
     dist.barrier()
-    if gatherer is not None and gatherer.memory.slot_bytes:
-        for slot in range(SLOTS):
-            memory = gatherer.memory.slot(gatherer._rank, slot)
-            memory.view(BF16)[:].fill_(float("nan"))
+    for turns in (member.gatherer, member.scatterer):
+        if turns is not None and turns.memory.slot_bytes:
+            for slot in range(SLOTS):
+                turns.memory.slot(member.rank, slot).view(BF16).fill_(float("nan"))
     torch.cuda.synchronize()
     dist.barrier()
 
@@ -165,15 +165,18 @@ def streams(rank, world):
 
 
 def captures(rank, world):
-    """Under capture: unfused, and the plan says why; replays are right."""
+    """Under capture: unfused, and the plans say why; replays are right."""
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
     mine = whole[128 * rank : 128 * rank + 128].clone()
     tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks agree before
+    tsd.matmul_reduce_scatter(whole, b, form="unfused", deadline=20)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         said = tsd.plan_all_gather_matmul(mine, b, form="fused").explain()
+        said += tsd.plan_matmul_reduce_scatter(whole, b, form="fused").explain()
         out = tsd.all_gather_matmul(mine, b, form="unfused")
+        tsd.matmul_reduce_scatter(whole, b, form="unfused")
     for i in range(3):
         other = random(70 + i, 128 * world, 256)
         mine.copy_(other[128 * rank : 128 * rank + 128])
@@ -199,39 +202,144 @@ def neighbour(rank, world):
     return all(torch.allclose(out.float(), (whole @ b).float(), atol=2.0) for out in outs)
 
 
-def scatters(rank, world):
-    """The sum of all ranks' products, twice with the same bits."""
-    shape = (128 * world, 256)
-    inputs = [(random(10 * r + 3, *shape), random(10 * r + 4, 256, 192)) for r in range(world)]
-    a, b = inputs[rank]
-    outs = [tsd.matmul_reduce_scatter(a, b, deadline=20) for _ in range(2)]
-    exact = sum(x.double() @ y.double() for x, y in inputs).chunk(world)[rank]
-    theirs = torch.empty(128, 192, device="cuda", dtype=BF16)
-    parts = (a @ b).contiguous()
-    dist.reduce_scatter(theirs, list(parts.chunk(world)))
-    ulp = torch.finfo(BF16).eps * exact.abs().max()
-    assert (outs[0].double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + ulp
-    return outs[0].equal(outs[1])
+def scatters(rank, world, cases):
+    """Each case against the exact sum, by the error rule beside NCCL's; twice, with the same bits."""
+    for shape, dim, n, dtype, form, extra in cases:
+        dtype, extra = getattr(torch, dtype), dict(extra)
+        shape = [extent * world if i == dim else extent for i, extent in enumerate(shape)]
+        inputs = [(random(10 * r + 3, *shape, dtype=dtype), random(10 * r + 4, n, shape[-1], dtype=dtype).t())
+                  for r in range(world)]  # fmt: skip
+        a, b = inputs[rank]
+        options = {"reduce_op": extra.get("reduce_op", "sum"), "form": form, "deadline": 20}
+        bias = random(5, n, dtype=torch.float32) if extra.get("bias") else None
+        scales = (None, None)
+        if extra.get("scaled"):
+            rows = (1,) if extra["scaled"] == "tensor" else (*shape[:-1], 1)
+            one = extra["scaled"] == "tensor"
+            scales = (
+                random(7, *rows, dtype=torch.float32).abs() + 0.5,
+                torch.rand(1, 1 if one else n, device="cuda") + 1,
+            )
+            dist.broadcast(scales[1], 0)
+        products = [x.double() @ y.double() for x, y in inputs]
+        for scale in scales:
+            products = products if scale is None else [x * scale.double() for x in products]
+        rounded = [x.to(BF16 if dtype.itemsize == 1 else dtype) for x in products]
+        exact, theirs = sum(products), sum(x.float() for x in rounded)
+        if options["reduce_op"] == "avg":
+            exact, theirs = exact / world, theirs / world
+        if bias is not None:
+            exact, theirs = exact + bias.double(), theirs + bias
+        exact, theirs = (x.chunk(world, dim)[rank] for x in (exact, theirs.to(rounded[0].dtype).double()))
+        outs = []
+        for _ in range(2):
+            poison()
+            outs.append(
+                tsd.matmul_reduce_scatter(
+                    a, b, scatter_dim=dim, bias=bias, scale_a=scales[0], scale_b=scales[1], **options
+                )
+            )
+            torch.cuda.synchronize()
+            ts.check()
+        ulp = torch.finfo(outs[0].dtype).eps * exact.abs().max()
+        assert outs[0].shape == exact.shape
+        error, bound = (outs[0].double() - exact).abs().max(), 2 * (theirs - exact).abs().max() + ulp
+        assert error <= bound, (shape, dim, dtype, form, error.item(), bound.item())
+        assert outs[0].equal(outs[1]), (shape, dim, form)
+    return tsd.plan_matmul_reduce_scatter(random(1, 256, 256), random(2, 256, 256), form="fused").explain()
+
+
+def adds_up(rank, world, count):
+    """Many sums without a barrier between, each of other data; ranks are late in turn, on the host or on the GPU."""
+    b = random(1, 256, 192)
+    inputs = [[random(1000 + 10 * i + r, 160 * world, 256) for r in range(world)] for i in range(8)]
+    expected = [sum(x.float() @ b.float() for x in of)[160 * rank : 160 * rank + 160] for of in inputs]
+    first, wrong = {}, torch.zeros((), device="cuda")
+    for i in range(count):
+        if i % 16 == rank:
+            time.sleep(0.002)
+        if i % 16 == 8 + rank:
+            torch.cuda._sleep(2_000_000)
+        out = tsd.matmul_reduce_scatter(inputs[i % 8][rank], b, form="fused", deadline=20)
+        error = (out.float() - expected[i % 8]).abs().max()
+        # The same bits each time, too.
+        same = (out == first.setdefault(i % 8, out)).all()
+        wrong = torch.maximum(wrong, torch.where(error.isnan() | ~same, torch.inf, error))
+    torch.cuda.synchronize()
+    ts.check()
+    return wrong.item()
+
+
+def blocks(rank, world, count):
+    """A gather and a sum in turn, as a layer has them, in two groups of the same ranks, from two streams."""
+    groups = [dist.new_group(list(range(world))) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in groups]
+    x = [random(20 + r, 64, 256) for r in range(world)]
+    w1 = [random(40 + r, 256, 128) / 16 for r in range(world)]
+    w2 = [random(60 + r, 128, 256) / 16 for r in range(world)]
+    whole = torch.cat(x)
+    expected = sum(((whole @ a).relu() @ b).float() for a, b in zip(w1, w2, strict=True))[64 * rank : 64 * rank + 64]
+    outs = [[], []]
+    torch.cuda.synchronize()
+    for i in range(count):
+        for g in (0, 1) if (rank + i) % 2 or i == 0 else (1, 0):  # the first call of a group is collective
+            with torch.cuda.stream(streams[g]):
+                up = tsd.all_gather_matmul(
+                    x[rank], w1[rank], group=groups[g], activation="relu", form="fused", deadline=20
+                )
+                outs[g].append(tsd.matmul_reduce_scatter(up, w2[rank], group=groups[g], form="fused", deadline=20))
+    torch.cuda.synchronize()
+    ts.check()
+    return max((out.float() - expected).abs().max().item() for of in outs for out in of)
+
+
+def sum_expires(rank, world, killed):
+    """The last rank does not come, or dies: the others' sums are NaN at the deadline, and their GPUs work on."""
+    a, b = random(rank, 128 * world, 256), random(99, 256, 256)
+    for _ in range(3):
+        tsd.matmul_reduce_scatter(a, b, form="fused", deadline=20)
+    torch.cuda.synchronize()
+    if rank == world - 1:
+        if killed:
+            os._exit(0)
+        time.sleep(4)
+        return "", "", True, 0.0
+    begin = time.monotonic()
+    out = tsd.matmul_reduce_scatter(a, b, form="fused", deadline=0.5)
+    torch.cuda.synchronize()
+    waited = time.monotonic() - begin
+    first = raised(ts.check)
+    assert out.isnan().all(), "a sum without one of its parts is NaN"
+    again = ts.matmul(a, b)
+    torch.cuda.synchronize()
+    assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"
+    second = raised(lambda: tsd.matmul_reduce_scatter(a, b, deadline=5))
+    return first, second, again.isfinite().all().item(), waited
 
 
 def forgets(rank, world):
-    """Nothing of ours keeps a destroyed group; its watchdog has left."""
+    """Nothing of ours keeps a destroyed group; its watchdogs have left. Returns what is left, and who holds the group."""
     import gc
     import weakref
 
+    def watchdogs():
+        return sum(t.name == "tilestream-watchdog" for t in threading.enumerate())
+
+    before = watchdogs()
     group = dist.new_group(list(range(world)))
     tsd.all_gather_matmul(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
+    tsd.matmul_reduce_scatter(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
     torch.cuda.synchronize()
-    member = weakref.ref(member_of("test", group))
+    member, weakly = weakref.ref(member_of("test", group)), weakref.ref(group)
     dist.barrier()
     dist.destroy_process_group(group)
     del group
     end = time.monotonic() + 10
-    while member() is not None and time.monotonic() < end:
+    while (member() is not None or watchdogs() > before) and time.monotonic() < end:
         gc.collect()
         time.sleep(0.05)
-    left = [t.name for t in threading.enumerate() if t.name == "tilestream-watchdog"]
-    return member() is None, left
+    held = [] if weakly() is None else [str(type(x)) + str(x)[:200] for x in gc.get_referrers(weakly())]
+    return member() is None, watchdogs() - before, held
 
 
 def torch_compiles(rank, world):

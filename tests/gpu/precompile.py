@@ -219,6 +219,12 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
         yield job(device, Case(m, n, k, layout="nt"))
     for m, n, k in bench.scatters(world):
         yield job(device, Case(m, n, k, layout="nt"))
+        for chunks in bench.chunk_counts(m // world):
+            yield published(device, m, n, k, m // world // chunks)
+    for rows, n, k, layout in ((160, 192, 256, "nn"), (256, 256, 256, "nt"), (64, 256, 128, "nn")):
+        yield published(device, world * rows, n, k, rows, layout)
+    for m, n, k, rows in ((2048, 1024, 512, 1024), (2048, 1024, 4096, 512), (4096, 4096, 1024, 2048)):
+        yield published(device, m, n, k, rows)
 
 
 def gathered(
@@ -231,6 +237,15 @@ def gathered(
     uniform = rows % chunks == 0
     chunking = Chunks.uniform(shards.total, rows // chunks) if uniform else Chunks(shards.bounds())
     return job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
+
+
+def published(device: DeviceProperties, m: int, n: int, k: int, rows: int, layout: str = "nt") -> Job | None:
+    """What a matmul launches that publishes chunks of so many rows."""
+    made = job(device, Case(m, n, k, layout=layout))
+    if made is None:
+        return None
+    problem = replace(made.plan.problem, publishes=Incoming(Chunks.uniform(m, rows)))
+    return made._replace(plan=plan_problem(problem, device=device, backend="hopper"))
 
 
 SECTIONS = {

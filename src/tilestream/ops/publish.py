@@ -17,7 +17,6 @@ from tilestream.ops import gpu
 from tilestream.ops.execute import make_epilogue
 from tilestream.ops.operands import Options, multiply
 from tilestream.plan.problem import Incoming
-from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ def matmul_published(
     str
         Why there is a launch a chunk; empty where the kernel publishes.
     """
-    check_device(a.device.index)
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:
         raise ValueError(f"{op}: {chunks.count} chunks to publish; there are signals for {publication.chunks}")
