@@ -318,7 +318,7 @@ def sum_expires(rank, world, killed):
 
 
 def forgets(rank, world):
-    """Nothing of ours keeps a destroyed group; its watchdogs have left. Returns what is left, and who holds the group."""
+    """Nothing of ours keeps a destroyed group; its watchdogs have left. Returns what is left, and who holds it."""
     import gc
     import weakref
 

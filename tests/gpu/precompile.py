@@ -198,7 +198,11 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py, between as many ranks as there are GPUs."""
+    """Of `test_gpu_publish`, of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
+
+    Between as many ranks as there are GPUs.
+    """
+    import test_gpu_publish as publish
     import torch
 
     import gpu_all_gather as bench
@@ -223,7 +227,7 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
             yield published(device, m, n, k, m // world // chunks)
     for rows, n, k, layout in ((160, 192, 256, "nn"), (256, 256, 256, "nt"), (64, 256, 128, "nn")):
         yield published(device, world * rows, n, k, rows, layout)
-    for m, n, k, rows in ((2048, 1024, 512, 1024), (2048, 1024, 4096, 512), (4096, 4096, 1024, 2048)):
+    for m, n, k, rows, _ in publish.CASES:
         yield published(device, m, n, k, rows)
 
 
