@@ -9,10 +9,10 @@ Functions take turns, in another order each round; of each the median over round
 Before anything is timed each answer is checked against float64. A form that fails is left out and named.
 
 Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4 8`` in so many chunks a shard. Alone: the matmul
-(torch's, ours, ours behind a gate that is open, in as many chunks), NCCL's transfer, our copies (a call with few
-columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster transfer alone +
-one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best being the best of
-the others.
+(torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
+call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
+transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
+being the best of the others.
 
 The record, ``gpu_all_gather_x<world>`` with the device behind it, is written after each shape.
 """
@@ -20,6 +20,7 @@ The record, ``gpu_all_gather_x<world>`` with the device behind it, is written af
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import tempfile
@@ -38,6 +39,7 @@ from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Shards
+from tilestream.ops.publish import Publication, matmul_published
 
 BF16 = torch.bfloat16
 #: Chunks of a shard that are tried.
@@ -145,7 +147,7 @@ def on_trial(fused: bool, chunks: int, function: Callable[[], torch.Tensor]) -> 
 
 def chunk_counts(rows: int) -> list[int]:
     """Chunks to try: none so small that it has no whole tile of rows."""
-    return [c for c in CHUNKS if c == 1 or rows // c >= 128]
+    return [c for c in CHUNKS if c == 1 or (rows // c >= 128 and rows % c == 0)]
 
 
 def gated(full: torch.Tensor, w: torch.Tensor, shards: Shards, rank: int) -> Callable[[], torch.Tensor]:
@@ -206,6 +208,14 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
     return measured(shape, forms, alone, exact, plan, rounds)
 
 
+def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, rows: int) -> Callable[[], Any]:
+    """Our matmul that publishes chunks of so many rows, the next rank's first."""
+    chunks, epochs = out.shape[0] // rows, itertools.count(1)
+    publication = Publication(chunks, a.device)
+    pivot = (rank + 1) * (chunks // dist.get_world_size()) % chunks
+    return lambda: matmul_published(a, w, out, publication, next(epochs), rows, pivot)
+
+
 def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     """One shape of matmul + reduce-scatter."""
     torch.manual_seed(rank)
@@ -226,6 +236,8 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
 
         return call
 
+    counts = chunk_counts(m // world)
+
     def ours(form: str = "auto") -> torch.Tensor:
         return tsd.matmul_reduce_scatter(a, w, form=form, deadline=_DEADLINE)
 
@@ -234,11 +246,12 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
         "nccl + ours": nccl(ts.matmul),
         "torch fused": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, w, "sum", 0, name),
         "ours": ours,
-        **{f"fused {c}": on_trial(True, c, ours) for c in chunk_counts(m // world)},
+        **{f"fused {c}": on_trial(True, c, ours) for c in counts},
     }
     alone: Forms = {
         "mm": lambda: torch.mm(a, w, out=whole),
         "ours mm": lambda: ts.matmul(a, w),
+        **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts},
         "nccl": lambda: dist.reduce_scatter_tensor(part, whole),
     }
     plan = tsd.plan_matmul_reduce_scatter(a, w)

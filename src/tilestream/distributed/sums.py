@@ -223,8 +223,8 @@ def matmul_scatter(
             from tilestream.kernels.portable.add import BLOCK, add_parts
 
             plane = shards.rows * shards.width
-            add_parts[(-(-out.numel() // BLOCK),)](
-                whole, received, out, bias, over, member.rank, epoch, out.numel(), plane, shards.width,
+            add_parts[-(-plane // BLOCK), shards.batches](
+                whole, received, out, bias, over, member.rank, epoch, shards.batches, plane, shards.width,
                 float(shards.world if average else 1), WORLD=shards.world, BIAS=bias is not None, BLOCK=BLOCK,
             )  # fmt: skip
 
