@@ -11,6 +11,7 @@ from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.publish import PublishCase
 from tilestream.verify.ring import RingCase
+from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import WorkersCase
 
 
@@ -108,6 +109,7 @@ def test_sizes_grow():
         ("attention", AttentionCase),
         ("gather", GatherCase),
         ("publish", PublishCase),
+        ("sums", SumCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
@@ -123,7 +125,7 @@ def test_sizes_grow():
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
         (
             lambda: verify.run("quick", models=["rings"]),
-            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish",
+            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

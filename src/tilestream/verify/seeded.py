@@ -19,6 +19,7 @@ from tilestream.verify import seeded_publish as p
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_ring as h
+from tilestream.verify import seeded_sums as q
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
@@ -32,6 +33,7 @@ from tilestream.verify.publish import PublishCase
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
+from tilestream.verify.sums import SumCase
 from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 from tilestream.verify.workers import Program, WorkersCase
 
@@ -79,7 +81,7 @@ def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared(),
-        *_attentions(), *_gathers(), *_publishes(),
+        *_attentions(), *_gathers(), *_publishes(), *_sums(),
     )  # fmt: skip
 
 
@@ -460,3 +462,27 @@ def _publishes() -> tuple[SeededBug, ...]:
         bug("count of a chunk not restored", "count not restored", p.restores_nothing),
         bug("signalled by its first tile", early, p.signals_each_item),
     )
+
+
+def _sums() -> tuple[SeededBug, ...]:
+    def bug(name: str, kind: str, says: object, epochs: int, *expires: tuple[int, int], **text: Any) -> SeededBug:
+        least = max(text.get("streams", 1), *(epoch for _, epoch in expires), 1)
+        cases = tuple(SumCase(epochs=n, expires=expires, **text) for n in range(least, epochs + 1))
+        return SeededBug(name, kind, "sums", _says(says), cases)
+
+    early = "read before arrival"
+    one = {"produce": q.produces_in_one_slot, "scatter": q.scatters_one_slot}
+    return (
+        bug("told of what is not published", early, q.tells_of_what_is_not_published, 1,
+            scatter=q.tells_of_what_is_not_published),
+        bug("published before it is computed", early, q.publishes_before_computed, 1,
+            produce=q.publishes_before_computed),
+        bug("waited for before telling", "deadlock", q.waits_before_it_tells, 1, scatter=q.waits_before_it_tells),
+        bug("waited for in a circle", "deadlock", q.pulls_from_the_next, 1, scatter=q.pulls_from_the_next, world=3),
+        bug("added before it was pulled", early, q.sums_at_once, 1, add_up=q.sums_at_once),
+        bug("sum on another stream", early, q.produces_at_once, 2, produce=q.produces_at_once,
+            streams=2),
+        bug("one slot for all products", early, q.produces_in_one_slot, 3, **one),
+        bug("let go and not overruled", early, q.overrules_nothing, 1, (0, 1), watch=q.overrules_nothing),
+        bug("overruled too late", early, q.overrules_afterwards, 1, (0, 1), watch=q.overrules_afterwards),
+    )  # fmt: skip

@@ -20,11 +20,12 @@ from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.publish import PublishCase
 from tilestream.verify.ring import RingCase
 from tilestream.verify.shared_ring import SharedCase, SharedRing, direct, staged
+from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
 Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase
-MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish")
+MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -110,6 +111,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(gathers(level))
     if model == "publish":
         return list(publishes(level))
+    if model == "sums":
+        return list(sums(level))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 
@@ -396,3 +399,21 @@ def publishes(level: Level) -> Iterator[PublishCase]:
         yield PublishCase(5, 2, 3, workers=2)
         yield PublishCase(3, 2, 1, 2, workers=3)
         yield PublishCase(3, 2, 2, workers=2, launches=3)
+
+
+def sums(level: Level) -> Iterator[SumCase]:
+    """The ranks of a sum. Quick: 2 of them, and 3 once; full: more calls, chunks, patience that ends and ranks lost."""
+    for epochs in (1, 2, 3):
+        yield SumCase(epochs=epochs)
+    yield SumCase(chunks=2, epochs=2)
+    yield SumCase(epochs=2, streams=2)
+    yield SumCase(world=3, epochs=1)
+    yield SumCase(epochs=1, expires=((0, 1),))
+    yield SumCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
+    if level == "full":
+        yield SumCase(epochs=4)
+        yield SumCase(epochs=2, expires=((0, 1),))
+        yield SumCase(epochs=2, expires=((0, 2),))
+        yield SumCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield SumCase(epochs=3, expires=((0, 2),))
+        yield SumCase(epochs=3, streams=2)
