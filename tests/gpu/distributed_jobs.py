@@ -356,3 +356,129 @@ def torch_compiles(rank, world):
         ts.check()
         error = ((out - expected).float().norm() / expected.float().norm()).item()
         return error, [str(site) for site in handle.report()]
+
+
+def torch_shapes(rank, world):
+    """torch's fused ops, called as its own tests for them call them, beside its implementation by plain collectives."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group, ops = dist.group.WORLD, torch.ops.symm_mem
+    name, done = group.group_name, []
+
+    def near(ours, theirs, what):
+        assert ours.shape == theirs.shape, (what, ours.shape, theirs.shape)
+        assert ours.dtype == theirs.dtype, what
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < (1e-5 if theirs.dtype == torch.float32 else 1e-2), (what, error.item())
+        done.append(what)
+
+    batch, m, n, k = 8, 64, 16, 32
+    with tsd.async_tp(group) as handle:
+        for dim in (0, 1):
+            for dtype in (torch.float32, BF16):
+                a = random(42 + rank, batch, m // world, k, dtype=dtype)
+                bs = [random(50 + 7 * rank + i, k, n, dtype=dtype) for i in range(3)]
+                whole, outs = ops.fused_all_gather_matmul(a, bs, dim, name)
+                their_whole, their_outs = symmetric._fused_all_gather_matmul_fallback(a, bs, dim, name)
+                assert whole.equal(their_whole)
+                for mine, theirs in zip(outs, their_outs, strict=True):
+                    near(mine, theirs, f"all_gather_matmul, dim {dim}, {dtype}")
+                a, b = random(60 + rank, batch * world, m * world, k, dtype=dtype), random(70, k, n, dtype=dtype)
+                near(
+                    ops.fused_matmul_reduce_scatter(a, b, "avg", dim, name),
+                    symmetric._fused_matmul_reduce_scatter_fallback(a, b, "avg", dim, name),
+                    f"matmul_reduce_scatter, dim {dim}, {dtype}",
+                )
+            fp8 = torch.float8_e4m3fn
+            a = random(42 + rank, batch, m // world, k, dtype=fp8)
+            bs = [random(80 + i, n, k, dtype=fp8).t() for i in range(3)]
+            for rows in (False, True):
+                scale = torch.full((batch, m // world, 1), 0.1, device="cuda") if rows else torch.tensor(0.1).cuda()
+                scales = [torch.full((1, n), 0.1, device="cuda") if rows else torch.tensor(0.1).cuda() for _ in bs]
+                how = (scales, dim, name, [None] * 3, [None] * 3, [BF16] * 3, [False] * 3)
+                whole, outs = ops.fused_all_gather_scaled_matmul(a, bs, scale, *how)
+                exact = whole.double()
+                for mine, b in zip(outs, bs, strict=True):
+                    near(mine, (exact @ b.double() * 0.01).to(BF16), f"all_gather_scaled_matmul, {dim}, {rows}")
+        return done, [str(site) for site in handle.report()]
+
+
+def llama(rank, world):
+    """A small Llama of torch's own parallel styles: losses as they are, and compiled on ours; the sites."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    dim, heads, hidden, length = 512, 8, 1024, 512
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (w(x).unflatten(-1, (-1, dim // heads)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.wo(out.transpose(1, 2).flatten(2))
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w3 = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+            self.w2 = nn.Linear(hidden, dim, bias=False)
+
+        def forward(self, x):
+            return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+            self.attention, self.mlp = Attention(), Mlp()
+
+        def forward(self, x):
+            x = x + self.attention(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+
+    mesh = init_device_mesh("cuda", (world,))
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    styles = {
+        "norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole, "mlp": whole,
+        **{f"attention.w{x}": ColwiseParallel() for x in "qkv"},
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp.w1": ColwiseParallel(), "mlp.w3": ColwiseParallel(), "mlp.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }  # fmt: skip
+
+    def losses(compiled):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = nn.Sequential(Block(), Block()).to(BF16)
+        for block in model:
+            parallelize_module(block, mesh, dict(styles))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        step = torch.compile(model) if compiled else model
+        said = []
+        for i in range(10):
+            x = random(100 + i % 3, 1, length, dim).chunk(world, 1)[rank].contiguous()
+            loss = (step(x).float() - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            said.append(total.item() / world)
+        return said
+
+    plain = losses(False)
+    with tsd.async_tp() as handle:
+        ours = losses(True)
+        torch.cuda.synchronize()
+        ts.check()
+        return plain, ours, [str(site) for site in handle.report()]

@@ -133,6 +133,21 @@ def test_torchs_compiler_fuses_and_it_runs_on_ours(ranks):
         assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
 
 
+def test_torchs_fused_ops_as_its_own_tests_call_them(ranks):
+    for done, sites in ranks.run(2, jobs.torch_shapes, bound=120, seconds=60):
+        assert len(done) == 2 * (2 * 4 + 2 * 3)
+        assert any("fused:" in site for site in sites), sites
+
+
+def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks):
+    if SHARED:
+        pytest.skip("the compiler's pass wants NCCL")
+    for plain, ours, sites in ranks.run(2, jobs.llama, bound=200, seconds=60):
+        assert all(abs(x - y) < 0.02 * abs(x) for x, y in zip(plain, ours, strict=True)), (plain, ours)
+        assert ours[-1] < ours[0]
+        assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
+
+
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize(
     ("job", "op", "part"),
