@@ -36,6 +36,7 @@ class Memory:
         abort = flag(rank, self.ranks)
         return types.SimpleNamespace(
             slot_bytes=self.slot_bytes, slot=slot, flag=flag, abort=lambda of: flag(of, self.ranks),
+            address=lambda of, number: slot(of, number).data_ptr(),
             told=lambda: [ctypes.c_int32.from_address(flag(rank, writer)).value for writer in range(self.ranks)],
             aborted=lambda: bool(ctypes.c_int32.from_address(abort).value),
         )  # fmt: skip

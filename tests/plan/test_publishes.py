@@ -57,6 +57,15 @@ def test_the_raster_begins_with_the_pivot_and_goes_chunk_by_chunk():
     assert [chunk for chunk, _ in itertools.groupby(seen)] == [3, 0, 1, 2]
 
 
+def test_a_tile_in_two_chunks_comes_with_the_first_which_waits_for_it():
+    plan = plan_problem(problem(4000, 2048, rows=2000, pivot=1), device=H100, backend="hopper")
+    block = plan.block[0]
+    assert 2000 % block, "one row tile is in both"
+    order = [item.pm for item in plan.schedule.items()]
+    done = max(i for i, pm in enumerate(order) if (pm + 1) * block > 2000)
+    assert done + 1 == len([pm for pm in order if (pm + 1) * block > 2000]), "nothing else before the pivot is there"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

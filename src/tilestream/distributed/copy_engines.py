@@ -28,7 +28,7 @@ from tilestream.distributed import protocol as p
 from tilestream.distributed.collective import agree
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.shards import Part, Shards
+from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.distributed.whole import Product, Whole
@@ -121,28 +121,40 @@ class Gatherer(Turns):
                     if all_ is not there:
                         copy(all_[:, self._rank], mine)
 
-        parts = list(shards.of_rank(self._rank))
+        own = [part.chunk for part in shards.of_rank(self._rank)]
+        write, end = cast("DeviceSignals", arrival._signals).set_in_row(own)
+
+        def post(op: p.Post) -> None:
+            end()
+            self.post(calling)
+
         perform: dict[type, Callable[[Any], Any]] = {
             p.AwaitCall: lambda op: self.await_call(calling),
             p.Fill: fill,
             p.Filled: nothing,  # what is issued to a stream comes after what was
-            p.Signal: lambda op: arrival.signal(parts[op.chunk].chunk),
-            p.Post: lambda op: self.post(calling),
+            p.Signal: lambda op: write(own[op.chunk]),
+            p.Post: post,
         }
-        answer(p.publish(self._rank, len(parts), epoch), perform)
+        answer(p.publish(self._rank, len(own), epoch), perform)
 
     def _gather(self, epoch: int, shards: Shards, whole: Whole, arrival: Arrival) -> torch.cuda.Event:
         side, handle, done = self._side, self._side.cuda_stream, torch.cuda.Event()
         parts = {peer: list(shards.of_rank(peer)) for peer in p.peers(self._rank, self._world)}
         order = [part.chunk for peer in parts for part in parts[peer]]
 
+        # Of data and scales: where they begin in a slot, where the whole has them, and the bytes of a row.
+        into: list[tuple[int, int, int]] = []
+        size = math.prod(shards.shape) * whole.data.element_size()
+        for at, all_ in ((0, whole.data), (_aligned(size), whole.scales)):
+            if all_ is not None:
+                into.append((at, all_.data_ptr(), all_.shape[-1] * all_.element_size()))
+
         def pull(op: p.Pull) -> None:
-            part = parts[op.peer][op.chunk]
-            for there, all_ in zip(self._slot(op.peer, op.slot, shards, whole), whole, strict=True):
-                if there is not None and all_ is not None:
-                    source, to = _rows(there, op.peer, part), _rows(all_, op.peer, part)
-                    if size := to.numel() * to.element_size():
-                        copy_across(handle, to.data_ptr(), source.data_ptr(), size)
+            source = self.memory.address(op.peer, op.slot)
+            first, rows = shards.place(op.peer, parts[op.peer][op.chunk])
+            for at, to, of_row in into:
+                if rows * of_row:
+                    copy_across(handle, to + first * of_row, source + at + first * of_row, rows * of_row)
 
         flag = self.memory.flag
         with torch.cuda.stream(side):
@@ -186,10 +198,6 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _rows(whole: torch.Tensor, rank: int, part: Part) -> torch.Tensor:
-    return whole[part.batch, rank, part.begin : part.end]
 
 
 def gather_matmul(

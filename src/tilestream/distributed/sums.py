@@ -124,12 +124,15 @@ class Scatterer(Turns):
         total, mine = shards.batches * shards.world * shards.parts, list(shards.of_rank(self._rank))
         flag, address = self.memory.flag, self._publication.address
 
+        of_row, plane = shards.width * dtype.itemsize, shards.batches * shards.rows
+        to = received.data_ptr()
+
         def pull(op: p.PullPart) -> None:
-            _, n = p.sent(op.peer, self._world, shards.batches, shards.parts, op.step)
-            part = mine[n]
-            source = self._slot(op.peer, op.slot, shards, dtype)[part.batch, self._rank, part.begin : part.end]
-            to = received[op.peer, part.batch, part.begin : part.end]
-            copy_across(handle, to.data_ptr(), source.data_ptr(), to.numel() * to.element_size())
+            part = mine[p.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
+            first, rows = shards.place(self._rank, part)
+            there = op.peer * plane + part.batch * shards.rows + part.begin
+            source = self.memory.address(op.peer, op.slot) + first * of_row
+            copy_across(handle, to + there * of_row, source, rows * of_row)
 
         def published(op: p.AwaitPublished) -> None:
             chunk = ((self._rank + 1) * shards.parts + op.step) % total

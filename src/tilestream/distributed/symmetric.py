@@ -125,6 +125,12 @@ class PeerMemory:
         assert memory is not None, "slots are made before they are used"
         return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
+    def address(self, rank: int, slot: int) -> int:
+        """Of a slot of a rank."""
+        memory = self._slots if rank == self._rank else self._peer_slots[rank]
+        assert memory is not None, "slots are made before they are used"
+        return memory.data_ptr() + slot * self.slot_bytes
+
     def flag(self, of: int, writer: int) -> int:
         """Address of the flag in rank ``of``'s memory that ``writer`` writes."""
         return self._peer_words[of].data_ptr() + writer * LINE
