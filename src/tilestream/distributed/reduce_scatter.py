@@ -194,11 +194,11 @@ def run(
 
             total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
         else:
-            parts = torch.empty(shards.world, shards.batches, shards.rows, shards.width, dtype=travels, device=a.device)
             options = Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum)
-            whole = multiply(of_a.view(rows, -1), b, options)
-            parts.copy_(whole.view(shards.shape).transpose(0, 1))
-            total = reduce_parts(member, plan, parts).to(wide)
+            whole = multiply(of_a.view(rows, -1), b, options).view(shards.shape)
+            total = reduce_parts(member, plan, whole.transpose(0, 1).contiguous())  # of one batch no copy
+            if reduce_op == "avg" or bias is not None:
+                total = total.to(wide)
     if reduce_op == "avg":
         total /= member.world
     if bias is not None:
