@@ -9,7 +9,7 @@ Functions take turns, in another order each round; of each the median over round
 Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
 what issuing a call costs the host, beside the GPU's time.
 
-Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4 8`` in so many chunks a shard. Alone: the matmul
+Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard. Alone: the matmul
 (torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
 call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
 transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
@@ -45,11 +45,11 @@ from tilestream.ops.publish import Publication, matmul_published
 
 BF16 = torch.bfloat16
 #: Chunks of a shard that are tried.
-CHUNKS = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4)
 #: Bytes that are written to flush L2.
 _FLUSH = 256 << 20
-#: Cycles in which the host issues a call: 4 ms and more.
-_PAUSE = 8_000_000
+#: Cycles in which the host issues a call: 3 ms and more.
+_PAUSE = 6_000_000
 #: Seconds that a call of ours may wait for a peer.
 _DEADLINE = 10.0
 
