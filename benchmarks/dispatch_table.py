@@ -65,11 +65,11 @@ def entries(record: dict[str, Any]) -> list[dict[str, Any]]:
     return list(made.values())
 
 
-def text(table: dict[str, Any], found: Iterable[dict[str, Any]]) -> str:
-    """The table with these entries, one a line."""
-    rates = json.dumps({key: value for key, value in table.items() if key != "entries"}, indent=2)
+def text(before: str, found: Iterable[dict[str, Any]]) -> str:
+    """The table's text with these entries, one a line, and its rates as they stand."""
+    head = before[: before.index('"entries":')]
     lines = ",\n".join(f"    {json.dumps(entry)}" for entry in found)
-    return f'{rates[:-2]},\n  "entries": [\n{lines}\n  ]\n}}\n'
+    return f'{head}"entries": [\n{lines}\n  ]\n}}\n'
 
 
 def main() -> None:
@@ -79,10 +79,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     found = [entry for path in arguments.records for entry in entries(json.loads(path.read_text(encoding="utf-8")))]
-    table = dispatch.table()
     if arguments.check:
-        sys.exit(0 if table["entries"] == found else f"{TABLE} is not what the records say: write it anew")
-    TABLE.write_text(text(table, found), encoding="utf-8")
+        same = dispatch.table()["entries"] == found
+        sys.exit(0 if same else f"{TABLE} is not what the records say: write it anew")
+    TABLE.write_text(text(TABLE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":
