@@ -221,6 +221,25 @@ def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
         assert second.scatterer.memory.aborted()
 
 
+def test_a_sum_that_is_not_issued_breaks_the_group_and_leaves_nothing_stuck():
+    with world(2) as (cuda, (first, second), _):
+        issue = first.scatterer.issue
+
+        def without_sum(shards, dtype, received, product, add_up, seconds):
+            issue(shards, dtype, received, product, lambda *args: (_ for _ in ()).throw(RuntimeError("no kernel")), 0.0)
+
+        first.scatterer.issue = without_sum
+        with pytest.raises(RuntimeError, match="no kernel"):
+            first.call(SHARDS[2][0])
+        cuda.run()
+        assert not first.side.query(), "it waits for the second, which does not come"
+        look(first.scatterer)
+        cuda.run()
+        assert first.side.query()
+        assert first.calling.query()
+        assert second.scatterer.memory.aborted()
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 @pytest.mark.parametrize(("batches", "parts"), [(1, 1), (1, 3), (2, 1), (3, 2)])
 def test_each_step_has_one_chunk_to_send_and_one_to_pull(world_size, batches, parts):

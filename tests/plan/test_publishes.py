@@ -55,6 +55,7 @@ def test_the_raster_begins_with_the_pivot_and_goes_chunk_by_chunk():
     assert plan.backend == "hopper"
     seen = [item.pm * plan.block[0] // 1024 for item in plan.schedule.items()]
     assert [chunk for chunk, _ in itertools.groupby(seen)] == [3, 0, 1, 2]
+    assert "publish   rows in 4 chunks of 1024, from chunk 3 on" in plan.explain()
 
 
 def test_a_tile_in_two_chunks_comes_with_the_first_which_waits_for_it():
@@ -86,3 +87,9 @@ def test_more_than_the_kernel_counts_is_refused_by_it():
     assert "counts them in 31 bits" in hopper.refusal(asked, H100)
     with pytest.raises(NotImplementedError, match="counts them in 31 bits"):
         plan_problem(asked, device=H100, backend="hopper")
+
+
+def test_no_other_backend_takes_such_a_problem_and_says_nothing():
+    for more in ({"device": H100, "backend": "portable"}, {}):
+        with pytest.raises(NotImplementedError, match=r"publishes: the (portable|cpu) kernel signals no chunk"):
+            plan_problem(problem(), **more)

@@ -97,7 +97,7 @@ class Gatherer(Turns):
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             done = self._gather(epoch, shards, whole, arrival)
         except BaseException as error:  # half a call: what the peers wait for may never come
-            self.give_up(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
+            self._half(error)
             raise
         try:
             outs = compute(whole, arrival)

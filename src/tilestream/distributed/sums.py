@@ -12,6 +12,7 @@ what each of its operations is on a GPU. None but the kernel and the sum behind 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
-from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
+from tilestream.runtime.errors import ArrivalTimeout
 from tilestream.runtime.streams import aside
 
 #: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
@@ -88,16 +89,23 @@ class Scatterer(Turns):
         try:
             self._produce(epoch, shards, whole, product, calling, kernel)
             done = self._scatter(epoch, shards, dtype, received, before)
-            perform: dict[type, Callable[[Any], Any]] = {
-                p.AwaitSide: lambda op: calling.wait_event(done),
-                p.Sum: lambda op: add_up(whole, self._over, epoch),
-                p.Summed: lambda op: end.record(calling),
-            }
-            answer(p.add_up(epoch), perform)
         except BaseException as error:  # half a call: what the peers wait for may never come
-            self.give_up(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
+            self._half(error)
             raise
-        self.issued(Underway(epoch, self._told, lambda error: self._overrule(epoch, error), seconds, kernel, done, end))
+        perform: dict[type, Callable[[Any], Any]] = {
+            p.AwaitSide: lambda op: calling.wait_event(done),
+            p.Sum: lambda op: add_up(whole, self._over, epoch),
+            p.Summed: nothing,
+        }
+        try:
+            answer(p.add_up(epoch), perform)
+        except BaseException as error:
+            self._half(error)
+            raise
+        finally:  # without a sum, too: the side stream waits for peers, and somebody has to look after it
+            end.record(calling)
+            overrule = functools.partial(self._overrule, epoch)
+            self.issued(Underway(epoch, self._told, overrule, seconds, kernel, done, end))
 
     def _produce(
         self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, calling: torch.cuda.Stream,
@@ -165,7 +173,7 @@ class Scatterer(Turns):
             late = next((x for x in p.peers(self._rank, self._world) if said[x] < call.told), None)
             whose = f"rank {late}'s part of the sum" if late is not None else "the sum"
             waited = call.patience
-            error = ArrivalTimeout(self.op, 0, 0, NO_ITEM, waited, waited, self._rank, whose)
+            error = ArrivalTimeout(self.op, 0, 0, "the sum", waited, waited, self._rank, whose)
             channel(self.device).post(error)
         return super().expired(call)
 

@@ -154,6 +154,10 @@ class Turns:
             for peer in p.peers(self._rank, self._world):
                 perform[p.Abort](p.Abort(peer))
 
+    def _half(self, error: BaseException) -> None:
+        """Half a call has been issued: what the peers wait for may never come."""
+        self.give_up(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
+
     def look(self) -> bool:
         """One look of the watchdog; whether there is anything to look at."""
         calls = self._underway()

@@ -1,4 +1,6 @@
-"""What the launches of all GPU kernels are told of what arrives: see `tilestream.kernels.portable.gate`.
+"""What the launches of GPU kernels are told of what arrives and of what they publish.
+
+See `tilestream.kernels.portable.gate` and `tilestream.kernels.hopper.publish`.
 
 No torch here: the compile gate, and whoever fills a cache for a machine with a GPU, make the same arguments from
 shapes.
