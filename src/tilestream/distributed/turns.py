@@ -244,8 +244,11 @@ class Watchdog:
             if turns is None:
                 return
             self._something.clear()
-            while not self._stopped and turns.look():
+            while not self._stopped:
+                # First this: beside the thread that has just issued the call, a look would cost that one its time.
                 time.sleep(LOOK_SECONDS)
+                if not turns.look():
+                    break
             del turns
 
 
