@@ -116,10 +116,12 @@ class Gatherer(Turns):
     ) -> None:  # fmt: skip
         def fill(op: p.Fill) -> None:
             for mine, there, all_ in zip(shard, slot, whole, strict=True):
-                if mine is not None and there is not None and all_ is not None:
-                    copy(there[:, self._rank], mine)
+                if mine is None or there is None or all_ is None:
+                    continue
+                for batch in range(shards.batches):  # each in one piece: a copy engine does it, and no SM is needed
+                    copy(there[batch, self._rank], mine[batch])
                     if all_ is not there:
-                        copy(all_[:, self._rank], mine)
+                        copy(all_[batch, self._rank], mine[batch])
 
         own = [part.chunk for part in shards.of_rank(self._rank)]
         write, end = cast("DeviceSignals", arrival._signals).set_in_row(own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -223,11 +222,7 @@ def _pulled(
             scale_b=scales[1], fast_accum=fast_accum, limit=workers, op=OP,
         )  # fmt: skip
 
-    # What is published is in chunks of one size.
-    parts = next(x for x in range(shards.parts, 0, -1) if shards.rows % x == 0)
-    return matmul_scatter(
-        member, plan, replace(shards, parts=parts), a, travels, product, reduce_op == "avg", bias, seconds
-    )
+    return matmul_scatter(member, plan, shards, a, travels, product, reduce_op == "avg", bias, seconds)
 
 
 def _of_rows(a: torch.Tensor, scale_a: torch.Tensor | None) -> torch.Tensor | None:

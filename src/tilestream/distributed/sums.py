@@ -75,6 +75,7 @@ class Scatterer(Turns):
         seconds
             That are waited for peers when the kernel has ended.
         """
+        assert shards.rows % shards.parts == 0, "what is published is in chunks of one size"
         epoch = self.begin()
         count = shards.batches * shards.world * shards.parts
         if self._publication.chunks < count:
