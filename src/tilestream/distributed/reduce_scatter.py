@@ -58,7 +58,7 @@ def matmul_reduce_scatter(
     reduce_op
         ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
     group, form, deadline
-        As for `all_gather_matmul`.
+        As for `all_gather_matmul`; on a GPU the deadline counts from the end of this rank's own matmul.
     bias
         ``[N]``: added once, after the sum (or average).
     scale_a, scale_b, out_dtype, use_fast_accum
