@@ -294,8 +294,9 @@ def judged(shape: dict[str, Any], ms: dict[str, float], best: float) -> dict[str
     transfer = min(ms["nccl"], ms.get("copies", ms["nccl"]) - handshake)
     floor = max(matmul, transfer + tile) + handshake
     ours = ms["ours"]
-    win = (best - ours) / max(best - floor, 1e-6)
-    return {"floor": round(floor, 4), "best": best, "ratio": round(best / ours, 4), "win": round(win, 4)}
+    row = {"floor": round(floor, 4), "best": best, "ratio": round(best / ours, 4)}
+    # Of few rows the best of the others may be below the floor: a call's least latency is in it. Then no share is told.
+    return row | ({"win": round((best - ours) / (best - floor), 4)} if best > floor else {})
 
 
 def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) -> None:
