@@ -75,6 +75,12 @@ def test_every_shape_has_a_decision_and_always_the_same(m, n, k, world, device, 
     assert decision.fused or decision.chunks == 1
 
 
+@pytest.mark.parametrize(("rows", "chunks"), [(4096, 4), (4098, 3), (4097, 1), (0, 4), (2, 2)])
+def test_chunks_of_one_size_are_as_many_as_divide_the_rows(rows, chunks):
+    decision = dispatch.Decision(True, 4, "measured, say", measured=True)
+    assert decision.alike(rows) == replace(decision, chunks=chunks)
+
+
 def test_a_trial_overrules_the_table_and_no_caller():
     case = gather(8192, 3584, 8192, 2)
     before = decide(case)

@@ -88,6 +88,10 @@ class Decision:
     why: str
     measured: bool = False
 
+    def alike(self, rows: int) -> Decision:
+        """The same, in as many chunks at most, all with as many of ``rows``."""
+        return replace(self, chunks=next(x for x in range(self.chunks, 0, -1) if rows % x == 0))
+
 
 @functools.cache
 def table() -> dict[str, Any]:

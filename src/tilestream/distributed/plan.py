@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -132,9 +132,7 @@ def _make(
     if refused and transport == "symmetric memory":
         transport = "collective"
     if transport == "symmetric memory" and op == "matmul_reduce_scatter":
-        # What is published is in chunks of one size.
-        of_batch = math.prod(shard[dim:-1])
-        decision = replace(decision, chunks=next(x for x in range(decision.chunks, 0, -1) if of_batch % x == 0))
+        decision = decision.alike(math.prod(shard[dim:-1]))  # what is published is in chunks of one size
     all_agreed = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),
