@@ -18,6 +18,7 @@ from tilestream.verify import seeded_gather as g
 from tilestream.verify import seeded_publish as p
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
+from tilestream.verify import seeded_shared_attention as k
 from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_sums as q
 from tilestream.verify import seeded_workers as w
@@ -32,6 +33,7 @@ from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
 from tilestream.verify.publish import PublishCase
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
+from tilestream.verify.shared_attention import OPERANDS
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
 from tilestream.verify.sums import SumCase
 from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
@@ -363,6 +365,11 @@ def _shared() -> tuple[SeededBug, ...]:
         cases = tuple(SharedCase(SharedRing(depth, 2), items, text, exact) for items in sizes)
         return SeededBug(name, kind, "shared", _says(text), cases)
 
+    def attends(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
+        ring, blocks = SharedRing(depth, 2, operands=OPERANDS), ((1,), (4,), (1, 1))
+        cases = tuple(SharedCase(ring, tuple((n, False) for n in items), text, exact) for items in blocks)
+        return SeededBug(f"keys and values: {name}", kind, "shared", _says(text), cases)
+
     early, overwritten, wrong = "read before arrival", "overwritten while read", "wrong data"
     return (
         bug("one buffer, no barrier after the read", overwritten, h.one_buffer_without_barrier, 1),
@@ -377,6 +384,15 @@ def _shared() -> tuple[SeededBug, ...]:
         bug("put without a barrier", overwritten, h.put_without_barrier, 2, exact=False),
         bug("read without a barrier", wrong, h.read_without_barrier, 2, exact=False),
         bug("rest put without a barrier", overwritten, h.rest_without_barrier),
+        attends("one buffer, no barrier after the read", overwritten, k.one_buffer_without_barrier, 1),
+        attends("wait counts groups", "drained in vain", k.waits_count_groups),
+        attends("values not waited for", early, k.waits_leave_values_out),
+        attends("values overwritten", overwritten, k.values_overwritten, exact=False),
+        attends("copies before the barrier", overwritten, k.copies_before_the_barrier, exact=False),
+        attends("no barrier behind the queries", overwritten, k.no_barrier_behind_queries),
+        attends("no barrier between items", overwritten, k.no_barrier_between_items),
+        attends("values put without a barrier", wrong, k.values_put_without_barrier, 1, exact=False),
+        attends("keys put without a barrier", wrong, k.keys_put_without_barrier, 1, exact=False),
     )
 
 
@@ -465,24 +481,20 @@ def _publishes() -> tuple[SeededBug, ...]:
 
 
 def _sums() -> tuple[SeededBug, ...]:
-    def bug(name: str, kind: str, says: object, epochs: int, *expires: tuple[int, int], **text: Any) -> SeededBug:
-        least = max(text.get("streams", 1), *(epoch for _, epoch in expires), 1)
-        cases = tuple(SumCase(epochs=n, expires=expires, **text) for n in range(least, epochs + 1))
+    def bug(name: str, kind: str, role: str, says: Any, epochs: int = 1, **more: Any) -> SeededBug:
+        least = more.get("streams", 1)
+        cases = tuple(SumCase(**{"epochs": n, role: says, **more}) for n in range(least, epochs + 1))
         return SeededBug(name, kind, "sums", _says(says), cases)
 
-    early = "read before arrival"
-    one = {"produce": q.produces_in_one_slot, "scatter": q.scatters_one_slot}
+    early, gives_up = "read before arrival", ((0, 1),)
     return (
-        bug("told of what is not published", early, q.tells_of_what_is_not_published, 1,
-            scatter=q.tells_of_what_is_not_published),
-        bug("published before it is computed", early, q.publishes_before_computed, 1,
-            produce=q.publishes_before_computed),
-        bug("waited for before telling", "deadlock", q.waits_before_it_tells, 1, scatter=q.waits_before_it_tells),
-        bug("waited for in a circle", "deadlock", q.pulls_from_the_next, 1, scatter=q.pulls_from_the_next, world=3),
-        bug("added before it was pulled", early, q.sums_at_once, 1, add_up=q.sums_at_once),
-        bug("sum on another stream", early, q.produces_at_once, 2, produce=q.produces_at_once,
-            streams=2),
-        bug("one slot for all products", early, q.produces_in_one_slot, 3, **one),
-        bug("let go and not overruled", early, q.overrules_nothing, 1, (0, 1), watch=q.overrules_nothing),
-        bug("overruled too late", early, q.overrules_afterwards, 1, (0, 1), watch=q.overrules_afterwards),
-    )  # fmt: skip
+        bug("told of what is not published", early, "scatter", q.tells_of_what_is_not_published),
+        bug("published before it is computed", early, "produce", q.publishes_before_computed),
+        bug("waited for before telling", "deadlock", "scatter", q.waits_before_it_tells),
+        bug("waited for in a circle", "deadlock", "scatter", q.pulls_from_the_next, world=3),
+        bug("added before it was pulled", early, "add_up", q.sums_at_once),
+        bug("sum on another stream", early, "produce", q.produces_at_once, 2, streams=2),
+        bug("one slot for all products", early, "produce", q.produces_in_one_slot, 3, scatter=q.scatters_one_slot),
+        bug("let go and not overruled", early, "watch", q.overrules_nothing, expires=gives_up),
+        bug("overruled too late", early, "watch", q.overrules_afterwards, expires=gives_up),
+    )
