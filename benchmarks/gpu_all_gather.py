@@ -1,24 +1,33 @@
 """All-gather + matmul and matmul + reduce-scatter across GPUs, beside NCCL + torch.mm and torch's own fused ops.
 
-    PYTHONPATH=src python benchmarks/gpu_all_gather.py [RESULT.json] [--op gather|scatter|both] [--rounds 15]
+    PYTHONPATH=src python benchmarks/gpu_all_gather.py [--op gather|scatter|both] [--rounds 15] [--into FOLDER]
 
-One process a GPU, as many as there are. bf16, B as a Linear has it (``[N, K]``, transposed). Each call begins on GPUs
-that are idle and have met (a barrier before, not in the time); what is timed is the stream, by events, handshakes
-included; the functions take turns; of each the median over rounds, and of that the largest over ranks. Before anything
-is timed each answer is checked against float64, from buffers of NaN.
+One process a GPU, as many as there are. bf16, B as a Linear has it (``[N, K]``, transposed). What is timed is the
+stream, by events, handshakes included. Before each call, not in its time: L2 is flushed, the GPUs meet on their streams
+(a small all-reduce behind a pause, in which the host issues the call, so that its own cost is not in the time either).
+Functions take turns, in another order each round; of each the median over rounds, and of that the largest over ranks.
+Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
+what issuing a call costs the host, beside the GPU's time.
 
-``floor`` is max(the faster matmul alone, the faster of NCCL's transfer and ours): no overlap goes below it. ``win`` is
-(best - ours) / (best - floor), best being the best of the others.
+Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard. Alone: the matmul
+(torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
+call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
+transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
+being the best of the others.
+
+The record, ``gpu_all_gather_x<world>`` with the device behind it, is written after each shape.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
+import random
 import statistics
-import sys
 import tempfile
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,175 +36,303 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import tilestream as ts
-from harness import gpu_record
+from harness import RESULTS, GpuRecord
 from tilestream import distributed as tsd
+from tilestream.distributed.dispatch import trial
+from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.shards import Shards
+from tilestream.ops.publish import Publication, matmul_published
 
-#: M, N of one rank, K.
-GATHERS = [
-    (8192, 3584, 8192), (16384, 7168, 8192), (4096, 12288, 4096), (4096, 3584, 8192), (2048, 3584, 8192),
-    (8192, 1024, 8192), (1024, 3584, 8192), (256, 3584, 8192),
-]  # fmt: skip
-#: M, N, K of one rank.
-SCATTERS = [(8192, 8192, 3584), (16384, 8192, 7168), (4096, 4096, 12288), (4096, 8192, 3584), (2048, 8192, 3584)]
+BF16 = torch.bfloat16
+#: Chunks of a shard that are tried.
+CHUNKS = (1, 2, 4)
+#: Bytes that are written to flush L2.
+_FLUSH = 256 << 20
+#: Cycles in which the host issues a call: 3 ms and more.
+_PAUSE = 6_000_000
+#: Seconds that a call of ours may wait for a peer.
+_DEADLINE = 10.0
+
+Forms = dict[str, Callable[[], Any]]
 
 
-def bench(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Milliseconds: the largest over ranks of each function's median."""
-    for function in functions.values():
-        for _ in range(3):
-            function()
-    torch.cuda.synchronize()
-    dist.barrier()
+def gathers(world: int) -> list[tuple[int, int, int]]:
+    """M, N of one rank, K."""
+    return [
+        (8192, 3584, 8192), (8192, 14336 // world, 4096), (4096, 12288, 4096), (4096, 3584, 8192), (2048, 3584, 8192),
+        (8192, 1024, 8192), (1024, 3584, 8192), (256, 3584, 8192), (16384, 7168, 8192),
+    ]  # fmt: skip
+
+
+def scatters(world: int) -> list[tuple[int, int, int]]:
+    """M, N, K of one rank."""
+    return [
+        (8192, 8192, 3584), (8192, 4096, 14336 // world), (4096, 4096, 12288), (4096, 8192, 3584), (2048, 8192, 3584),
+        (256, 8192, 3584), (16384, 8192, 7168),
+    ]  # fmt: skip
+
+
+def everywhere(said: str) -> str:
+    """What the first rank that says anything says, on all of them: so they leave a form out together."""
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, said)
+    return next((f"rank {rank}: {x}" for rank, x in enumerate(heard) if x), "")
+
+
+def attempt(function: Callable[[], Any]) -> str:
+    """What went wrong on this rank, or nothing."""
+    try:
+        function()
+        torch.cuda.synchronize()
+        ts.check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def wrong(function: Callable[[], torch.Tensor], exact: torch.Tensor, errors: dict[str, float], name: str) -> str:
+    """What is wrong with a form's answer; its relative error goes to ``errors``."""
+
+    def check() -> None:
+        difference = function().double() - exact
+        errors[name] = float(f"{(difference.norm() / exact.norm()).item():.3g}")
+        if not errors[name] < 1e-2:
+            raise AssertionError(f"wrong answer: relative error {errors[name]}")
+
+    return everywhere(attempt(check))
+
+
+def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds: the largest over ranks of each function's median; and of what issuing it costs the host."""
+    flush = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
+    meet = torch.zeros(1, device="cuda")
+
+    def warm(function: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: [function() for _ in range(3)]
+
+    for name, function in list(functions.items()):
+        if failed := everywhere(attempt(warm(function))):
+            failures[name] = failed
+            del functions[name]
     times: dict[str, list[float]] = {name: [] for name in functions}
+    hosts: dict[str, list[float]] = {name: [] for name in functions}
+    shuffle, names = random.Random(0).shuffle, list(functions)  # on each rank the same
     for _ in range(rounds):
-        for name, function in functions.items():
-            dist.barrier()
-            torch.cuda.synchronize()
-            torch.cuda._sleep(2_000_000)  # what follows is issued before it begins: the host's cost is not in it
+        shuffle(names)
+        for name in names:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            dist.all_reduce(meet)  # so that no rank is still at the form before
+            torch.cuda.synchronize()
+            flush.zero_()
+            torch.cuda._sleep(_PAUSE)
+            dist.all_reduce(meet)
             begin.record()
-            function()
+            issue = time.perf_counter()
+            functions[name]()
+            hosts[name].append((time.perf_counter() - issue) * 1e3)
             end.record()
             torch.cuda.synchronize()
             times[name].append(begin.elapsed_time(end))
     ts.check()
-    out = {}
-    for name, samples in times.items():
-        worst = torch.tensor(statistics.median(samples), device="cuda")
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        out[name] = round(worst.item(), 4)
-    return out
+    medians = torch.tensor([[statistics.median(of[name]) for name in functions] for of in (times, hosts)]).cuda()
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    ms, host = ({name: round(x, 4) for name, x in zip(functions, row, strict=True)} for row in medians.tolist())
+    return ms, host
 
 
-def checked(name: str, function: Callable[[], torch.Tensor], exact: torch.Tensor) -> dict[str, float] | None:
-    """The relative Frobenius error, or None where the function cannot be had; raises where it is wrong."""
-    try:
-        got = function()
-        torch.cuda.synchronize()
-    except Exception as error:  # a peer that this torch, or this machine, does not have
-        if name.startswith("ours"):
-            raise
-        print(f"{name}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
-        return None
-    error = ((got.double() - exact).norm() / exact.norm()).item()
-    if not error < 1e-2:
-        raise AssertionError(f"{name}: wrong answer: relative error {error:.3g}")
-    return {"frobenius": error}
+def on_trial(fused: bool, chunks: int, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """``function``, with what the table would decide decided otherwise."""
+
+    def call() -> torch.Tensor:
+        with trial(fused, chunks):
+            return function()
+
+    return call
+
+
+def chunk_counts(rows: int) -> list[int]:
+    """Chunks to try: none so small that it has no whole tile of rows."""
+    return [c for c in CHUNKS if c == 1 or (rows // c >= 128 and rows % c == 0)]
+
+
+def gated(full: torch.Tensor, w: torch.Tensor, shards: Shards, rank: int) -> Callable[[], torch.Tensor]:
+    """Our matmul of rows that have all arrived, in chunk-major order behind a gate."""
+    arrival = shards.arrival(rank, device=str(full.device))
+
+    def call() -> torch.Tensor:
+        arrival.advance()
+        for chunk in range(arrival.num_chunks):
+            arrival.signal(chunk)
+        return ts.matmul(full, w, arrival=arrival)
+
+    return call
 
 
 def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     """One shape of all-gather + matmul."""
+    import torch.distributed._symmetric_memory as symmetric
+
     torch.manual_seed(rank)
-    a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
-    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16).t()
-    full = torch.empty(m, k, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(m // world, k, device="cuda").to(BF16)
+    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t()
+    full = torch.empty(m, k, device="cuda", dtype=BF16)
     name = dist.group.WORLD.group_name
     dist.all_gather_into_tensor(full, a)
     exact = full.double() @ w.double()
-    nothing = w[:, :8].contiguous()
+    narrow, little = w[:, :8].contiguous(), a[:1, :64].contiguous()
 
-    def nccl() -> torch.Tensor:
-        dist.all_gather_into_tensor(full, a)
-        return torch.mm(full, w)
+    def nccl(mm: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            dist.all_gather_into_tensor(full, a)
+            return mm(full, w)
 
-    candidates: dict[str, Callable[[], torch.Tensor]] = {
-        "nccl + mm": nccl,
+        return call
+
+    def ours(form: str = "auto") -> torch.Tensor:
+        return tsd.all_gather_matmul(a, w, form=form, deadline=_DEADLINE)
+
+    counts = chunk_counts(m // world)
+    forms: Forms = {
+        "nccl + mm": nccl(torch.mm),
+        "nccl + ours": nccl(ts.matmul),
         "torch fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [w], 0, name)[1][0],
-        "ours fused": lambda: tsd.all_gather_matmul(a, w, form="fused"),
-        "ours unfused": lambda: tsd.all_gather_matmul(a, w, form="unfused"),
-        "ours": lambda: tsd.all_gather_matmul(a, w),
+        "torch native": lambda: symmetric._fused_all_gather_matmul_native(a, w, name)[1],
+        "ours": ours,
+        **{f"fused {c}": on_trial(True, c, ours) for c in counts},
     }
-    errors = {which: checked(which, function, exact) for which, function in candidates.items()}
-    functions: dict[str, Callable[[], Any]] = {
+    alone: Forms = {
         "mm": lambda: torch.mm(full, w),
         "ours mm": lambda: ts.matmul(full, w),
+        **{f"gated {c}": gated(full, w, Shards.of(a.shape, 0, world, c), rank) for c in counts},
         "nccl": lambda: dist.all_gather_into_tensor(full, a),
-        "copies": lambda: tsd.all_gather_matmul(a, nothing, form="fused"),  # eight columns: the transfer is all
-        **{which: function for which, function in candidates.items() if errors[which] is not None},
+        "copies": lambda: tsd.all_gather_matmul(a, narrow, form="fused", deadline=_DEADLINE),
+        "handshake": lambda: tsd.all_gather_matmul(little, narrow[:64], form="fused", deadline=_DEADLINE),
     }
-    return summary({"op": "all_gather_matmul", "m": m, "n": n, "k": k}, bench(functions, rounds), errors, "copies")
+    plan = tsd.plan_all_gather_matmul(a, w)
+    shape = {"op": "all_gather_matmul", "m": m, "n": n, "k": k, "rows": m // world, "width": k}
+    return measured(shape, forms, alone, exact, plan, rounds)
+
+
+def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, rows: int) -> Callable[[], Any]:
+    """Our matmul that publishes chunks of so many rows, the next rank's first."""
+    chunks, epochs = out.shape[0] // rows, itertools.count(1)
+    publication = Publication(chunks, a.device)
+    pivot = (rank + 1) * (chunks // dist.get_world_size()) % chunks
+    return lambda: matmul_published(a, w, out, publication, next(epochs), rows, pivot)
 
 
 def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     """One shape of matmul + reduce-scatter."""
     torch.manual_seed(rank)
-    a = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16).t()
-    part = torch.empty(m // world, n, device="cuda", dtype=torch.bfloat16)
-    whole = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(m, k, device="cuda").to(BF16)
+    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t()
+    part = torch.empty(m // world, n, device="cuda", dtype=BF16)
+    whole = torch.empty(m, n, device="cuda", dtype=BF16)
     name = dist.group.WORLD.group_name
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
     exact = exact.chunk(world)[rank].clone()
 
-    def nccl() -> torch.Tensor:
-        torch.mm(a, w, out=whole)
-        dist.reduce_scatter_tensor(part, whole)
-        return part
+    def nccl(mm: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            mm(a, w, out=whole)
+            dist.reduce_scatter_tensor(part, whole)
+            return part
 
-    candidates: dict[str, Callable[[], torch.Tensor]] = {
-        "nccl + mm": nccl,
+        return call
+
+    counts = chunk_counts(m // world)
+
+    def ours(form: str = "auto") -> torch.Tensor:
+        return tsd.matmul_reduce_scatter(a, w, form=form, deadline=_DEADLINE)
+
+    forms: Forms = {
+        "nccl + mm": nccl(torch.mm),
+        "nccl + ours": nccl(ts.matmul),
         "torch fused": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, w, "sum", 0, name),
-        "ours": lambda: tsd.matmul_reduce_scatter(a, w),
+        "ours": ours,
+        **{f"fused {c}": on_trial(True, c, ours) for c in counts},
     }
-    errors = {which: checked(which, function, exact) for which, function in candidates.items()}
-    functions: dict[str, Callable[[], Any]] = {
+    alone: Forms = {
         "mm": lambda: torch.mm(a, w, out=whole),
         "ours mm": lambda: ts.matmul(a, w),
+        **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts},
         "nccl": lambda: dist.reduce_scatter_tensor(part, whole),
-        **{which: function for which, function in candidates.items() if errors[which] is not None},
     }
-    return summary({"op": "matmul_reduce_scatter", "m": m, "n": n, "k": k}, bench(functions, rounds), errors, "nccl")
+    plan = tsd.plan_matmul_reduce_scatter(a, w)
+    shape = {"op": "matmul_reduce_scatter", "m": m, "n": n, "k": k, "rows": m // world, "width": n}
+    return measured(shape, forms, alone, exact, plan, rounds)
 
 
-def summary(shape: dict[str, Any], ms: dict[str, float], errors: dict[str, Any], alone: str) -> dict[str, Any]:
+def measured(
+    shape: dict[str, Any], forms: Forms, alone: Forms, exact: torch.Tensor, plan: DistributedPlan, rounds: int
+) -> dict[str, Any]:
     """A row: times, the floor, and what share of the way to it was won."""
-    floor = max(min(ms["mm"], ms["ours mm"]), min(ms["nccl"], ms[alone]))
-    best = min(ms[name] for name in ("nccl + mm", "torch fused") if name in ms)
-    ours = ms["ours"]
-    return {
-        **shape, "ms": ms, "errors": errors, "floor": floor, "best": best, "ratio": round(best / ours, 4),
-        "win": round((best - ours) / max(best - floor, 1e-6), 4),
+    errors: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for name, function in list(forms.items()):
+        if failed := wrong(function, exact, errors, name):
+            failures[name] = failed
+            del forms[name]
+    ms, host = bench({**alone, **forms}, rounds, failures)
+    row = {
+        **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "why": plan.decision.why,
+        "ms": ms, "host ms": host, "errors": errors, "failures": failures,
     }  # fmt: skip
+    others = [ms[name] for name in ("nccl + mm", "torch fused", "torch native") if name in ms]
+    if others and "ours" in ms:
+        row |= judged(shape, ms, min(others))
+    return row
 
 
-def rank_main(rank: int, world: int, where: str, path: str, op: str, rounds: int, limit: int) -> None:
+def judged(shape: dict[str, Any], ms: dict[str, float], best: float) -> dict[str, float]:
+    """``floor``, ``best``, ``ratio`` and ``win``: see the module."""
+    matmul = min(ms[name] for name in ("mm", "ours mm") if name in ms)
+    tile = matmul * min(1.0, 132 * 128 * 256 / (shape["m"] * shape["n"]))
+    handshake = ms.get("handshake", 0.0)
+    transfer = min(ms["nccl"], ms.get("copies", ms["nccl"]) - handshake)
+    floor = max(matmul, transfer + tile) + handshake
+    ours = ms["ours"]
+    row = {"floor": round(floor, 4), "best": best, "ratio": round(best / ours, 4)}
+    # Of few rows the best of the others may be below the floor: a call's least latency is in it. Then no share is told.
+    return row | ({"win": round((best - ours) / (best - floor), 4)} if best > floor else {})
+
+
+def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) -> None:
     """One rank."""
+    import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
+
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world)
-    rows = []
-    work = [(gather_row, shape) for shape in GATHERS if op != "scatter"]
-    work += [(scatter_row, shape) for shape in SCATTERS if op != "gather"]
-    for row, (m, n, k) in work[:limit]:
-        rows.append(row(m, n, k, world, rank, rounds))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    record = GpuRecord(f"gpu_all_gather_x{world}", Path(arguments.into), world=world) if rank == 0 else None
+    work = [(gather_row, shape) for shape in gathers(world) if arguments.op != "scatter"]
+    work += [(scatter_row, shape) for shape in scatters(world) if arguments.op != "gather"]
+    for make_row, (m, n, k) in work[: arguments.shapes]:
+        row = make_row(m, n, k, world, rank, arguments.rounds)
         torch.cuda.empty_cache()
-        if rank == 0:
-            print(rows[-1], flush=True)
-            gpu_record(Path(path).stem, rows, Path(path), world=world)
-    if rank == 0:
-        plan = tsd.plan_all_gather_matmul(
-            torch.empty(1024, 8192, device="cuda", dtype=torch.bfloat16),
-            torch.empty(8192, 3584, device="cuda", dtype=torch.bfloat16),
-        )
-        print(plan.explain(), flush=True)
+        if record is not None:
+            record.rows.append(row)
+            record.write()
+            print({name: value for name, value in row.items() if name not in ("errors", "why")}, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     """All ranks."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("result", nargs="?", default="")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=["gather", "scatter", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", type=int, default=1000, help="at most so many")
+    parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
     arguments = parser.parse_args()
     world = torch.cuda.device_count()
-    result = arguments.result or str(Path(__file__).parent / "results" / f"gpu_all_gather_x{world}.json")
     with tempfile.TemporaryDirectory() as folder:
-        where = os.path.join(folder, "store")  # noqa: PTH118
-        args = (world, where, result, arguments.op, arguments.rounds, arguments.shapes)
-        mp.spawn(rank_main, args=args, nprocs=world)
+        mp.spawn(rank_main, args=(world, f"{folder}/store", arguments), nprocs=world)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,10 @@ class Stream:
     def query(self) -> bool:
         return self.done == self.issued
 
+    def synchronize(self) -> None:
+        self.run()
+        assert self.query(), "waits for ever"
+
     def wait_event(self, event: Event) -> None:
         if event.at is not None:
             self.give(event.at)

@@ -4,66 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
-import types
 from collections.abc import Callable
 
 import pytest
 import torch
+from fake_ranks import Member, Memory, look, pretend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals
-from tilestream.distributed import copy_engines, protocol
+from tilestream.distributed import copy_engines, protocol, turns
 from tilestream.distributed.copy_engines import Gatherer
 from tilestream.distributed.shards import Shards
-from tilestream.distributed.symmetric import LINE
 from tilestream.distributed.whole import Whole
 from tilestream.runtime.errors import GroupBroken
 from tilestream.runtime.record import EXPIRED, Record, op_number
-
-
-class Memory:
-    """Each rank's slots and words, in one process."""
-
-    def __init__(self, ranks: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots = [torch.full((protocol.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
-        self.words = [torch.zeros((ranks + 1) * LINE, dtype=torch.uint8) for _ in range(ranks)]
-        self.ranks = ranks
-
-    def of(self, rank: int) -> types.SimpleNamespace:
-        def slot(of: int, number: int) -> torch.Tensor:
-            return self.slots[of][number * self.slot_bytes : (number + 1) * self.slot_bytes]
-
-        def flag(of: int, writer: int) -> int:
-            return self.words[of].data_ptr() + writer * LINE
-
-        abort = flag(rank, self.ranks)
-        return types.SimpleNamespace(
-            slot_bytes=self.slot_bytes, slot=slot, flag=flag, abort=lambda of: flag(of, self.ranks),
-            aborted=lambda: bool(ctypes.c_int32.from_address(abort).value),
-        )  # fmt: skip
-
-
-class Member:
-    """As `members.Member`, as far as a gatherer asks."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.name, self.why = rank, world, "tp", None
-
-    @property
-    def broken(self) -> bool:
-        return self.why is not None
-
-    def check(self) -> None:
-        if self.why:
-            raise GroupBroken(self.name, self.why)
-
-    def break_(self, why: str) -> None:
-        self.why = self.why or why
 
 
 class Rank:
@@ -75,7 +32,7 @@ class Rank:
         self.calling = cuda.stream()
         self.over: set[int] = set()  # calls whose kernel has expired
         self.records: list[Callable[[], None]] = []  # what is done when that is raised
-        self.calls: list[torch.Tensor] = []
+        self.calls: list[int] = []
         self.results: dict[int, torch.Tensor | None] = {}
         with cuda.on(self.calling):
             self.gatherer = Gatherer(self.member, DEVICE, memory.of(rank))
@@ -93,15 +50,16 @@ class Rank:
         return torch.full((s.batches, s.rows, s.width), 100.0 * rank + call)
 
     def call(self, whole: torch.Tensor | None = None) -> None:
-        """The next call: a kernel that hands in what is gathered, or None where it has expired."""
+        """The next call: a kernel that hands in what is gathered, or None where it has expired.
+
+        What is gathered stands in ``whole``; in a slot, where there is none.
+        """
         number = len(self.calls) + 1
-        if whole is None:
-            whole = torch.full(self.shards.shape, float("nan"))
-        self.calls.append(whole)
+        self.calls.append(number)
         calling = self.calling
 
-        def kernel(arrival: Arrival) -> list[torch.Tensor]:
-            words = arrival._signals.use()
+        def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
+            words, whole = arrival._signals.use(), gathered.data
 
             def ended() -> bool:
                 state = words.words.tolist()
@@ -117,7 +75,7 @@ class Rank:
 
         mine = Whole(self.data(self.rank, number), None)
         with self.cuda.on(self.calling):
-            self.gatherer.issue(self.shards, mine, Whole(whole, None), kernel)
+            self.gatherer.issue(self.shards, mine, None if whole is None else Whole(whole, None), kernel)
 
     def expected(self, call: int) -> torch.Tensor:
         return torch.stack([self.data(r, call) for r in range(self.member.world)], 1)
@@ -126,39 +84,10 @@ class Rank:
 @contextlib.contextmanager
 def world(ranks: int, shards: Shards):
     with fake_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
-
-        def write(stream: int, address: int, value: int) -> None:
-            cuda.streams[stream].give(lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
-
-        def wait(stream: int, address: int, value: int) -> None:
-            cuda.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
-
-        @contextlib.contextmanager
-        def at_once(device):
-            stream = cuda.stream()
-            with cuda.on(stream):
-                yield stream
-            stream.run()
-
-        patch.setattr(copy_engines, "stream_write", write)
-        patch.setattr(copy_engines, "stream_wait", wait)
-        patch.setattr(copy_engines, "copy_across", cuda._copy)
+        pretend(cuda, patch)
         patch.setattr(copy_engines, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
-        patch.setattr(copy_engines, "aside", at_once)
-        # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
-        patch.setattr(copy_engines, "lend_to", lambda borrower, device: cuda.stream())
-        patch.setattr(copy_engines, "LOOK_SECONDS", 0.01)
-        # While the watchdog sleeps the device runs.
-        clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
-        patch.setattr(copy_engines, "time", clock)
-        memory = Memory(ranks, 4 * shards.batches * shards.rows * shards.width)
+        memory = Memory(ranks, 4 * shards.total * shards.width)
         yield cuda, [Rank(cuda, memory, rank, shards) for rank in range(ranks)]
-
-
-def look(rank: Rank) -> None:
-    """The watchdog, as often as it takes to be sure."""
-    for _ in range(copy_engines._LOOKS + 1):
-        rank.gatherer.look()
 
 
 SHARDS = (Shards(1, 2, 3, 2), Shards(1, 3, 3, 2, parts=2), Shards(2, 2, 3, 1))
@@ -175,7 +104,8 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shar
             # The host of a real rank would wait where its side stream is further behind.
             room = len(rank.gatherer._underway()) <= protocol.AHEAD
             if what == 0 and len(rank.calls) < calls and room:
-                rank.call()
+                own = data.draw(st.booleans())
+                rank.call(torch.full(shards.shape, float("nan")) if own else None)
             else:
                 (rank.calling if what == 1 else rank.side).run(data.draw(st.integers(1, 3)))
             if data.draw(st.integers(0, 9)) == 0:
@@ -186,7 +116,7 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shar
         for rank in ranks:
             for call in range(1, calls + 1):
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
-            look(rank)
+            look(rank.gatherer)
             assert not rank.member.broken, "a watchdog saw what is not there"
 
 
@@ -202,7 +132,7 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
             elif what == 2 and rank.calls:
                 rank.over.add(len(rank.calls))  # its kernel's deadline has passed, if it still waits
             elif what == 3:
-                look(rank)
+                look(rank.gatherer)
             else:
                 (rank.calling if what % 2 else rank.side).run(data.draw(st.integers(1, 4)))
         for rank in ranks:  # at last every deadline passes, and every watchdog looks
@@ -210,7 +140,7 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
         for _ in range(8):
             cuda.run()
             for rank in ranks:
-                look(rank)
+                look(rank.gatherer)
         for rank in ranks:
             assert rank.calling.query(), "stuck"
             assert rank.side.query(), "stuck"
@@ -303,7 +233,7 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
         cuda.run()
         assert first.results[2] is None
         assert not first.side.query()
-        look(first)
+        look(first.gatherer)
         cuda.run()
         assert first.side.query(), "let go"
         assert first.calling.query()
@@ -312,7 +242,7 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
             first.call()
         second.call()  # it has not heard yet
-        look(second)
+        look(second.gatherer)
         cuda.run()
         assert second.side.query()
         assert second.calling.query()
@@ -321,11 +251,24 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
         assert second.results[1].equal(second.expected(1))
 
 
+def test_a_kernel_that_could_wait_longer_is_told_though_its_signals_are_issued():
+    with world(2, SHARDS[0]) as (cuda, (first, _)):
+        first.call()
+        first.call()
+        first.over.add(1)  # of the second call the deadline has not passed
+        cuda.run()
+        look(first.gatherer)
+        cuda.run()
+        assert first.results == {1: None, 2: None}
+        assert first.side.query()
+        assert first.calling.query()
+
+
 def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
     shards = Shards(1, 2, 3, 2, parts=2)
     with world(2, shards) as (_, ranks):
         ranks[0].call()
-        signals = ranks[0].gatherer._calls[0].arrival._signals
+        signals = next(iter(ranks[0].gatherer._arrivals.values()))._signals
         assert not ranks[0].member.broken
         record = Record(EXPIRED, op_number("all_gather_matmul"), 5, 0, 3, signals.key, 1, 7, -1, 1, 3, 10**9, 10**9)
         error = record.error()
@@ -340,7 +283,7 @@ def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
 def test_looks_at_several_calls_do_not_add_up():
     with world(2, SHARDS[0]) as (cuda, ranks):
         first, second = ranks
-        for _ in range(copy_engines._LOOKS + 2):
+        for _ in range(turns.LOOKS + 2):
             for rank in ranks:
                 rank.call()
             # The moment in which a kernel has ended, and the event behind its last chunk has not been recorded.
@@ -352,7 +295,7 @@ def test_looks_at_several_calls_do_not_add_up():
             patched.undo()
             cuda.run()
         assert not first.member.broken
-        assert len(first.results) == len(second.results) == copy_engines._LOOKS + 2
+        assert len(first.results) == len(second.results) == turns.LOOKS + 2
 
 
 def test_a_late_rank_is_not_taken_for_a_lost_one():
@@ -360,7 +303,7 @@ def test_a_late_rank_is_not_taken_for_a_lost_one():
         first, second = ranks
         first.call()
         cuda.run()
-        look(first)
+        look(first.gatherer)
         assert not first.member.broken
         second.call()
         cuda.run()

@@ -75,6 +75,22 @@ def test_every_shape_has_a_decision_and_always_the_same(m, n, k, world, device, 
     assert decision.fused or decision.chunks == 1
 
 
+@pytest.mark.parametrize(("rows", "chunks"), [(4096, 4), (4098, 3), (4097, 1), (0, 4), (2, 2)])
+def test_chunks_of_one_size_are_as_many_as_divide_the_rows(rows, chunks):
+    decision = dispatch.Decision(True, 4, "measured, say", measured=True)
+    assert decision.alike(rows) == replace(decision, chunks=chunks)
+
+
+def test_a_trial_overrules_the_table_and_no_caller():
+    case = gather(8192, 3584, 8192, 2)
+    before = decide(case)
+    with dispatch.trial(True, 4):
+        assert (decide(case).fused, decide(case).chunks) == (True, 4)
+        assert not decide(case, "unfused").fused
+        assert decide(gather(2, 8, 8, 2)).chunks == 1, "no more chunks than rows"
+    assert decide(case) == before
+
+
 def test_the_tables_hash_is_of_what_is_in_it(monkeypatch):
     before = dispatch.table_hash()
     assert len(before) == 16

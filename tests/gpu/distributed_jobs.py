@@ -13,6 +13,7 @@ import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
 from tilestream.distributed.members import member_of
+from tilestream.distributed.protocol import SLOTS
 
 BF16 = torch.bfloat16
 
@@ -33,9 +34,16 @@ def raised(call) -> str:
 
 
 def poison() -> None:
-    """NaN in what the next call gathers into, if it uses it again."""
-    for buffer in member_of("test", None)._buffers.values():
-        buffer.view(BF16)[: buffer.numel() // 2].fill_(float("nan"))
+    """NaN in the slots, while nobody is at a call."""
+    member = member_of("test", None)
+    torch.cuda.synchronize()
+    dist.barrier()
+    for turns in (member.gatherer, member.scatterer):
+        if turns is not None and turns.memory.slot_bytes:
+            for slot in range(SLOTS):
+                turns.memory.slot(member.rank, slot).view(BF16).fill_(float("nan"))
+    torch.cuda.synchronize()
+    dist.barrier()
 
 
 def gathers(rank, world, cases):
@@ -54,15 +62,17 @@ def gathers(rank, world, cases):
             scale_a, scale_whole = of[rank], torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
             one = scaled == "tensor"
             scale_b = [random(80 + i, 1 if one else n, dtype=torch.float32).abs() + 0.5 for i, n in enumerate(columns)]
-        for _ in range(2):
+        for return_a in (True, False, True, False):
             poison()
-            a, outs = tsd.all_gather_matmul(
+            outs = tsd.all_gather_matmul(
                 shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form,
-                return_a=True, deadline=20, **options,
+                return_a=return_a, deadline=20, **options,
             )  # fmt: skip
             torch.cuda.synchronize()
             ts.check()
-            assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
+            if return_a:
+                a, outs = outs
+                assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
             for i, out in enumerate(outs):
                 maths = Maths(
                     whole.flatten(0, -2), bs[i], bias=None if biases is None else biases[i],
@@ -155,15 +165,18 @@ def streams(rank, world):
 
 
 def captures(rank, world):
-    """Under capture: unfused, and the plan says why; replays are right."""
+    """Under capture: unfused, and the plans say why; replays are right."""
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
     mine = whole[128 * rank : 128 * rank + 128].clone()
     tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks agree before
+    tsd.matmul_reduce_scatter(whole, b, form="unfused", deadline=20)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         said = tsd.plan_all_gather_matmul(mine, b, form="fused").explain()
+        said += tsd.plan_matmul_reduce_scatter(whole, b, form="fused").explain()
         out = tsd.all_gather_matmul(mine, b, form="unfused")
+        tsd.matmul_reduce_scatter(whole, b, form="unfused")
     for i in range(3):
         other = random(70 + i, 128 * world, 256)
         mine.copy_(other[128 * rank : 128 * rank + 128])
@@ -189,39 +202,139 @@ def neighbour(rank, world):
     return all(torch.allclose(out.float(), (whole @ b).float(), atol=2.0) for out in outs)
 
 
-def scatters(rank, world):
-    """The sum of all ranks' products, twice with the same bits."""
-    shape = (128 * world, 256)
-    inputs = [(random(10 * r + 3, *shape), random(10 * r + 4, 256, 192)) for r in range(world)]
-    a, b = inputs[rank]
-    outs = [tsd.matmul_reduce_scatter(a, b, deadline=20) for _ in range(2)]
-    exact = sum(x.double() @ y.double() for x, y in inputs).chunk(world)[rank]
-    theirs = torch.empty(128, 192, device="cuda", dtype=BF16)
-    parts = (a @ b).contiguous()
-    dist.reduce_scatter(theirs, list(parts.chunk(world)))
-    ulp = torch.finfo(BF16).eps * exact.abs().max()
-    assert (outs[0].double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + ulp
-    return outs[0].equal(outs[1])
+def scatters(rank, world, cases):
+    """Each case against the exact sum, by the error rule beside NCCL's; twice, with the same bits."""
+    for shape, dim, n, dtype, form, extra in cases:
+        dtype, extra = getattr(torch, dtype), dict(extra)
+        shape = [extent * world if i == dim else extent for i, extent in enumerate(shape)]
+        inputs = [(random(10 * r + 3, *shape, dtype=dtype), random(10 * r + 4, n, shape[-1], dtype=dtype).t())
+                  for r in range(world)]  # fmt: skip
+        a, b = inputs[rank]
+        options = {"reduce_op": extra.get("reduce_op", "sum"), "form": form, "deadline": 20}
+        bias = random(5, n, dtype=torch.float32) if extra.get("bias") else None
+        scales = (None, None)
+        if extra.get("scaled"):
+            rows = (1,) if extra["scaled"] == "tensor" else (*shape[:-1], 1)
+            one = extra["scaled"] == "tensor"
+            scales = (
+                random(7, *rows, dtype=torch.float32).abs() + 0.5,
+                torch.rand(1, 1 if one else n, device="cuda") + 1,
+            )
+            dist.broadcast(scales[1], 0)
+        products = [x.double() @ y.double() for x, y in inputs]
+        for scale in scales:
+            products = products if scale is None else [x * scale.double() for x in products]
+        rounded = [x.to(BF16 if dtype.itemsize == 1 else dtype) for x in products]
+        exact, theirs = sum(products), sum(x.float() for x in rounded)
+        if options["reduce_op"] == "avg":
+            exact, theirs = exact / world, theirs / world
+        if bias is not None:
+            exact, theirs = exact + bias.double(), theirs + bias
+        exact, theirs = (x.chunk(world, dim)[rank] for x in (exact, theirs.to(rounded[0].dtype).double()))
+        outs = []
+        for _ in range(2):
+            poison()
+            outs.append(
+                tsd.matmul_reduce_scatter(
+                    a, b, scatter_dim=dim, bias=bias, scale_a=scales[0], scale_b=scales[1], **options
+                )
+            )
+            torch.cuda.synchronize()
+            ts.check()
+        ulp = torch.finfo(outs[0].dtype).eps * exact.abs().max()
+        assert outs[0].shape == exact.shape
+        error, bound = (outs[0].double() - exact).abs().max(), 2 * (theirs - exact).abs().max() + ulp
+        assert error <= bound, (shape, dim, dtype, form, error.item(), bound.item())
+        assert outs[0].equal(outs[1]), (shape, dim, form)
+    return tsd.plan_matmul_reduce_scatter(random(1, 256, 256), random(2, 256, 256), form="fused").explain()
+
+
+def adds_up(rank, world, count):
+    """Many sums without a barrier between, each of other data; ranks are late in turn, on the host or on the GPU."""
+    b = random(1, 256, 192)
+    inputs = [[random(1000 + 10 * i + r, 160 * world, 256) for r in range(world)] for i in range(8)]
+    expected = [sum(x.float() @ b.float() for x in of)[160 * rank : 160 * rank + 160] for of in inputs]
+    first, wrong = {}, torch.zeros((), device="cuda")
+    for i in range(count):
+        if i % 16 == rank:
+            time.sleep(0.002)
+        if i % 16 == 8 + rank:
+            torch.cuda._sleep(2_000_000)
+        out = tsd.matmul_reduce_scatter(inputs[i % 8][rank], b, form="fused", deadline=20)
+        error = (out.float() - expected[i % 8]).abs().max()
+        # The same bits each time, too.
+        same = (out == first.setdefault(i % 8, out)).all()
+        wrong = torch.maximum(wrong, torch.where(error.isnan() | ~same, torch.inf, error))
+    torch.cuda.synchronize()
+    ts.check()
+    return wrong.item()
+
+
+def blocks(rank, world, count):
+    """A gather and a sum in turn, as a layer has them, without a barrier between."""
+    x = [random(20 + r, 64, 256) for r in range(world)]
+    w1 = [random(40 + r, 256, 128) / 16 for r in range(world)]
+    w2 = [random(60 + r, 128, 256) / 16 for r in range(world)]
+    whole = torch.cat(x)
+    expected = sum(((whole @ a).relu() @ b).float() for a, b in zip(w1, w2, strict=True))[64 * rank : 64 * rank + 64]
+    outs = []
+    for i in range(count):
+        if i % 8 == rank:
+            torch.cuda._sleep(1_000_000)
+        up = tsd.all_gather_matmul(x[rank], w1[rank], activation="relu", form="fused", deadline=20)
+        outs.append(tsd.matmul_reduce_scatter(up, w2[rank], form="fused", deadline=20))
+    torch.cuda.synchronize()
+    ts.check()
+    return max((out.float() - expected).abs().max().item() for out in outs)
+
+
+def sum_expires(rank, world, killed):
+    """The last rank does not come, or dies: the others' sums are NaN at the deadline, and their GPUs work on."""
+    a, b = random(rank, 128 * world, 256), random(99, 256, 256)
+    for _ in range(3):
+        tsd.matmul_reduce_scatter(a, b, form="fused", deadline=20)
+    torch.cuda.synchronize()
+    if rank == world - 1:
+        if killed:
+            os._exit(0)
+        time.sleep(4)
+        return "", "", True, 0.0
+    begin = time.monotonic()
+    out = tsd.matmul_reduce_scatter(a, b, form="fused", deadline=0.5)
+    torch.cuda.synchronize()
+    waited = time.monotonic() - begin
+    first = raised(ts.check)
+    assert out.isnan().all(), "a sum without one of its parts is NaN"
+    again = ts.matmul(a, b)
+    torch.cuda.synchronize()
+    assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"
+    second = raised(lambda: tsd.matmul_reduce_scatter(a, b, deadline=5))
+    return first, second, again.isfinite().all().item(), waited
 
 
 def forgets(rank, world):
-    """Nothing of ours keeps a destroyed group; its watchdog has left."""
+    """Nothing of ours keeps a destroyed group; its watchdogs have left. Returns what is left, and who holds it."""
     import gc
     import weakref
 
+    def watchdogs():
+        return sum(t.name == "tilestream-watchdog" for t in threading.enumerate())
+
+    before = watchdogs()
     group = dist.new_group(list(range(world)))
     tsd.all_gather_matmul(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
+    tsd.matmul_reduce_scatter(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
     torch.cuda.synchronize()
-    member = weakref.ref(member_of("test", group))
+    member, weakly = weakref.ref(member_of("test", group)), weakref.ref(group)
     dist.barrier()
     dist.destroy_process_group(group)
     del group
     end = time.monotonic() + 10
-    while member() is not None and time.monotonic() < end:
+    while (member() is not None or watchdogs() > before) and time.monotonic() < end:
         gc.collect()
         time.sleep(0.05)
-    left = [t.name for t in threading.enumerate() if t.name == "tilestream-watchdog"]
-    return member() is None, left
+    held = [] if weakly() is None else [str(type(x)) + str(x)[:200] for x in gc.get_referrers(weakly())]
+    return member() is None, watchdogs() - before, held
 
 
 def torch_compiles(rank, world):
@@ -243,3 +356,129 @@ def torch_compiles(rank, world):
         ts.check()
         error = ((out - expected).float().norm() / expected.float().norm()).item()
         return error, [str(site) for site in handle.report()]
+
+
+def torch_shapes(rank, world):
+    """torch's fused ops, called as its own tests for them call them, beside its implementation by plain collectives."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group, ops = dist.group.WORLD, torch.ops.symm_mem
+    name, done = group.group_name, []
+
+    def near(ours, theirs, what):
+        assert ours.shape == theirs.shape, (what, ours.shape, theirs.shape)
+        assert ours.dtype == theirs.dtype, what
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < (1e-5 if theirs.dtype == torch.float32 else 1e-2), (what, error.item())
+        done.append(what)
+
+    batch, m, n, k = 8, 64, 16, 32
+    with tsd.async_tp(group) as handle:
+        for dim in (0, 1):
+            for dtype in (torch.float32, BF16):
+                a = random(42 + rank, batch, m // world, k, dtype=dtype)
+                bs = [random(50 + 7 * rank + i, k, n, dtype=dtype) for i in range(3)]
+                whole, outs = ops.fused_all_gather_matmul(a, bs, dim, name)
+                their_whole, their_outs = symmetric._fused_all_gather_matmul_fallback(a, bs, dim, name)
+                assert whole.equal(their_whole)
+                for mine, theirs in zip(outs, their_outs, strict=True):
+                    near(mine, theirs, f"all_gather_matmul, dim {dim}, {dtype}")
+                a, b = random(60 + rank, batch * world, m * world, k, dtype=dtype), random(70, k, n, dtype=dtype)
+                near(
+                    ops.fused_matmul_reduce_scatter(a, b, "avg", dim, name),
+                    symmetric._fused_matmul_reduce_scatter_fallback(a, b, "avg", dim, name),
+                    f"matmul_reduce_scatter, dim {dim}, {dtype}",
+                )
+            fp8 = torch.float8_e4m3fn
+            a = random(42 + rank, batch, m // world, k, dtype=fp8)
+            bs = [random(80 + i, n, k, dtype=fp8).t() for i in range(3)]
+            for rows in (False, True):
+                scale = torch.full((batch, m // world, 1), 0.1, device="cuda") if rows else torch.tensor(0.1).cuda()
+                scales = [torch.full((1, n), 0.1, device="cuda") if rows else torch.tensor(0.1).cuda() for _ in bs]
+                how = (scales, dim, name, [None] * 3, [None] * 3, [BF16] * 3, [False] * 3)
+                whole, outs = ops.fused_all_gather_scaled_matmul(a, bs, scale, *how)
+                exact = whole.double()
+                for mine, b in zip(outs, bs, strict=True):
+                    near(mine, (exact @ b.double() * 0.01).to(BF16), f"all_gather_scaled_matmul, {dim}, {rows}")
+        return done, [str(site) for site in handle.report()]
+
+
+def llama(rank, world):
+    """A small Llama of torch's own parallel styles: losses as they are, and compiled on ours; the sites."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    dim, heads, hidden, length = 512, 8, 1024, 512
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (w(x).unflatten(-1, (-1, dim // heads)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.wo(out.transpose(1, 2).flatten(2))
+
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w3 = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+            self.w2 = nn.Linear(hidden, dim, bias=False)
+
+        def forward(self, x):
+            return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+            self.attention, self.mlp = Attention(), Mlp()
+
+        def forward(self, x):
+            x = x + self.attention(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+
+    mesh = init_device_mesh("cuda", (world,))
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    styles = {
+        "norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole, "mlp": whole,
+        **{f"attention.w{x}": ColwiseParallel() for x in "qkv"},
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp.w1": ColwiseParallel(), "mlp.w3": ColwiseParallel(), "mlp.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }  # fmt: skip
+
+    def losses(compiled):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = nn.Sequential(Block(), Block()).to(BF16)
+        for block in model:
+            parallelize_module(block, mesh, dict(styles))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        step = torch.compile(model) if compiled else model
+        said = []
+        for i in range(10):
+            x = random(100 + i % 3, 1, length, dim).chunk(world, 1)[rank].contiguous()
+            loss = (step(x).float() - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            said.append(total.item() / world)
+        return said
+
+    plain = losses(False)
+    with tsd.async_tp() as handle:
+        ours = losses(True)
+        torch.cuda.synchronize()
+        ts.check()
+        return plain, ours, [str(site) for site in handle.report()]

@@ -1,7 +1,7 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [tests] [arrival] [benchmarks]``: needs a GPU only to ask what it is, where there is
-none it is taken to be an H100.
+``python tests/gpu/precompile.py [tests] [schedules] [arrival] [benchmarks] [distributed]``: needs a GPU only to ask
+what it is, where there is none it is taken to be an H100.
 Whatever is left out here is compiled when it is launched: nothing but time depends on this.
 """
 
@@ -197,11 +197,67 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
         yield job(device, Case(*shape[:3], E4M3, "nt", scales=scales, fast_accum=fast))
 
 
+def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_publish`, of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
+
+    Between as many ranks as there are GPUs.
+    """
+    import test_gpu_publish as publish
+    import torch
+
+    import gpu_all_gather as bench
+
+    world = max(2, torch.cuda.device_count())
+    for rows, n, k, layout in (
+        (96, 256, 256, "nn"), (256, 256, 256, "nn"), (128, 256, 256, "nn"), (512, 512, 512, "nn"), (1, 256, 256, "nt"),
+        (256, 256, 256, "nt"), (200, 136, 512, "nt"), (200, 72, 512, "nt"), (4096, 128, 4096, "nt"),
+    ):  # fmt: skip
+        more = {"bias": True, "activation": "gelu"} if rows == 200 else {}
+        for chunks in (1, 2) if rows == 4096 else (1,):
+            yield gathered(device, world, rows, n, k, chunks, layout, **more)
+        yield job(device, Case(world * rows, n, k, layout=layout, **more))
+    for m, n, k in bench.gathers(world):
+        for chunks in bench.chunk_counts(m // world):
+            yield gathered(device, world, m // world, n, k, chunks)
+            yield gathered(device, world, m // world, 8, k, chunks, "nn")
+        yield job(device, Case(m, n, k, layout="nt"))
+    for m, n, k in bench.scatters(world):
+        yield job(device, Case(m, n, k, layout="nt"))
+        for chunks in bench.chunk_counts(m // world):
+            yield published(device, m, n, k, m // world // chunks)
+    for rows, n, k, layout in ((160, 192, 256, "nn"), (256, 256, 256, "nt"), (64, 256, 128, "nn")):
+        yield published(device, world * rows, n, k, rows, layout)
+    for m, n, k, rows, _ in publish.CASES:
+        yield published(device, m, n, k, rows)
+
+
+def gathered(
+    device: DeviceProperties, world: int, rows: int, n: int, k: int, chunks: int, layout: str = "nt", **more: Any
+) -> Job | None:
+    """What a gather of so many rows a rank launches."""
+    from tilestream.distributed.shards import Shards
+
+    shards = Shards(1, world, rows, k, chunks)
+    uniform = rows % chunks == 0
+    chunking = Chunks.uniform(shards.total, rows // chunks) if uniform else Chunks(shards.bounds())
+    return job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
+
+
+def published(device: DeviceProperties, m: int, n: int, k: int, rows: int, layout: str = "nt") -> Job | None:
+    """What a matmul launches that publishes chunks of so many rows."""
+    made = job(device, Case(m, n, k, layout=layout))
+    if made is None:
+        return None
+    problem = replace(made.plan.problem, publishes=Incoming(Chunks.uniform(m, rows)))
+    return made._replace(plan=plan_problem(problem, device=device, backend="hopper"))
+
+
 SECTIONS = {
     "tests": (of_matmul_tests, of_hopper_tests),
     "schedules": (of_schedule_tests,),
     "arrival": (of_arrival_tests, of_hopper_arrival_tests),
     "benchmarks": (of_benchmarks,),
+    "distributed": (of_distributed,),
 }
 
 

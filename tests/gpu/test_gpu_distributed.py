@@ -89,13 +89,40 @@ def test_capture_is_unfused_and_says_why(ranks):
 
 
 def test_nothing_keeps_a_destroyed_group(ranks):
-    assert ranks.run(2, jobs.forgets, bound=120, seconds=60) == [(True, [])] * 2
+    assert ranks.run(2, jobs.forgets, bound=120, seconds=60) == [(True, 0, [])] * 2
 
 
-def test_scatter_sums_what_torch_does(ranks):
-    if SHARED:
-        pytest.skip("the comparison is NCCL's")
-    assert all(ranks.run(2, jobs.scatters, bound=120, seconds=60))
+def sums(form):
+    """(shape of a rank's part, scatter_dim, N, dtype, form, more)."""
+    yield (256, 256), 0, 256, "bfloat16", form, {}
+    yield (200, 512), 0, 136, "bfloat16", form, {"bias": True, "reduce_op": "avg"}
+    yield (1, 256), 0, 64, "bfloat16", form, {}
+    yield (3, 130, 256), 1, 256, "float16", form, {}
+    yield (100, 129), 0, 100, "bfloat16", form, {}  # what TMA does not address
+    yield (128, 256), 0, 256, "float8_e4m3fn", form, {"scaled": "row"}
+    yield (2, 64, 256), 1, 128, "float8_e4m3fn", form, {"scaled": "tensor"}
+    yield (4096, 256), 0, 4096, "bfloat16", form, {}
+
+
+@pytest.mark.parametrize("form", ["fused", "unfused"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_what_torch_does(ranks, world, form):
+    if SHARED and form == "unfused":
+        pytest.skip("gloo adds in another order")
+    said = ranks.run(world, jobs.scatters, list(sums(form)), bound=240, seconds=60)
+    assert all("fused: transfer and matmul overlap, by symmetric memory" in text for text in said), said[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_without_a_barrier(ranks, world):
+    wrong = ranks.run(world, jobs.adds_up, 50 if SHARED else 1000, bound=200, seconds=60)
+    assert max(wrong) < 2.0, wrong  # another epoch's rows would be off by 16 and more
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gathers_and_sums_in_turn(ranks, world):
+    wrong = ranks.run(world, jobs.blocks, 5 if SHARED else 100, bound=200, seconds=60)
+    assert max(wrong) < 0.5, wrong
 
 
 def test_torchs_compiler_fuses_and_it_runs_on_ours(ranks):
@@ -106,17 +133,38 @@ def test_torchs_compiler_fuses_and_it_runs_on_ours(ranks):
         assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
 
 
+def test_torchs_fused_ops_as_its_own_tests_call_them(ranks):
+    for done, sites in ranks.run(2, jobs.torch_shapes, bound=120, seconds=60):
+        assert len(done) == 2 * (2 * 4 + 2 * 3)
+        assert any("fused:" in site for site in sites), sites
+
+
+def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks):
+    if SHARED:
+        pytest.skip("the compiler's pass wants NCCL")
+    for plain, ours, sites in ranks.run(2, jobs.llama, bound=200, seconds=60):
+        assert all(abs(x - y) < 0.02 * abs(x) for x, y in zip(plain, ours, strict=True)), (plain, ours)
+        assert ours[-1] < ours[0]
+        assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
+
+
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_rank_that_does_not_come(killed):
+@pytest.mark.parametrize(
+    ("job", "op", "part"),
+    [(jobs.expires, "all_gather_matmul", "part of a_shard"), (jobs.sum_expires, "matmul_reduce_scatter", "the sum")],
+    ids=["gather", "sum"],
+)
+def test_a_rank_that_does_not_come(killed, job, op, part):
     pool = make_pool()  # of its own: what is left of such a group is not for others
     try:
-        *others, _ = pool.run(WORLDS[-1] if killed else 2, jobs.expires, killed, bound=120, seconds=30)
+        *others, _ = pool.run(WORLDS[-1] if killed else 2, job, killed, bound=120, seconds=30)
     finally:
         pool.close()
     for first, second, works, waited in others:
         assert works
-        assert first.startswith("ArrivalTimeout: all_gather_matmul: rank "), first
-        assert "part of a_shard" in first
+        # Of three ranks the second may hear of it from the first, before its own deadline.
+        told = first.startswith("GroupBroken") and len(others) > 1
+        assert told or (first.startswith(f"ArrivalTimeout: {op}: rank ") and part in first), first
         assert second.startswith("GroupBroken"), second
         assert waited < 0.5 + 1 + (5 if SHARED else 0), "the deadline, and a second"
 
@@ -132,6 +180,7 @@ def test_whatever_the_order_in_which_the_driver_runs_streams(environment):
     pool = make_pool(**environment)
     try:
         assert max(pool.run(2, jobs.iterates, 30, bound=120, seconds=60)) < 1.0
+        assert max(pool.run(2, jobs.adds_up, 30, bound=120, seconds=60)) < 2.0
         assert all(pool.run(2, jobs.streams, bound=120, seconds=60))
     finally:
         pool.close()

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent / "portable"
 @pytest.mark.parametrize(
     ("file", "least"),
     [
+        ("test_portable_add.py", 7),
         ("test_portable_gemm.py", 90),
         ("test_portable_order.py", 60),
         ("test_portable_arrival.py", 35),

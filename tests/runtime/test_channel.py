@@ -207,3 +207,13 @@ def test_a_device_on_which_nothing_was_launched(monkeypatch):
     ts.check()
     assert module._channels == {}
     assert channel(CPU) is channel(CPU)
+
+
+def test_what_the_host_has_found_is_raised_once_in_order():
+    ours = Channel(CPU)
+    ours.post(ValueError("first"))
+    ours.post(KeyError("second"))
+    for kind in (ValueError, KeyError):
+        with pytest.raises(kind):
+            ours.check()
+    ours.check()

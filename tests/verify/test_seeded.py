@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 
 from tilestream import verify
+from tilestream.kernels import loop
 from tilestream.verify import (
     seeded_attention,
     seeded_buffers,
     seeded_drain,
     seeded_gather,
+    seeded_publish,
     seeded_ring,
     seeded_settle,
+    seeded_sums,
     seeded_workers,
     sweep,
 )
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.report import explore
+from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import WorkersCase
 
 BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
@@ -37,7 +41,7 @@ def test_bug_is_found_with_its_kind(name):
     result = bug.find()
     assert result.violation is not None, f"{bug.says} was not found in {len(bug.cases)} configurations"
     assert result.violation.kind == bug.kind, str(result.violation)
-    assert result.violation.shortest or bug.model == "gather"
+    assert result.violation.shortest or bug.model in ("gather", "sums")
     assert result.violation.configuration in map(str, bug.cases)
 
 
@@ -139,12 +143,15 @@ def test_handed_on_before_its_gate_needs_the_expiry():
 
 #: The texts of a gather.
 GATHER = ("begin", "publish", "gather", "watch")
+#: Those of a sum.
+SUMS = ("produce", "scatter", "add_up")
 
 
 def written():
     """The names of what the files of seeded bugs define."""
     modules = (
-        seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention, seeded_gather
+        seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention, seeded_gather,
+        seeded_publish, seeded_sums,
     )  # fmt: skip
     for module in modules:
         for name, value in vars(module).items():
@@ -159,7 +166,19 @@ def test_every_bug_written_is_registered(name):
     for bug in BUGS.values():
         case = bug.cases[0]
         for holder in (case, getattr(case, "workers", None)):
-            for field in ("program", "gate", "load", "math", "source", "finish", "ring", "handing", *GATHER):
+            for field in (
+                "program",
+                "gate",
+                "load",
+                "math",
+                "source",
+                "finish",
+                "ring",
+                "handing",
+                "text",
+                *GATHER,
+                *SUMS,
+            ):
                 value = getattr(holder, field, None)
                 used |= {getattr(value, "__name__", ""), type(value).__name__}
     assert name in used
@@ -198,6 +217,25 @@ def test_a_gather_passes_where_its_short_bugs_are_found():
             plain = GatherCase()
             real = {name: getattr(plain, name) for name in GATHER}
             assert explore("gather", replace(bug.cases[-1], **real)).violation is None
+
+
+def test_publishing_passes_where_its_bugs_are_found():
+    for bug in BUGS.values():
+        if bug.model == "publish":
+            assert all(explore("publish", replace(case, text=loop.publish)).violation is None for case in bug.cases)
+
+
+def test_sums_pass_where_their_bugs_are_found():
+    plain = SumCase()
+    real = {name: getattr(plain, name) for name in (*GATHER, *SUMS)}
+    for bug in BUGS.values():
+        if bug.model == "sums":
+            assert explore("sums", replace(bug.cases[-1], **real)).violation is None, bug.name
+
+
+def test_a_tile_in_two_chunks_is_what_the_first_chunk_alone_forgets():
+    violation = BUGS["rows of the next chunk not counted"].find().violation
+    assert "2 rows in tiles of 2 and chunks of 1" in violation.configuration
 
 
 def test_two_slots_do_while_nobody_gives_up():

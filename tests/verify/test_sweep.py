@@ -9,7 +9,9 @@ from tilestream.verify import sweep
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
+from tilestream.verify.publish import PublishCase
 from tilestream.verify.ring import RingCase
+from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import WorkersCase
 
 
@@ -106,6 +108,8 @@ def test_sizes_grow():
         ("product", ProductCase),
         ("attention", AttentionCase),
         ("gather", GatherCase),
+        ("publish", PublishCase),
+        ("sums", SumCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
@@ -121,7 +125,7 @@ def test_sizes_grow():
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
         (
             lambda: verify.run("quick", models=["rings"]),
-            "model='rings'; it is one of workers, ring, product, shared, attention, gather",
+            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

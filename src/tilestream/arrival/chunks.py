@@ -1,6 +1,7 @@
 """Chunks: which rows arrive together, and which chunks a range of rows needs.
 
-`chunk_of` and `pivot_tile` are leaves in the sense of `tilestream.schedule.integers`; `Chunks` is what the host knows.
+`chunk_of`, `rows_in` and `pivot_tile` are leaves in the sense of `tilestream.schedule.integers`; `Chunks` is what the
+host knows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from tilestream.schedule.grid import INT31
 def chunk_of(row: int, rows_per_chunk: int) -> int:
     """The chunk that brings ``row``, where all chunks but the last bring ``rows_per_chunk`` rows."""
     return row // rows_per_chunk
+
+
+def rows_in(begin: int, end: int, chunk: int, rows_per_chunk: int) -> int:
+    """How many of the rows [begin, end) a chunk brings, one of those that they are in."""
+    return min(end, (chunk + 1) * rows_per_chunk) - max(begin, chunk * rows_per_chunk)
 
 
 def pivot_tile(row_begin: int, row_end: int, block_m: int, num_m: int) -> int:

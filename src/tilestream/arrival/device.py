@@ -269,6 +269,21 @@ class DeviceSignals(Signals):
                 for chunk in missing:
                     self._last[chunk] = _Last(stream.cuda_stream, event)
 
+    def overrule(self, error: BaseException) -> None:
+        """As `fail`, for the chunks whose signals were issued, too, and have not come: their stream may be stuck.
+
+        Who lets that stream go afterwards sees to it that the launches of this epoch have ended by then.
+        """
+        with self._bell:
+            now = self._epoch
+            super().fail(error, None)
+            self._failed[self.key] = self
+            missing = [chunk for chunk, word in enumerate(self._read()) if word < now]
+            with aside(self._device) as stream:
+                self._settle(stream)
+                for chunk in missing:
+                    stream_write(stream.cuda_stream, self._eager.data_ptr() + 4 * chunk, -now)
+
     def reported(self) -> None:
         """A launch has reported that the producer failed."""
         self._failed.pop(self.key, None)

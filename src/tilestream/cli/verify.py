@@ -26,7 +26,9 @@ def verify(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Only this model: workers, ring, product, shared, attention or gather; may be repeated."),
+        typer.Option(
+            help="Only this model: workers, ring, product, shared, attention, gather, publish or sums; may be repeated."
+        ),
     ] = None,
 ) -> None:
     """Check the protocols through every interleaving.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tilestream.arrival.arrival import Arrival
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
-from tilestream.distributed.collective import agree, gather_whole
+from tilestream.distributed.collective import gather_whole
 from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.members import Member, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
@@ -211,13 +211,10 @@ def run(
     seconds = checks.seconds_of(deadline, member, a_shard.device.type)
     call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
     with exit.call(), member.call(), torch.no_grad(), torch.autocast(a_shard.device.type, enabled=False):
-        if call.plan.transport == "symmetric memory" and call.plan.fused and not member.reached:
-            # The first call that would: all ranks make it, and find out together whether they can.
-            from tilestream.distributed.symmetric import set_up
+        if a_shard.is_cuda:
+            from tilestream.distributed.symmetric import reach
 
-            agree(member, call.plan, a_shard.device)
-            member.reached = True
-            if set_up(member, a_shard.device):
+            if reach(member, call.plan, a_shard.device):
                 call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
         if call.plan.transport == "symmetric memory" and call.plan.fused:
             from tilestream.distributed.copy_engines import gather_matmul

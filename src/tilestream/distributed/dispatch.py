@@ -9,10 +9,12 @@ there is a tile still to do, and the matmul is a little slower. Either has a lat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -86,6 +88,10 @@ class Decision:
     why: str
     measured: bool = False
 
+    def alike(self, rows: int) -> Decision:
+        """The same, in as many chunks at most, all with as many of ``rows``."""
+        return replace(self, chunks=next(x for x in range(self.chunks, 0, -1) if rows % x == 0))
+
 
 @functools.cache
 def table() -> dict[str, Any]:
@@ -100,8 +106,29 @@ def table_hash() -> str:
     return hashlib.sha256(json.dumps(table(), sort_keys=True).encode()).hexdigest()[:16]
 
 
+_trial: Decision | None = None
+
+
+@contextlib.contextmanager
+def trial(fused: bool, chunks: int) -> Iterator[None]:
+    """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say."""
+    global _trial
+    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark")
+    try:
+        yield
+    finally:
+        _trial = before
+
+
+def on_trial() -> Decision | None:
+    """What `trial` says; None outside."""
+    return _trial
+
+
 def decide(case: Case, form: Form = "auto") -> Decision:
     """Fused or not, and in how many chunks a shard. Depends on nothing but its arguments and the table."""
+    if _trial is not None and form == "auto":
+        return replace(_trial, chunks=max(1, min(_trial.chunks, case.rows)))
     rates = table()["rates"].get(case.device)
     chunks = _chunks(case, rates)
     if form == "fused":

@@ -21,6 +21,7 @@ from tilestream.runtime.errors import GroupBroken
 if TYPE_CHECKING:
     from tilestream.distributed.copy_engines import Gatherer
     from tilestream.distributed.plan import DistributedPlan
+    from tilestream.distributed.sums import Scatterer
 
 #: Worlds that the ops are for: more ranks than this are not in one NVLink domain, or on one host.
 MOST_RANKS = 8
@@ -49,6 +50,8 @@ class Member:
         self.reached = False
         #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.
         self.gatherer: Gatherer | None = None
+        #: As `gatherer`, a `tilestream.distributed.sums.Scatterer`.
+        self.scatterer: Scatterer | None = None
         #: Greetings of calls that all ranks are known to make alike.
         self.agreed: set[bytes] = set()
         #: Plans made so far, by all that they depend on.

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, table_hash
+from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
 from tilestream.plan.plan import Refusal
@@ -104,7 +104,9 @@ def make_plan(
         What the ranks must call alike; the decision and the table's hash are added.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = op, shard, dim, x.dtype, x.device, n, k, form, tuple(agreed.items()), capturing, member.unreachable
+    key = (
+        op, shard, dim, x.dtype, x.device, n, k, form, tuple(agreed.items()), capturing, member.unreachable, on_trial(),
+    )  # fmt: skip
     found = member.plans.get(key)
     if found is None:
         if len(member.plans) >= _MOST_PLANS:
@@ -129,6 +131,8 @@ def _make(
         refused = (Refusal("fused", decision.why),)
     if refused and transport == "symmetric memory":
         transport = "collective"
+    if transport == "symmetric memory" and op == "matmul_reduce_scatter":
+        decision = decision.alike(math.prod(shard[dim:-1]))  # what is published is in chunks of one size
     all_agreed = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),

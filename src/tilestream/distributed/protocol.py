@@ -1,4 +1,7 @@
-"""How a gather's ranks take turns with each other's memory: the text that GPUs perform and the checker explores.
+"""How ranks take turns with each other's memory: the text that GPUs perform and the checker explores.
+
+A gather
+--------
 
 Each rank has `SLOTS` slots for its shard in memory that its peers can read, and a flag a peer in its own memory, which
 that peer writes. A call has the next epoch, on every rank the same, and slot ``epoch % SLOTS``::
@@ -29,8 +32,30 @@ a peer may still pull from: with two slots it would, by the calls that were issu
 runs ahead by `AHEAD` calls and no more, and there is a slot for each: the slot of a call that was issued behind the
 one that is let go was freed by the flags of the call before it, which are true.
 
-`tilestream.verify.gather` explores this text for two and three ranks over several epochs, with ranks that are late,
-give up or are lost.
+A sum
+-----
+The other way round: what a rank computes is its peers' to pull. A slot holds a rank's whole product::
+
+    calling stream                                side stream
+      the last call's sum and side stream
+      side stream may begin
+      kernel: the next rank's chunk; signal it;   for each step, the own chunks left out:
+              its next; ...; the own ones last      wait until the step's chunk is signalled here
+                                                    that chunk's rank's memory: my flag = so many of its
+                                                    wait until the flag of the rank whose step's chunk is
+      the side stream                                 one's own says so; pull it
+      sum, in the order of the ranks
+
+All ranks are at the same step, and each step a rank has one chunk to tell of and one to pull, of another. A flag counts
+chunks over all calls, so that it never falls. What a flag of a call says of the call before is as for a gather, and so
+are slots, watchdog and `AHEAD`. The kernel waits for nobody, so here the watchdog counts the deadline, from its end;
+and what was pulled after it lets the side stream go is no number: the sum is NaN from that call on.
+
+No operation waits for one that is issued after it, so the kernel is issued before the side stream's part, and a
+stream's waits come behind everything that they are for.
+
+`tilestream.verify.gather` and `tilestream.verify.sums` explore these texts for two and three ranks over several epochs,
+with ranks that are late, give up or are lost.
 """
 
 from __future__ import annotations
@@ -129,6 +154,94 @@ class Done(NamedTuple):
     epoch: int
 
 
+class Compute(NamedTuple):
+    """Calling stream, of a sum: start computing the chunk that is ``step``-th, into a slot: see `sent`."""
+
+    slot: int
+    step: int
+    epoch: int
+
+
+class Computed(NamedTuple):
+    """It is complete."""
+
+    slot: int
+    step: int
+    epoch: int
+
+
+class Publish(NamedTuple):
+    """Signal it on this rank."""
+
+    step: int
+    epoch: int
+
+
+class Ended(NamedTuple):
+    """Calling stream, of a sum: the kernel that computes and publishes has ended."""
+
+    epoch: int
+
+
+class AwaitPublished(NamedTuple):
+    """Side stream: wait until the ``step``-th chunk is published."""
+
+    step: int
+    epoch: int
+
+
+class TellPart(NamedTuple):
+    """Write one's flag in a peer's memory: so many of its chunks are there."""
+
+    peer: int
+    parts: int
+    epoch: int
+
+
+class AwaitPart(NamedTuple):
+    """Wait until a peer's flag in one's own memory says that so many chunks are there."""
+
+    peer: int
+    parts: int
+    epoch: int
+
+
+class PullPart(NamedTuple):
+    """Start copying the chunk that was ``step``-th of a peer's out of its slot."""
+
+    peer: int
+    slot: int
+    step: int
+    epoch: int
+
+
+class PulledPart(NamedTuple):
+    """That copy is done."""
+
+    peer: int
+    slot: int
+    step: int
+    epoch: int
+
+
+class AwaitSide(NamedTuple):
+    """Calling stream, of a sum: wait until the side stream is done with ``epoch``."""
+
+    epoch: int
+
+
+class Sum(NamedTuple):
+    """Calling stream: start adding what was pulled; where the call was overruled, NaN is its sum."""
+
+    epoch: int
+
+
+class Summed(NamedTuple):
+    """That is done, and the call with it."""
+
+    epoch: int
+
+
 class Notice(NamedTuple):
     """Watchdog: wait until a kernel here has expired, or a peer says so (1), or there is nothing to watch (0)."""
 
@@ -209,6 +322,58 @@ def gather(rank: int, world: int, chunks: int, epoch: int) -> Turn:
             yield Pulled(peer, slot, chunk, epoch)
             yield Signal(peer, chunk, epoch)
     yield Done(epoch)
+    return epoch
+
+
+def sent(rank: int, world: int, batches: int, parts: int, step: int) -> tuple[int, int]:
+    """Whose chunk ``rank`` computes as its ``step``-th, and which of that rank's it is.
+
+    In the order of the rows, from the next rank's first on, all around: the last of each round is the rank's own.
+    """
+    chunk = ((rank + 1) * parts + step) % (batches * world * parts)
+    return chunk // parts % world, chunk // (parts * world) * parts + chunk % parts
+
+
+def sender(rank: int, world: int, parts: int, step: int) -> int:
+    """Whose ``step``-th chunk is ``rank``'s: one rank's, and at its own steps its own."""
+    return (rank - 1 - step // parts) % world
+
+
+def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
+    """The calling stream's part of a sum, up to the end of its kernel."""
+    yield AwaitCall(epoch - 1)
+    yield Post(epoch)
+    slot = epoch % SLOTS
+    for step in range(batches * world * parts):
+        yield Compute(slot, step, epoch)
+        yield Computed(slot, step, epoch)
+        yield Publish(step, epoch)
+    yield Ended(epoch)
+    return epoch
+
+
+def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
+    """The side stream's part of a sum."""
+    yield AwaitPost(epoch)
+    slot = epoch % SLOTS
+    for step in range(batches * world * parts):
+        source = sender(rank, world, parts, step)
+        if source != rank:
+            count = step // (world * parts) * parts + step % parts + 1
+            yield AwaitPublished(step, epoch)
+            yield TellPart(sent(rank, world, batches, parts, step)[0], count, epoch)
+            yield AwaitPart(source, count, epoch)
+            yield PullPart(source, slot, step, epoch)
+            yield PulledPart(source, slot, step, epoch)
+    yield Done(epoch)
+    return epoch
+
+
+def add_up(epoch: int) -> Turn:
+    """The calling stream's part of a sum, behind the kernel."""
+    yield AwaitSide(epoch)
+    yield Sum(epoch)
+    yield Summed(epoch)
     return epoch
 
 

@@ -20,6 +20,7 @@ from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.ops.scales import canonical_scales
 from tilestream.runtime import exit
+from tilestream.runtime.channel import check_device
 
 OP: Op = "matmul_reduce_scatter"
 REDUCE_OPS = ("sum", "avg")
@@ -44,7 +45,7 @@ def matmul_reduce_scatter(
 
     All ranks of the group make the same call, with operands of one shape. What other ranks need is computed first, and
     sent while the rest is computed. Parts travel in the result's dtype and are added in float32, in the order of the
-    ranks: the same bits each time. (GPUs: by the group's own reduce-scatter, in this version.)
+    ranks: the same bits each time. (Where they do not overlap on GPUs: by the group's own reduce-scatter.)
 
     Parameters
     ----------
@@ -57,7 +58,7 @@ def matmul_reduce_scatter(
     reduce_op
         ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
     group, form, deadline
-        As for `all_gather_matmul`.
+        As for `all_gather_matmul`; on a GPU the deadline counts from the end of this rank's own matmul.
     bias
         ``[N]``: added once, after the sum (or average).
     scale_a, scale_b, out_dtype, use_fast_accum
@@ -153,40 +154,75 @@ def run(
     fast_accum: bool, form: Form, deadline: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """What the registered op does."""
+    if a.is_cuda:
+        check_device(a.device.index)  # an expiry says more than that the group is broken since
     member.check()
     seconds = checks.seconds_of(deadline, member, a.device.type)
     rows = math.prod(a.shape[:-1])
     operands = Operands([b], [bias], [scale_b], ["none"])
     travels = _rehearse(a, operands, scale_a, out_dtype)
     shape = _part_shape(member, a, b, dim)
-    plan = _plan(member, a, b, dim, form, travels=str(travels), reduce_op=reduce_op)
+    more = {"travels": str(travels), "reduce_op": reduce_op}
+    plan = _plan(member, a, b, dim, form, **more)
     wide = torch.float64 if travels == torch.float64 else torch.float32
-    shards = Shards.of(shape, dim, member.world, plan.chunks)
-    of_a = a.reshape(*shards.shape[:-1], a.shape[-1])
     scales, of_b = canonical_scales(OP, scale_a, scale_b, a.shape[:-1], (), (rows, b.shape[-1]))
-    of_rows = None if scales is None or scales.numel() == 1 else scales.reshape(*shards.shape[:-1], 1)
-
-    def product(rank: int, part: Part, into: torch.Tensor) -> None:
-        at = (part.batch, rank, slice(part.begin, part.end))
-        scale = scales if of_rows is None else of_rows[at]
-        if into.numel():
-            options = Options(OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum)
-            multiply(of_a[at], b, options)
 
     with exit.call(), member.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        if a.is_cuda:
+            from tilestream.distributed.symmetric import reach
+
+            if reach(member, plan, a.device):
+                plan = _plan(member, a, b, dim, form, **more)
+        shards = Shards.of(shape, dim, member.world, plan.chunks)
+        of_a = a.reshape(*shards.shape[:-1], a.shape[-1])
+        if plan.transport == "symmetric memory" and plan.fused:
+            return _pulled(
+                member, plan, shards, of_a, b, travels, (scales, of_b), fast_accum, reduce_op, bias, seconds
+            ).view(shape)
         if plan.transport == "gloo":
+            of_rows = None if scales is None or scales.numel() == 1 else scales.reshape(*shards.shape[:-1], 1)
+
+            def product(rank: int, part: Part, into: torch.Tensor) -> None:
+                at = (part.batch, rank, slice(part.begin, part.end))
+                scale = scales if of_rows is None else of_rows[at]
+                if into.numel():
+                    options = Options(
+                        OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum
+                    )
+                    multiply(of_a[at], b, options)
+
             total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
         else:
-            parts = torch.empty(shards.world, shards.batches, shards.rows, shards.width, dtype=travels, device=a.device)
             options = Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum)
-            whole = multiply(of_a.view(rows, -1), b, options)
-            parts.copy_(whole.view(shards.shape).transpose(0, 1))
-            total = reduce_parts(member, plan, parts).to(wide)
+            whole = multiply(of_a.view(rows, -1), b, options).view(shards.shape)
+            total = reduce_parts(member, plan, whole.transpose(0, 1).contiguous())  # of one batch no copy
+            if reduce_op == "avg" or bias is not None:
+                total = total.to(wide)
     if reduce_op == "avg":
         total /= member.world
     if bias is not None:
         total += bias
     return total.to(travels).view(shape)
+
+
+def _pulled(
+    member: Member, plan: DistributedPlan, shards: Shards, a: torch.Tensor, b: torch.Tensor, travels: torch.dtype,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None], fast_accum: bool, reduce_op: str,
+    bias: torch.Tensor | None, seconds: float,
+) -> torch.Tensor:  # fmt: skip
+    """By copy engines, while the rest is computed."""
+    from tilestream.distributed.sums import matmul_scatter
+    from tilestream.ops.publish import Publication, matmul_published
+
+    workers = limit()
+
+    def product(out: torch.Tensor, publication: Publication, epoch: int, rows_per_chunk: int, pivot: int) -> str:
+        return matmul_published(
+            a.view(shards.total, -1), b, out, publication, epoch, rows_per_chunk, pivot, scale_a=scales[0],
+            scale_b=scales[1], fast_accum=fast_accum, limit=workers, op=OP,
+        )  # fmt: skip
+
+    return matmul_scatter(member, plan, shards, a, travels, product, reduce_op == "avg", bias, seconds)
 
 
 def _of_rows(a: torch.Tensor, scale_a: torch.Tensor | None) -> torch.Tensor | None:

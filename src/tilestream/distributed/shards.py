@@ -66,6 +66,10 @@ class Shards:
                 begin, end = (self.rows * i // self.parts for i in (part, part + 1))
                 yield Part(batch, begin, end, (batch * self.world + rank) * self.parts + part)
 
+    def place(self, rank: int, part: Part) -> tuple[int, int]:
+        """Where a part of a rank's shard begins in the whole, and how long it is: in rows."""
+        return (part.batch * self.world + rank) * self.rows + part.begin, part.end - part.begin
+
     def bounds(self) -> tuple[int, ...]:
         """First row of each chunk of the whole, then its number of rows."""
         shards = range(self.batches * self.world)

@@ -1,6 +1,6 @@
-"""Memory of a group's GPUs that each of them can read: slots for shards, and flags (torch's symmetric memory).
+"""Memory of a group's GPUs that each of them can read: slots, and flags (torch's symmetric memory).
 
-What is in it, of each rank: `SLOTS` slots, from which the peers pull; a flag a peer, which that peer writes; and an
+What is in it, of each rank: `SLOTS` slots, out of which the peers pull; a flag a peer, which that peer writes; and an
 abort word, which any peer may write. What it is for, and in which order: `tilestream.distributed.protocol`.
 
 No barrier of symmetric memory's own is used (a kernel that spins without a bound), and no multicast.
@@ -11,12 +11,16 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 
-from tilestream.distributed.collective import exchange_bytes
+from tilestream.distributed.collective import agree, exchange_bytes
 from tilestream.distributed.members import Member
 from tilestream.distributed.protocol import SLOTS
+
+if TYPE_CHECKING:
+    from tilestream.distributed.plan import DistributedPlan
 
 #: Bytes between two flags: a cache line each, and the word is written whole.
 LINE = 128
@@ -66,6 +70,15 @@ def set_up(member: Member, device: torch.device) -> str:
     return member.unreachable
 
 
+def reach(member: Member, plan: DistributedPlan, device: torch.device) -> bool:
+    """Before the first call that would overlap: whether it turns out that it cannot. All ranks ask, and wait."""
+    if member.reached or plan.transport != "symmetric memory" or not plan.fused:
+        return False
+    agree(member, plan, device)
+    member.reached = True
+    return bool(set_up(member, device))
+
+
 def _peer_access(device: torch.device) -> str:
     # Ranks may each see other GPUs only (CUDA_VISIBLE_DEVICES): those that are seen are asked; rendezvous has the rest.
     for other in range(torch.cuda.device_count()):
@@ -112,6 +125,12 @@ class PeerMemory:
         assert memory is not None, "slots are made before they are used"
         return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
+    def address(self, rank: int, slot: int) -> int:
+        """Of a slot of a rank."""
+        memory = self._slots if rank == self._rank else self._peer_slots[rank]
+        assert memory is not None, "slots are made before they are used"
+        return memory.data_ptr() + slot * self.slot_bytes
+
     def flag(self, of: int, writer: int) -> int:
         """Address of the flag in rank ``of``'s memory that ``writer`` writes."""
         return self._peer_words[of].data_ptr() + writer * LINE
@@ -119,6 +138,11 @@ class PeerMemory:
     def abort(self, of: int) -> int:
         """Address of the abort word of rank ``of``."""
         return self.flag(of, self._world)
+
+    def told(self) -> list[int]:
+        """What each rank's flag in this rank's memory says. Waits for the current stream, which is one of its own."""
+        words: list[int] = self._words.view(torch.int32)[:: LINE // 4].tolist()
+        return words[: self._world]
 
     def aborted(self) -> bool:
         """Whether a peer has written this rank's abort word. Waits for the current stream, which is one of its own."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilestream.kernels.gate import PublishArguments
 from tilestream.plan.problem import Scales
 
 #: Names of the activations.
@@ -27,6 +28,8 @@ class Epilogue:
     scale_a, scale_b
         float32: one element, of any shape, or one a row of A (``[M, 1]``, ``[B, M, 1]``) and one a column of B
         (``[1, N]``, ``[B, 1, N]``), any strides; None: 1.
+    publish
+        Where the output's chunks are signalled, for a plan that publishes them; None: nowhere.
     """
 
     alpha: float = 1.0
@@ -36,6 +39,7 @@ class Epilogue:
     activation: str = "none"
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    publish: PublishArguments | None = None
 
     @property
     def trivial(self) -> bool:

@@ -1,4 +1,6 @@
-"""What the launches of all GPU kernels are told of what arrives: see `tilestream.kernels.portable.gate`.
+"""What the launches of GPU kernels are told of what arrives and of what they publish.
+
+See `tilestream.kernels.portable.gate` and `tilestream.kernels.hopper.publish`.
 
 No torch here: the compile gate, and whoever fills a cache for a machine with a GPU, make the same arguments from
 shapes.
@@ -46,6 +48,20 @@ class GateArguments(NamedTuple):
 
 
 NO_GATE = GateArguments()
+
+
+class PublishArguments(NamedTuple):
+    """What a launch is told of the chunks of its output that it publishes: see `tilestream.kernels.hopper.publish`.
+
+    Tensors and an epoch, or stand-ins for them; None where nothing is published.
+    """
+
+    signals: Any = None
+    counts: Any = None
+    epoch: Any = 1
+
+
+NO_PUBLISH = PublishArguments()
 
 
 def chunk_kinds(plan: Plan) -> tuple[str, str]:

@@ -26,7 +26,7 @@ And there are two ways to hand in the parts of a tile, of which a schedule's con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tilestream.arrival.gate import Needs, See, Seen, Wait, pass_gate
@@ -108,6 +108,34 @@ class AddUp(NamedTuple):
     """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
 
     item: WorkItem
+
+
+class Landed(NamedTuple):
+    """Wait until what this worker has stored of an item is written, and not only on its way."""
+
+    item: int
+
+
+class CountRows(NamedTuple):
+    """Add an item's rows of a chunk of the output to the chunk's count (acquire and release).
+
+    Answer: the count before.
+    """
+
+    chunk: int
+    rows: int
+
+
+class RestoreRows(NamedTuple):
+    """Write 0 to the count of a chunk, plainly."""
+
+    chunk: int
+
+
+class Announce(NamedTuple):
+    """Signal that a chunk of the output is complete (release, at system scope)."""
+
+    chunk: int
 
 
 class Leave(NamedTuple):
@@ -239,6 +267,32 @@ def settle(done: Done) -> Generator[Done | Settling, int, None]:
     if last:
         yield Restore(item)
         yield AddUp(item)
+
+
+class Share(NamedTuple):
+    """What an item brings to a chunk of the output: so many rows, of so many that the chunk comes to in all."""
+
+    chunk: int
+    rows: int
+    due: int
+
+
+def publish(item: int, shares: Iterable[Share]) -> Generator[Landed | CountRows | RestoreRows | Announce, int, None]:
+    """Publish what has been stored of an item: whoever brings a chunk's count to its end signals it.
+
+    ::
+
+        wait until the stores have landed
+        for each chunk of the item's rows: count them; that was all of it: restore the count; signal
+
+    Nobody waits for another, or for a later item. Only who completes a count writes it, and nobody looks at it any more
+    in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
+    """
+    yield Landed(item)
+    for chunk, rows, due in shares:
+        if (yield CountRows(chunk, rows)) + rows == due:
+            yield RestoreRows(chunk)
+            yield Announce(chunk)
 
 
 def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:

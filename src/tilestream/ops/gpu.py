@@ -12,6 +12,7 @@ from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.choose import plan_problem
+from tilestream.plan.problem import Incoming as Published
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
@@ -111,8 +112,17 @@ def find(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
     chunking: tuple[object, ...] = (), fast_accum: bool = True, limit: int = 0,
+    publishes: Published | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
+    """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`.
+
+    ``publishes``: see `tilestream.plan.problem.Problem`; ``chunking`` tells it from others, too.
+
+    Raises
+    ------
+    NotImplementedError
+        If the chunks of such an output are published by no kernel.
+    """
     bias, residual = epilogue.bias, epilogue.residual
     scale_a, scale_b = epilogue.scale_a, epilogue.scale_b
     key = (
@@ -125,11 +135,11 @@ def find(
         None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
         None if scale_a is None else (scale_a.shape, scale_a.stride(), scale_a.data_ptr() % 16 == 0),
         None if scale_b is None else (scale_b.shape, scale_b.stride(), scale_b.data_ptr() % 16 == 0),
-        fast_accum, epilogue.alpha != 1.0, epilogue.activation, *chunking,
+        fast_accum, epilogue.alpha != 1.0, epilogue.activation, publishes is None, *chunking,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum, limit)
+        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum, limit, publishes)
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = launch
@@ -139,6 +149,7 @@ def find(
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool, limit: int,
+    publishes: Published | None,
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.kernels.portable.arguments import Layout, is_aligned
@@ -170,8 +181,10 @@ def _make(
             b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
             scales=epilogue.scales,
             fast_accum=fast_accum or a.dtype not in FP8_DTYPES,
+            publishes=publishes,
         )  # fmt: skip
-        plan = plan_problem(problem, workers or None, schedule, device=device, limit=limit)
+        backend = None if publishes is None else "hopper"  # the one that publishes
+        plan = plan_problem(problem, workers or None, schedule, device=device, limit=limit, backend=backend)
     elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
         raise ValueError(
             f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"

@@ -91,6 +91,10 @@ def plan_problem(
         if name == "portable" and not problem.aligned:
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
         elsewhere = why_not
+    if problem.publishes is not None and name != "hopper":
+        raise NotImplementedError(
+            f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
+        )
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(problem, name, best, found),)
     refused += (elsewhere,)

@@ -69,4 +69,9 @@ def _arrivals(plan: Plan) -> list[tuple[str, str]]:
             size = f"of {chunks.rows_per_chunk} {name}" if chunks.rows_per_chunk else f"of uneven {name}"
             what = f"{name} in {chunks.count} chunks {size}, pivot {incoming.pivot}"
             lines.append(("arrival", f"{what}; a tile waits for the chunks it reads"))
-    return lines or [("arrival", "none: no gate code runs")]
+    lines = lines or [("arrival", "none: no gate code runs")]
+    if (publishes := plan.problem.publishes) is not None:
+        chunks = publishes.chunks
+        what = f"rows in {chunks.count} chunks of {chunks.rows_per_chunk}, from chunk {publishes.pivot} on"
+        lines.append(("publish", f"{what}; whoever completes a chunk signals it"))
+    return lines

@@ -200,7 +200,16 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     for name in ("m", "n", "k"):
         if getattr(problem, name) >= _MOST:
             return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    if problem.publishes is not None and _counted(problem) >= _MOST:
+        return f"rows of a chunk that is published, by column tiles: {_counted(problem)}; it counts them in 31 bits"
     return problem.no_tma
+
+
+def _counted(problem: Problem) -> int:
+    """What the kernel counts of a chunk of the output, at most: see `tilestream.kernels.hopper.publish`."""
+    assert problem.publishes is not None
+    least = min(tile.columns for tile in TILES)
+    return max(2 * cdiv(problem.n, least), 2) * problem.publishes.chunks.rows_per_chunk + problem.m
 
 
 def arriving(problem: Problem) -> int:

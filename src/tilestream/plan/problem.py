@@ -88,6 +88,9 @@ class Problem:
     fast_accum
         Whether the matrix units may add up 8-bit products in their own accumulator, which on Hopper keeps fewer bits
         than float32's; otherwise it is emptied into float32 at least every 128 of K.
+    publishes
+        The chunks of the output's rows that are signalled when they are complete, and the one that the raster begins
+        with; None where the end of the launch says it all. Chunks are uniform, of one batch, and nothing arrives.
     """
 
     m: int
@@ -106,6 +109,7 @@ class Problem:
     b_dtype: str = ""
     scales: Scales = "none"
     fast_accum: bool = True
+    publishes: Incoming | None = None
 
     def __post_init__(self) -> None:
         if self.b_dtype and self.b_dtype != self.dtype and not (self.dtype in FP8 and self.b_dtype in FP8):
@@ -119,6 +123,19 @@ class Problem:
         for name, incoming, extent in (("arrival", self.rows, rows), ("weight_arrival", self.columns, self.n)):
             if incoming is not None and incoming.chunks.rows != extent:
                 raise ValueError(f"{name}: its chunks bring {incoming.chunks.rows} rows, the operand has {extent}")
+        if self.publishes is not None:
+            self._check_publishes(self.publishes.chunks)
+
+    def _check_publishes(self, chunks: Chunks) -> None:
+        if chunks.rows != self.m or self.batch != 1:
+            raise ValueError(
+                f"publishes: chunks of {chunks.rows} rows for {self.batch} outputs of {self.m} rows; there is one "
+                "output, and they are all its rows"
+            )
+        if not chunks.rows_per_chunk:
+            raise ValueError("publishes: ragged chunks; those that are published are of one size: Chunks.uniform")
+        if self.rows is not None or self.columns is not None:
+            raise ValueError("publishes: an operand arrives, too; what is NaN after an expiry would be published")
 
     @property
     def dtypes(self) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from tilestream.schedule.schedule import Split
 def raster_of(
     problem: Problem, grid: Grid, block: tuple[int, int, int], group: int, order: TileOrder | None = None
 ) -> Raster:
-    """What arrives is the outer dimension, from the pivot on; else groups of ``group`` rows swept column by column.
+    """What arrives, or is published, is the outer dimension, from the pivot on; else groups of ``group`` rows.
 
     A caller's own ``order`` goes before either.
     """
@@ -24,6 +24,10 @@ def raster_of(
         return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False)
     if problem.columns is not None and grid.num_n:
         return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, group, transposed=True)
+    if problem.publishes is not None and grid.num_m:
+        return _by_chunks(
+            problem.publishes, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False, first=True
+        )
     return Raster("grouped", group=group)
 
 
@@ -36,15 +40,20 @@ def first_batch_of(problem: Problem) -> int:
 
 
 def _by_chunks(
-    incoming: Incoming, rows: int, block: int, num: int, others: int, group: int, *, transposed: bool
-) -> Raster:
-    """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table."""
+    incoming: Incoming, rows: int, block: int, num: int, others: int, group: int, *, transposed: bool,
+    first: bool = False,
+) -> Raster:  # fmt: skip
+    """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table.
+
+    A tile in several chunks comes with the last of them, for which it waits; or with the ``first``, which waits for it.
+    """
     chunks, pivot = incoming.chunks, incoming.pivot
     if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
-        first = chunks.pivot_tile(pivot, block, num)
-        return Raster("chunk_major", group, first, min(chunks.rows_per_chunk // block, num), transposed)
+        begin = chunks.pivot_tile(pivot, block, num)
+        return Raster("chunk_major", group, begin, min(chunks.rows_per_chunk // block, num), transposed)
+    of_tile = min if first else max
     ready = [
-        max((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
+        of_tile((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
         for tile in range(num)
     ]
     return by_arrival(ready, others, group, transposed)

@@ -7,6 +7,7 @@ finds. The words of a record are told in `tilestream.runtime.record`.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import threading
 
@@ -38,6 +39,7 @@ class Channel:
             torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
         self._words = _Words.from_address(self.records.data_ptr())
         self._raised = 0
+        self._posted: collections.deque[BaseException] = collections.deque()
         self._lock = threading.Lock()
 
     @property
@@ -65,12 +67,18 @@ class Channel:
                     return record
 
     def check(self) -> None:
-        """Raise the oldest record that was not raised yet."""
+        """Raise the oldest record that was not raised yet; then what was posted."""
         while self.pending:
             record = self.take()
             error = None if record is None else record.error()
             if error is not None:
                 raise error
+        if self._posted:
+            raise self._posted.popleft()
+
+    def post(self, error: BaseException) -> None:
+        """Have ``error`` raised as a kernel's report is: where the host has found what no kernel waits for."""
+        self._posted.append(error)
 
 
 _lock = threading.Lock()

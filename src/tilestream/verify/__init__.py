@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and a gather's ranks. Pure Python, no GPU.
 
-Five models, each explored through every interleaving:
+Seven models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -16,6 +16,11 @@ Five models, each explored through every interleaving:
    that come at any moment or never, which is all that model 1 asks of the world.
 5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
    consumers that may take turns.
+6. `publish`: workers that signal the chunks of their output, and readers (`tilestream.kernels.loop.publish`). It comes
+   behind an item's epilogue, looks at nothing that the other parts write and waits for the worker's own stores alone:
+   so it takes nothing away from what models 1 and 2 say of a worker.
+7. `sums`: model 4 the other way round, for products that their ranks pull and add. Of the kernel it takes what model 6
+   says: a chunk that is signalled is complete.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
 two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads

@@ -25,7 +25,7 @@ Reductions, and why they hide nothing:
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from tilestream.distributed import protocol as p
@@ -113,15 +113,34 @@ class GatherCase:
         """The model of this configuration."""
         return GatherModel(self, reduce)
 
+    def calling(self, rank: int, epoch: int) -> Turn:
+        """A turn of a calling stream: a call."""
+        return calling(self, rank, epoch)
+
+    def side(self, rank: int, epoch: int) -> Turn:
+        """A turn of the side stream: a call."""
+        return side(self, rank, epoch)
+
+    def sizes(self) -> dict[str, int]:
+        """What a rank's memory holds beside `_FIELDS`."""
+        shards = self.world * self.chunks
+        # Last: what each stream's kernel is reading.
+        return {
+            "flags": self.world, "signals": shards, "slots": self.slots * self.chunks, "gathered": shards,
+            "read": self.streams,
+        }  # fmt: skip
+
     def __str__(self) -> str:
         words = [f"{self.world} ranks, {self.chunks} chunks a shard, {self.epochs} calls, {self.slots} slots"]
         words += [f"rank {rank}'s kernel of call {epoch} may expire" for rank, epoch in self.expires]
         words += [f"from {self.streams} streams in turn"] if self.streams > 1 else []
         words += [f"rank {self.lost} may be lost"] if self.lost is not None else []
-        ours = (p.begin, p.publish, p.gather, p.watch)
-        texts = (self.begin, self.publish, self.gather, self.watch)
-        words += [f.__name__ for f, own in zip(texts, ours, strict=True) if f is not own]
-        return ", ".join(words)
+        return ", ".join([*words, *self.changed()])
+
+    def changed(self) -> list[str]:
+        """The names of the texts that are not the real ones."""
+        given = ((field.default, getattr(self, field.name)) for field in fields(self))
+        return [text.__name__ for own, text in given if callable(own) and text is not own]
 
 
 def host(case: GatherCase, epoch: int) -> Turn:
@@ -176,20 +195,17 @@ class GatherModel(Model):
         for rank in range(case.world):
             programs: list[tuple[Callable[[Any], Turn], int]] = [
                 (lambda epoch: host(case, epoch), 1),
-                *((lambda epoch, rank=rank: calling(case, rank, epoch), 1 + i) for i in range(case.streams)),
-                (lambda epoch, rank=rank: side(case, rank, epoch), 1),  # type: ignore[misc]
+                *((lambda epoch, rank=rank: case.calling(rank, epoch), 1 + i) for i in range(case.streams)),
+                (lambda epoch, rank=rank: case.side(rank, epoch), 1),  # type: ignore[misc]
                 (lambda _, rank=rank: case.watch(rank, case.world), 0),  # type: ignore[misc]
             ]
             turns += [
                 Process(f"rank {rank}'s {role}", turn, start, (role, rank))
                 for role, (turn, start) in zip(roles, programs, strict=True)
             ]
-        shards = case.world * case.chunks
-        sizes = {"flags": case.world, "signals": shards, "slots": case.slots * case.chunks, "gathered": shards}
-        sizes["read"] = case.streams  # what each stream's kernel is reading
         self._offset = {name: i for i, name in enumerate(_FIELDS)}
         at = len(_FIELDS)
-        for name, size in sizes.items():
+        for name, size in case.sizes().items():
             self._offset[name] = at
             at += size
         self._size, self._base = at, len(turns)

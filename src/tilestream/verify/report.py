@@ -76,7 +76,7 @@ class Report:
 def explore(model: str, case: Case) -> Result:
     """Explore one configuration."""
     began = time.perf_counter()
-    limit = GATHER_LIMIT if model == "gather" else PLAIN_LIMIT
+    limit = GATHER_LIMIT if model in ("gather", "sums") else PLAIN_LIMIT
     try:
         violation, states = check(lambda reduce: case.build(reduce), str(case), limit)
     except NotAlikeError:  # a program that looks at its worker's number: then nobody is interchangeable
@@ -100,7 +100,8 @@ def run(
     progress
         Called after each configuration with its result, how many are done, and how many there are.
     models
-        Some of ``"workers"``, ``"ring"``, ``"product"``, ``"shared"``, ``"attention"``, ``"gather"``.
+        Some of ``"workers"``, ``"ring"``, ``"product"``, ``"shared"``, ``"attention"``, ``"gather"``, ``"publish"``,
+        ``"sums"``.
     jobs
         Processes to use. With more than one, the caller's main module must be importable (multiprocessing's spawn).
 

@@ -15,10 +15,12 @@ from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_gather as g
+from tilestream.verify import seeded_publish as p
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_attention as k
 from tilestream.verify import seeded_shared_ring as h
+from tilestream.verify import seeded_sums as q
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
@@ -28,10 +30,12 @@ from tilestream.verify.faults import KINDS
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
+from tilestream.verify.publish import PublishCase
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
 from tilestream.verify.shared_attention import OPERANDS
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
+from tilestream.verify.sums import SumCase
 from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 from tilestream.verify.workers import Program, WorkersCase
 
@@ -79,7 +83,7 @@ def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared(),
-        *_attentions(), *_gathers(),
+        *_attentions(), *_gathers(), *_publishes(), *_sums(),
     )  # fmt: skip
 
 
@@ -457,3 +461,40 @@ def _gathers() -> tuple[SeededBug, ...]:
         bug("two slots and a flag that lies", overwritten, two, 3, (0, 2), publish=two, gather=g.gather_two_slots),
         bug("too far ahead", overwritten, g.begins_ahead, 4, (0, 2), begin=g.begins_ahead),
     )  # fmt: skip
+
+
+def _publishes() -> tuple[SeededBug, ...]:
+    def bug(name: str, kind: str, text: Any) -> SeededBug:
+        sizes = ((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 2, 2, 1))
+        cases = tuple(PublishCase(*size, workers=n, text=text) for size in sizes for n in (1, 2))
+        return SeededBug(name, kind, "publish", _says(text), cases)
+
+    early = "read before arrival"
+    return (
+        bug("signal before the stores landed", early, p.signals_before_landed),
+        bug("count lost", "count not restored", p.loses_counts),
+        bug("rows of the next chunk not counted", "deadlock", p.first_chunk_only),
+        bug("item published with the next one", "deadlock", p.waits_for_the_next_item),
+        bug("count of a chunk not restored", "count not restored", p.restores_nothing),
+        bug("signalled by its first tile", early, p.signals_each_item),
+    )
+
+
+def _sums() -> tuple[SeededBug, ...]:
+    def bug(name: str, kind: str, role: str, says: Any, epochs: int = 1, **more: Any) -> SeededBug:
+        least = more.get("streams", 1)
+        cases = tuple(SumCase(**{"epochs": n, role: says, **more}) for n in range(least, epochs + 1))
+        return SeededBug(name, kind, "sums", _says(says), cases)
+
+    early, gives_up = "read before arrival", ((0, 1),)
+    return (
+        bug("told of what is not published", early, "scatter", q.tells_of_what_is_not_published),
+        bug("published before it is computed", early, "produce", q.publishes_before_computed),
+        bug("waited for before telling", "deadlock", "scatter", q.waits_before_it_tells),
+        bug("waited for in a circle", "deadlock", "scatter", q.pulls_from_the_next, world=3),
+        bug("added before it was pulled", early, "add_up", q.sums_at_once),
+        bug("sum on another stream", early, "produce", q.produces_at_once, 2, streams=2),
+        bug("one slot for all products", early, "produce", q.produces_in_one_slot, 3, scatter=q.scatters_one_slot),
+        bug("let go and not overruled", early, "watch", q.overrules_nothing, expires=gives_up),
+        bug("overruled too late", early, "watch", q.overrules_afterwards, expires=gives_up),
+    )

@@ -17,14 +17,16 @@ from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
+from tilestream.verify.publish import PublishCase
 from tilestream.verify.ring import RingCase
 from tilestream.verify.shared_attention import OPERANDS, attend_direct, attend_staged
 from tilestream.verify.shared_ring import SharedCase, SharedRing, direct, staged
+from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase
-MODELS = ("workers", "ring", "product", "shared", "attention", "gather")
+Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase
+MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -108,6 +110,10 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(shared_rings(level))
     if model == "gather":
         return list(gathers(level))
+    if model == "publish":
+        return list(publishes(level))
+    if model == "sums":
+        return list(sums(level))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 
@@ -387,3 +393,35 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
         yield GatherCase(epochs=4, streams=2)
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
+
+
+def publishes(level: Level) -> Iterator[PublishCase]:
+    """Workers that publish. Full: three workers, three chunks, tiles that straddle them, three launches."""
+    for workers in (1, 2):
+        yield PublishCase(workers=workers)
+        yield PublishCase(3, 2, 2, workers=workers)
+        yield PublishCase(3, 2, 1, workers=workers)
+        yield PublishCase(2, 1, 1, 2, workers=workers)
+    if level == "full":
+        yield PublishCase(3, 1, 2, workers=3)
+        yield PublishCase(5, 2, 3, workers=2)
+        yield PublishCase(3, 2, 1, 2, workers=3)
+        yield PublishCase(3, 2, 2, workers=2, launches=3)
+
+
+def sums(level: Level) -> Iterator[SumCase]:
+    """The ranks of a sum. Quick: 2 of them, and 3 once; full: more calls, chunks, patience that ends and ranks lost."""
+    for epochs in (1, 2, 3):
+        yield SumCase(epochs=epochs)
+    yield SumCase(chunks=2, epochs=2)
+    yield SumCase(epochs=2, streams=2)
+    yield SumCase(world=3, epochs=1)
+    yield SumCase(epochs=1, expires=((0, 1),))
+    yield SumCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
+    if level == "full":
+        yield SumCase(epochs=4)
+        yield SumCase(epochs=2, expires=((0, 1),))
+        yield SumCase(epochs=2, expires=((0, 2),))
+        yield SumCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield SumCase(epochs=3, expires=((0, 2),))
+        yield SumCase(epochs=3, streams=2)

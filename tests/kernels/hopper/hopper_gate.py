@@ -13,6 +13,7 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``rows``, ``weight``: ``plain``, with A's rows in uniform chunks; with B's columns in ragged ones;
 * ``split``: ``worst``, with A's rows in ragged chunks;
 * ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
+* ``published``: ``plain``, with the output in chunks that are signalled; ``parted``: the same by stream_k;
 
 as far as the plan has the tile for that; with 16-bit operands, with float32 ones as tf32, and with 8-bit ones of one
 and of two dtypes, with and without fast accumulation.
@@ -39,6 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa import sass
+from tilestream.kernels.gate import NO_PUBLISH, PublishArguments
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
@@ -96,7 +98,8 @@ def fill(
         Pointer("int64") if trace else Pointer("int32") if probe else None,
     )  # fmt: skip
     gate = gate_arguments(plan)
-    return arguments.options, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate)
+    publish = NO_PUBLISH if problem.publishes is None else PublishArguments(Pointer("int32", 4), Pointer("int32", 4), 1)
+    return arguments.options, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish)
 
 
 def no_gpu() -> None:
@@ -118,7 +121,8 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
-    "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "static", "stealing", "table", "weight",
+    "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "published", "static", "stealing",
+    "table", "weight", "parted",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
@@ -172,6 +176,8 @@ QUICK = (
     (("single", 64, 64), False, "bfloat16", "arriving", "nt"),
     (("single", 64, 16), True, "bfloat16", "direct", "nt"),
     (("cooperative", 128, 16), True, "bfloat16", "plain", "nt"),
+    (("cooperative", 128, 128), False, "bfloat16", "published", "nt"),
+    (("ping_pong", 64, 128), True, "bfloat16", "parted", "nt"),
 )
 
 
@@ -182,7 +188,7 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
-    for how in HOWS[1:] if few else HOWS[1:8]:
+    for how in HOWS[1:] if few else HOWS[1:9]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
@@ -206,17 +212,18 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how == "split" else rows
     columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
+    publishes = Incoming(Chunks.uniform(_SIZE, 500), 3) if how in ("published", "parted") else None
     out = "bfloat16" if batch == 1 and inputs != "tf32" else "float32"
     problem = Problem(
-        _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other,
-        scales=scales, fast_accum=fast, plain=not full, tf32=inputs == "tf32",
+        _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other, scales=scales, fast_accum=fast,
+        plain=not full, tf32=inputs == "tf32", publishes=publishes,
     )  # fmt: skip
-    parts = (full and how != "arriving") or how == "across"
+    parts = (full and how != "arriving") or how in ("across", "parted")
     kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
     order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
     found = _candidates(problem, row, swapped, kind, tile, order, 2 if how == "stealing" else None)
-    if not found and how == "across":
+    if not found and how in ("across", "parted"):
         found = _candidates(problem, row, swapped, "static", tile)
     if not found:
         return None
@@ -313,7 +320,8 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         # An operand's chunks are waited for by items, and by the last worker out; each looks, and then naps and looks.
         "looks": 4 * arriving,
         "naps": 2 * arriving,
-        "fences": min(1, arriving),
+        # The load warp's behind the gate; each math loop's behind its stores, where it publishes.
+        "fences": row.loops if problem.publishes is not None else min(1, arriving),
         "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),
     }
 

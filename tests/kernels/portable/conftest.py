@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 INTERPRETED = [
+    "test_portable_add.py",
     "test_portable_arrival.py",
     "test_portable_attention.py",
     "test_portable_fp8.py",

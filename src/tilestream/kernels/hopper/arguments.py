@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
+from tilestream.kernels.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_kinds, chunk_numbers
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
@@ -99,13 +99,20 @@ class Arguments:
             schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
         )  # fmt: skip
         self._chunks = chunk_numbers(plan)
+        self._published = 1, 0
+        if problem.publishes is not None:
+            # Two consumers with half of a tile's rows each both count its columns.
+            self._published = problem.publishes.chunks.rows_per_chunk, grid.num_n * (self._halves if swapped else 1)
         self._chained = _CHAINED and plan.gate is None
         self._constants = tuple(self._made(probe, trace).values())
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
 
-    def fill(self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE) -> tuple[Any, ...]:
+    def fill(
+        self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,
+        publish: PublishArguments = NO_PUBLISH,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """All of them, in the kernel's order.
 
         Parameters
@@ -117,8 +124,8 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[15:]
         return (
-            *operands[:15], *gate[:8], base, reset, *gate[8:], *self._chunks, *self._extents, alpha, beta,
-            *self._schedule, capacity, *self._constants,
+            *operands[:15], *gate[:8], *publish[:2], base, reset, *gate[8:], publish.epoch, *self._published,
+            *self._chunks, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
     def _made(self, probe: bool, trace: bool) -> dict[str, Any]:
@@ -162,6 +169,7 @@ class Arguments:
             "COLUMN_CHUNKS": column_chunks,
             "PROBE": probe,
             "TRACE": trace,
+            "PUBLISH": "none" if problem.publishes is None else "columns" if plan.swapped else "rows",
         }
 
     def _strip(self) -> int:

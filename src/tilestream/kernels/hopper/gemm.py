@@ -10,6 +10,8 @@
 
 The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Where an operand arrives (``ROW_CHUNKS``,
 ``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
+Where the output is published (``PUBLISH``: its rows are the accumulator's, or its columns), a consumer does so behind
+an item's epilogue: `tilestream.kernels.hopper.publish`.
 
 The kernel knows an accumulator of rows and columns: rows are those of ``x`` ``[rows, K]``, columns those of ``y``
 ``[columns, K]``. ``SWAPPED`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
@@ -55,6 +57,9 @@ from tilestream.kernels.hopper.gate import (
 )
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.publish import UNALIGNED as PUBLISH_UNALIGNED
+from tilestream.kernels.hopper.publish import UNSPECIALISED as PUBLISH_UNSPECIALISED
+from tilestream.kernels.hopper.publish import Publishing, publish
 from tilestream.kernels.hopper.queues import EARLY, ask, look_at_many, told
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
 from tilestream.kernels.portable.schedule import add, enter, home_queue, leave, source_queue, take
@@ -65,6 +70,7 @@ UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
     "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
     "stride_sb", "stride_tb", "alpha", "beta", *GATE_UNSPECIALISED,
+    *PUBLISH_UNSPECIALISED,
 )  # fmt: skip
 
 
@@ -239,7 +245,7 @@ def math_loop(
     KIND: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr,
     STORE: gl.constexpr, FLIPPED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr,
     SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, CHAINED: gl.constexpr,
-    GATED: gl.constexpr, probe, TRACE: gl.constexpr,
+    GATED: gl.constexpr, probe, TRACE: gl.constexpr, publishing, PUBLISH: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies the items that it is handed, and finishes them."""
     if CHAINED:
@@ -320,6 +326,10 @@ def math_loop(
                         HALF_ROWS, STRIP, STORE, FLIPPED, BATCHED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL,
                         ACTIVATION,
                     )  # fmt: skip
+                if PUBLISH == "rows":
+                    publish(row, HALF_ROWS, rows, publishing)
+                elif PUBLISH == "columns":  # of the accumulator: the output's rows, where the operands are swapped
+                    publish(pc * COLUMNS, COLUMNS, columns, publishing)
             if TRACE:
                 barrier()
                 end_span(probe, place, WHO if HALVES == 2 else 0, finishes & (steps > 0))  # not of what is void
@@ -335,13 +345,13 @@ def math_loop(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=(*UNALIGNED, *PUBLISH_UNALIGNED))
 def gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
-    row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
+    out_signals, out_counts, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
@@ -356,7 +366,7 @@ def gemm(
     EIGHTS: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
-    PROBE: gl.constexpr, TRACE: gl.constexpr,
+    PROBE: gl.constexpr, TRACE: gl.constexpr, PUBLISH: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -396,6 +406,7 @@ def gemm(
         ),
         rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
+    publishing = Publishing(out_signals, out_counts, out_epoch, out_per_chunk, out_times)
     if LOOPS == 2:
         gl.warp_specialize([
             (math_loop, (
@@ -405,7 +416,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
-                GATED, probe, TRACE,
+                GATED, probe, TRACE, publishing, PUBLISH,
             )),
             (math_loop, (
                 1, x_stages, y_stages, full, empty, slots, item_full, item_empty, order,
@@ -414,7 +425,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
-                GATED, probe, TRACE,
+                GATED, probe, TRACE, publishing, PUBLISH,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
@@ -434,7 +445,7 @@ def gemm(
                 stride_tb, stride_tc, alpha, beta,
                 ROWS, WIDTHS, STAGES, HALVES, STRIP, BUFFERS, X_K_MAJOR, Y_K_MAJOR, BATCHED, KIND, CONSUMERS, PROMOTE,
                 STORE, FLIPPED, WIDE, EIGHTS, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION, CHAINED,
-                GATED, probe, TRACE,
+                GATED, probe, TRACE, publishing, PUBLISH,
             )),
             (load_loop, (
                 x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,

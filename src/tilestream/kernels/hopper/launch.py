@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.gate import NO_GATE, GateArguments
+from tilestream.kernels.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.launch import Incoming, Launch, Probe
@@ -73,6 +73,8 @@ class GemmLaunch(Launch):
         x, y = (b, a) if swapped else (a, b)
         maps = (out.data_ptr(),) if self._stored_by_map else ()
         pointers, numbers = (given, ()) if incoming is None else ((*given, *gate[:8]), gate[8:])
+        if (publish := epilogue.publish) is not None:
+            pointers, numbers = (*pointers, *publish[:2]), (*numbers, publish.epoch)
         launcher(
             stream, x.data_ptr(), *(y.data_ptr(),) * self._parts, *maps,
             *[tensor.data_ptr() for tensor in pointers if tensor is not None],
@@ -91,8 +93,14 @@ class GemmLaunch(Launch):
             arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probe=True), probe.capacity
         x, y = (b, a) if self.plan.swapped else (a, b)
         maps = (arguments.x, x.dtype), *((part, y.dtype) for part in arguments.y), (arguments.out, out.dtype)
+        publish = epilogue.publish or NO_PUBLISH
+        if (publish is NO_PUBLISH) != (self.plan.problem.publishes is None):
+            raise ValueError(
+                f"epilogue.publish={epilogue.publish}: the problem of the plan has "
+                f"publishes={self.plan.problem.publishes}; there are both or none"
+            )
         described = [None if made is None else described_by(made, dtype) for made, dtype in maps]
-        filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate)
+        filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish)
         grid = (self.plan.schedule.workers, 1, 1)
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
         problem = self.plan.problem
@@ -108,7 +116,10 @@ class GemmLaunch(Launch):
         varying += [None if tensor is None else VARIES for tensor in given]
         if gate is not NO_GATE:
             gate = GateArguments._make(None if x is None else VARIES for x in gate)
-        return Launcher(kernel, grid, arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate))
+        if publish is not NO_PUBLISH:
+            publish = PublishArguments(VARIES, VARIES, VARIES)
+        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish)
+        return Launcher(kernel, grid, filled)
 
 
 def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:

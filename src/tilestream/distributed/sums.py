@@ -1,0 +1,244 @@
+"""Matmul + reduce-scatter on GPUs: chunks of the product pulled by copy engines while the rest is computed.
+
+::
+
+    calling stream:  kernel: the next rank's chunks, published; ...; the own ones; then the sum, when all are here
+    side stream:     for each step: my chunk is published: tell its rank; wait for the peer at this step; pull its chunk
+    watchdog:        lets the side stream go when a peer has not come in time, and makes the sum NaN
+
+What is issued is `tilestream.distributed.protocol`, operation by operation, which the checker explores; here is only
+what each of its operations is on a GPU. None but the kernel and the sum behind it needs an SM (invariant 10).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilestream.distributed import protocol as p
+from tilestream.distributed.collective import agree
+from tilestream.distributed.members import Member
+from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.shards import Shards
+from tilestream.distributed.symmetric import PeerMemory
+from tilestream.distributed.turns import Turns, Underway, answer, nothing
+from tilestream.ops.publish import Publication
+from tilestream.runtime.channel import channel
+from tilestream.runtime.driver import copy_across, stream_wait, stream_write
+from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.runtime.streams import aside
+
+#: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
+_CHUNKS = 64
+
+#: ``product(out, publication, epoch, rows_per_chunk, pivot)`` issues the kernel that computes ``out`` and publishes it.
+Product = Callable[[torch.Tensor, Publication, int, int, int], object]
+
+
+class Scatterer(Turns):
+    """A member's sums on one GPU: their signals, and what is under way. Hold the member's call."""
+
+    op = "matmul_reduce_scatter"
+
+    def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
+        super().__init__(member, device, memory)
+        self._publication = self.make_publication(_CHUNKS)
+        with torch.inference_mode(False):
+            self._over = torch.zeros(1, dtype=torch.int32, device=device)  # the first call that is void
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # it is read on any stream
+        #: Chunks that every peer has told of in the calls so far.
+        self._told = 0
+        self._reported = False
+
+    def make_publication(self, chunks: int) -> Publication:
+        """Signals in this GPU's memory."""
+        return Publication(chunks, self.device)
+
+    def issue(
+        self, shards: Shards, dtype: torch.dtype, received: torch.Tensor, product: Product,
+        add_up: Callable[[torch.Tensor, torch.Tensor, int], None], seconds: float,
+    ) -> None:  # fmt: skip
+        """Issue a call: the kernel, what is pulled behind it, and the sum. None of it has run yet.
+
+        Parameters
+        ----------
+        received
+            ``[world, batches, rows, width]``: where the peers' parts are pulled to. This rank's is not written.
+        add_up
+            ``add_up(whole, over, epoch)`` issues the sum of ``received`` and of the own part of this rank's product
+            ``whole``; NaN where ``over`` is a call, and none after this.
+        seconds
+            That are waited for peers when the kernel has ended.
+        """
+        assert shards.rows % shards.parts == 0, "what is published is in chunks of one size"
+        epoch = self.begin()
+        count = shards.batches * shards.world * shards.parts
+        if self._publication.chunks < count:
+            self.quiet()
+            self._publication = self.make_publication(count)
+        before, calling = self._told, torch.cuda.current_stream(self.device)
+        self._told += shards.batches * shards.parts
+        for stream in (self._side, calling):
+            received.record_stream(stream)
+        whole = self._slot(self._rank, epoch % p.SLOTS, shards, dtype)
+        kernel, end = torch.cuda.Event(), torch.cuda.Event()
+        try:
+            self._produce(epoch, shards, whole, product, calling, kernel)
+            done = self._scatter(epoch, shards, dtype, received, before)
+        except BaseException as error:  # half a call: what the peers wait for may never come
+            self._half(error)
+            raise
+        perform: dict[type, Callable[[Any], Any]] = {
+            p.AwaitSide: lambda op: calling.wait_event(done),
+            p.Sum: lambda op: add_up(whole, self._over, epoch),
+            p.Summed: nothing,
+        }
+        try:
+            answer(p.add_up(epoch), perform)
+        except BaseException as error:
+            self._half(error)
+            raise
+        finally:  # without a sum, too: the side stream waits for peers, and somebody has to look after it
+            end.record(calling)
+            overrule = functools.partial(self._overrule, epoch)
+            self.issued(Underway(epoch, self._told, overrule, seconds, kernel, done, end))
+
+    def _produce(
+        self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, calling: torch.cuda.Stream,
+        kernel: torch.cuda.Event,
+    ) -> None:  # fmt: skip
+        def compute(op: p.Compute) -> None:
+            if op.step == 0:  # one launch computes all of them, in this order, and publishes each
+                out = whole.view(shards.total, shards.width)
+                pivot = (self._rank + 1) * shards.parts % (shards.batches * shards.world * shards.parts)
+                product(out, self._publication, op.epoch, shards.rows // shards.parts, pivot)
+
+        perform: dict[type, Callable[[Any], Any]] = {
+            p.AwaitCall: lambda op: self.await_call(calling),
+            p.Post: lambda op: self.post(calling),
+            p.Compute: compute, p.Computed: nothing, p.Publish: nothing,
+            p.Ended: lambda op: kernel.record(calling),
+        }  # fmt: skip
+        answer(p.produce(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
+
+    def _scatter(
+        self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int
+    ) -> torch.cuda.Event:
+        side, handle, done = self._side, self._side.cuda_stream, torch.cuda.Event()
+        total, mine = shards.batches * shards.world * shards.parts, list(shards.of_rank(self._rank))
+        flag, address = self.memory.flag, self._publication.address
+
+        of_row, plane = shards.width * dtype.itemsize, shards.batches * shards.rows
+        to = received.data_ptr()
+
+        def pull(op: p.PullPart) -> None:
+            part = mine[p.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
+            first, rows = shards.place(self._rank, part)
+            there = op.peer * plane + part.batch * shards.rows + part.begin
+            source = self.memory.address(op.peer, op.slot) + first * of_row
+            copy_across(handle, to + there * of_row, source, rows * of_row)
+
+        def published(op: p.AwaitPublished) -> None:
+            chunk = ((self._rank + 1) * shards.parts + op.step) % total
+            stream_wait(handle, address(chunk), op.epoch)
+
+        perform: dict[type, Callable[[Any], Any]] = {
+            p.AwaitPost: nothing,  # `post` has issued it
+            p.AwaitPublished: published,
+            p.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
+            p.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
+            p.PullPart: pull, p.PulledPart: nothing,
+            p.Done: lambda op: done.record(side),
+        }  # fmt: skip
+        answer(p.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
+        return done
+
+    def _slot(self, rank: int, slot: int, shards: Shards, dtype: torch.dtype) -> torch.Tensor:
+        """A slot as what is in it: a rank's product, ``[batches, world, rows, width]``."""
+        size = math.prod(shards.shape) * dtype.itemsize
+        return self.memory.slot(rank, slot)[:size].view(dtype).view(shards.shape)
+
+    # Giving up -----------------------------------------------------------------------------------------------------
+
+    def expired(self, call: Underway | None = None) -> str:
+        """As `Turns.expired`; what it says is raised by the next call on this device, too."""
+        if call is not None and not self._reported:
+            self._reported = True
+            with aside(self.device):
+                said = self.memory.told()
+            late = next((x for x in p.peers(self._rank, self._world) if said[x] < call.told), None)
+            whose = f"rank {late}'s part of the sum" if late is not None else "the sum"
+            waited = call.patience
+            error = ArrivalTimeout(self.op, 0, 0, "the sum", waited, waited, self._rank, whose)
+            channel(self.device).post(error)
+        return super().expired(call)
+
+    def _overrule(self, epoch: int, error: BaseException) -> None:
+        """From this call on the sum is NaN; said before the side stream is let go."""
+        if not self._reported:
+            self._reported = True
+            channel(self.device).post(error)
+        with aside(self.device) as stream:
+            if not int(self._over.item()):
+                stream_write(stream.cuda_stream, self._over.data_ptr(), epoch)
+            stream.synchronize()
+
+
+def matmul_scatter(
+    member: Member,
+    plan: DistributedPlan,
+    shards: Shards,
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    product: Product,
+    average: bool,
+    bias: torch.Tensor | None,
+    seconds: float,
+) -> torch.Tensor:
+    """The sum (or average) over all ranks of this rank's part of their products, and ``bias``.
+
+    Issues everything and returns; what goes wrong later is raised by the next call on this device, and with this group.
+
+    Parameters
+    ----------
+    like
+        A tensor on the call's device.
+    dtype
+        Of what travels, and of the result.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[batches, rows, width]``.
+    """
+    device = like.device
+    with torch.cuda.device(device):
+        agree(member, plan, device)
+        scatterer = member.scatterer
+        if scatterer is None:
+            scatterer = member.scatterer = Scatterer(member, device)
+        elif scatterer.device != device:
+            raise ValueError(
+                f"{plan.case.op}: a is on {device}; this group's calls are on {scatterer.device}: a rank has one GPU"
+            )
+        scatterer.reserve(math.prod(shards.shape) * dtype.itemsize)
+        mine = (shards.batches, shards.rows, shards.width)
+        received = member.buffer("received", (shards.world, *mine), dtype, device)
+        out = torch.empty(mine, dtype=dtype, device=device)
+
+        def add_up(whole: torch.Tensor, over: torch.Tensor, epoch: int) -> None:
+            from tilestream.kernels.portable.add import BLOCK, add_parts
+
+            plane = shards.rows * shards.width
+            add_parts[-(-plane // BLOCK), shards.batches](
+                whole, received, out, bias, over, member.rank, epoch, shards.batches, plane, shards.width,
+                float(shards.world if average else 1), WORLD=shards.world, BIAS=bias is not None, BLOCK=BLOCK,
+            )  # fmt: skip
+
+        scatterer.issue(shards, dtype, received, product, add_up, seconds)
+    return out

@@ -1,0 +1,267 @@
+"""`Turns`: what calls of a group on a GPU have in common, whatever they send: epochs, what is under way, the watchdog.
+
+The texts that are performed, and why they are right, are in `tilestream.distributed.protocol`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tilestream.distributed import protocol as p
+from tilestream.distributed.collective import meet
+from tilestream.distributed.members import Member
+from tilestream.distributed.symmetric import PeerMemory
+from tilestream.runtime import exit
+from tilestream.runtime.driver import stream_write
+from tilestream.runtime.errors import GroupBroken
+from tilestream.runtime.streams import aside, lend_to
+
+#: Seconds between two looks of the watchdog, while a call is under way.
+LOOK_SECONDS = 0.05
+#: Looks after which a kernel that has ended before its side stream is known to have given up. Of one that has all its
+#: chunks, the side stream has an event left to record.
+LOOKS = 3
+
+
+class Underway(NamedTuple):
+    """A call that was issued.
+
+    Attributes
+    ----------
+    epoch
+        Of the protocol.
+    told
+        What the flag of a peer is at least that has told all of this call.
+    overrule
+        Says to the call that what is missing will not come.
+    patience
+        Seconds that are waited for peers once the kernel has ended; 0 where the kernel itself waits for them.
+    kernel, side, end
+        After its kernel, after its side stream, and after all of it.
+    """
+
+    epoch: int
+    told: int
+    overrule: Callable[[BaseException], None]
+    patience: float
+    kernel: torch.cuda.Event
+    side: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class Turns:
+    """A member's calls of one op on one GPU. Hold the member's call.
+
+    Parameters
+    ----------
+    memory
+        What the ranks share; made, by all of them, where it is None.
+    """
+
+    #: The op, for messages.
+    op = ""
+
+    def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
+        self._rank, self._world, self._name, self.device = member.rank, member.world, member.name, device
+        self._member = weakref.ref(member)
+        self.memory = memory or PeerMemory(member, device)
+        self._side = lend_to(self, device)
+        self._epoch = 0
+        self._calls: list[Underway] = []
+        self._last: Underway | None = None
+        self._lock = threading.Lock()  # of `_calls`
+        self._posted = torch.cuda.Event()
+        #: A call, in how many looks its kernel had ended and its side stream not, and since when.
+        self._suspect = 0, 0, 0.0
+        self._watchdog = Watchdog(self)
+
+    # The host ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> int:
+        """The epoch of a new call, once at most `protocol.AHEAD` are under way."""
+        epoch = answer(p.begin(self._epoch + 1), {p.Begin: self._begin})
+        member = self._member()
+        if epoch is None or member is None:
+            assert member is not None
+            member.check()
+            raise AssertionError("a call was refused though the group is whole")
+        self._epoch = epoch
+        return epoch
+
+    def _begin(self, op: p.Begin) -> int:
+        for call in self._underway():
+            if call.epoch <= op.after:
+                call.side.synchronize()  # the watchdog lets a stream go that waits for a peer without hope
+        member = self._member()
+        return int(member is not None and not member.broken)
+
+    def _underway(self) -> list[Underway]:
+        """Calls whose side stream is not done; the others are forgotten."""
+        with self._lock:
+            self._calls = [call for call in self._calls if not call.side.query()]
+            return list(self._calls)
+
+    def issued(self, call: Underway) -> None:
+        """A call has been issued, all of it."""
+        self._last = call
+        with self._lock:
+            self._calls.append(call)
+        self._watchdog.wake()
+
+    def reserve(self, size: int) -> None:
+        """Have slots of at least ``size`` bytes. All ranks do it at the same call."""
+        member = self._member()
+        if self.memory.slot_bytes < size and member is not None:
+            self.quiet()
+            meet(member, self.device)  # nobody pulls from the old slots
+            self.memory.grow(size)
+
+    def quiet(self) -> None:
+        """Wait until nothing is under way here."""
+        for call in self._underway():
+            call.kernel.synchronize()
+            call.side.synchronize()
+
+    def await_call(self, calling: torch.cuda.Stream) -> None:
+        """Have the calling stream wait for the call before, which may have come from another stream."""
+        if self._last is not None:
+            calling.wait_event(self._last.end)
+            calling.wait_event(self._last.side)
+
+    def post(self, calling: torch.cuda.Stream) -> None:
+        """Let the side stream begin when the calling stream is here."""
+        self._posted.record(calling)
+        self._side.wait_event(self._posted)
+
+    # Giving up -----------------------------------------------------------------------------------------------------
+
+    def expired(self, call: Underway | None = None) -> str:
+        """What is said where this rank has given up waiting for its peers, in ``call`` (None: in one that is over)."""
+        return f"{self.op}: rank {self._rank} has given up waiting for a peer"
+
+    def give_up(self, why: str) -> None:
+        """Break the group, here and on all peers, unless it is."""
+        member = self._member()
+        if member is not None and not member.broken:
+            perform = self._watching(member, why)
+            perform[p.Break](p.Break())
+            for peer in p.peers(self._rank, self._world):
+                perform[p.Abort](p.Abort(peer))
+
+    def _half(self, error: BaseException) -> None:
+        """Half a call has been issued: what the peers wait for may never come."""
+        self.give_up(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
+
+    def look(self) -> bool:
+        """One look of the watchdog; whether there is anything to look at."""
+        calls = self._underway()
+        member = self._member()
+        if not calls or member is None:
+            return bool(calls)
+        epoch, looks, since = self._suspect
+        oldest, now = calls[0], time.perf_counter()
+        if oldest.epoch != epoch or not looks:
+            looks, since = 0, now
+        self._suspect = oldest.epoch, looks + int(oldest.kernel.query()), since
+        with aside(self.device):
+            told = self.memory.aborted()
+        if told or (self._suspect[1] >= LOOKS and now - since >= oldest.patience):
+            why = f"{self.op}: a peer has given up waiting" if told else self.expired(oldest)
+            answer(p.watch(self._rank, self._world), self._watching(member, why))
+        return True
+
+    def _watching(self, member: Member, why: str) -> dict[type, Callable[[Any], Any]]:
+        def call_of(epoch: int) -> Underway | None:
+            return next((call for call in self._underway() if call.epoch == epoch), None)
+
+        def write(address: int, value: int) -> None:
+            with aside(self.device) as stream:
+                stream_write(stream.cuda_stream, address, value)
+
+        def overrule(op: p.Overrule) -> None:
+            if call := call_of(op.epoch):
+                call.overrule(GroupBroken(self._name, why))
+
+        def await_kernel(op: p.AwaitKernel) -> None:
+            if call := call_of(op.epoch):
+                call.kernel.synchronize()  # it has a deadline of its own, or waits for nobody
+
+        def release(op: p.Release) -> None:
+            if call := call_of(op.epoch):
+                for peer in p.peers(self._rank, self._world):
+                    write(self.memory.flag(self._rank, peer), call.told)
+
+        def await_done(op: p.AwaitDone) -> int:
+            end = time.perf_counter() + LOOK_SECONDS
+            while (call := call_of(op.epoch)) is not None and time.perf_counter() < end:
+                time.sleep(0.001)
+            return int(call is None)
+
+        return {
+            p.Notice: lambda op: 1,
+            p.Break: lambda op: member.break_(why),
+            p.Abort: lambda op: write(self.memory.abort(op.peer), 1),
+            p.Oldest: lambda op: min((call.epoch for call in self._underway()), default=0),
+            p.Overrule: overrule, p.AwaitKernel: await_kernel, p.Release: release, p.AwaitDone: await_done,
+        }  # fmt: skip
+
+
+class Watchdog:
+    """The thread that looks after a member's calls. Without any it does not keep them alive."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._of = weakref.ref(turns)
+        self._something = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        weakref.finalize(turns, self._something.set)
+        exit.register(self)
+
+    def wake(self) -> None:
+        """A call has been issued."""
+        self._something.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tilestream-watchdog", daemon=True)
+            self._thread.start()
+
+    def stop_at_exit(self, timeout: float) -> None:
+        """See `tilestream.runtime.exit`."""
+        self._stopped = True
+        self._something.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._something.wait()
+            turns = self._of()
+            if turns is None:
+                return
+            self._something.clear()
+            while not self._stopped:
+                # First this: beside the thread that has just issued the call, a look would cost that one its time.
+                time.sleep(LOOK_SECONDS)
+                if not turns.look():
+                    break
+            del turns
+
+
+def answer(text: p.Turn, perform: dict[type, Callable[[Any], Any]]) -> int | None:
+    """Perform what a text yields; returns what it does."""
+    try:
+        op = next(text)
+        while True:
+            op = text.send(perform[type(op)](op))
+    except StopIteration as end:
+        result: int | None = end.value
+        return result
+
+
+def nothing(op: object) -> None:
+    """What the order of a stream gives."""

@@ -1,0 +1,83 @@
+"""Publish in the Hopper kernel: each chunk of the output's rows is signalled when all of it is there.
+
+::
+
+    an item is finished (a consumer's half of it):
+        wait until its stores have landed: TMA's, which this thread started; then the consumer's other threads'
+        for each chunk of its rows: add its rows to the chunk's count     (acquire and release, the device's scope)
+        the count is what the chunk comes to: restore it; signal          (release, at system scope)
+
+The protocol is `tilestream.kernels.loop.publish`, which the checker explores. Nobody waits for a later item, or for
+another worker: a consumer waits for its own stores alone, which costs it what a store takes to land.
+
+*Order* (invariant 7). ``tma.store_wait`` waits until shared memory was read. Here it is waited for the writes
+themselves (``cp.async.bulk.wait_group`` without ``.read``), which orders them before what this thread does next in the
+generic proxy. The barrier makes one thread's release speak for all of the consumer's; the count makes whoever brings it
+to its end speak for all that have counted before. So the signal's release, at system scope, covers every tile of the
+chunk, for copy engines, other kernels and other GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilestream.arrival import chunks
+from tilestream.kernels.hopper.compat import barrier, device
+
+chunk_of = device(chunks.chunk_of)
+rows_in = device(chunks.rows_in)
+
+#: Arguments that say nothing about alignment, and words that may lie anywhere.
+UNSPECIALISED = ("out_epoch", "out_per_chunk", "out_times")
+UNALIGNED = ("out_signals", "out_counts")
+
+
+class Publishing(NamedTuple):
+    """What the kernel is told of the chunks that it publishes.
+
+    Attributes
+    ----------
+    signals, counts
+        ``int32``, one a chunk each: an epoch, and rows that were counted.
+    epoch
+        What a chunk is signalled by.
+    per_chunk
+        Rows of a chunk.
+    times
+        How often each row is counted: by the column tiles, and where two consumers share a tile's columns by both.
+    """
+
+    signals: Any
+    counts: Any
+    epoch: Any
+    per_chunk: Any
+    times: Any
+
+
+@gluon.jit
+def landed(value):
+    """``value``, when the copies out of shared memory that this thread started have been written."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def publish(row, count, rows, publishing):
+    """Publish rows [row, row + count) of ``rows`` in all, which this consumer has stored; see the module."""
+    row = landed(row)
+    barrier()
+    end = gl.minimum(row + count, rows)
+    if row < end:
+        per_chunk = publishing.per_chunk
+        for chunk in range(chunk_of(row, per_chunk), chunk_of(end - 1, per_chunk) + 1):
+            here = rows_in(row, end, chunk, per_chunk)
+            due = rows_in(0, rows, chunk, per_chunk) * publishing.times
+            before = gl.atomic_add(publishing.counts + chunk, here, sem="acq_rel", scope="gpu")
+            if before + here == due:
+                gl.store(publishing.counts + chunk, 0)
+                gl.atomic_xchg(publishing.signals + chunk, publishing.epoch, sem="release", scope="sys")

@@ -1,0 +1,95 @@
+"""Ranks of a group on fake GPUs, in one process: what they share, and what their drivers would do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+import types
+
+import pytest
+import torch
+
+from fake_cuda import FakeCuda, Until
+from tilestream.distributed import copy_engines, protocol, sums, turns
+from tilestream.distributed.symmetric import LINE
+from tilestream.distributed.turns import Turns
+from tilestream.runtime.errors import GroupBroken
+
+
+class Memory:
+    """Each rank's slots and words, in one process."""
+
+    def __init__(self, ranks: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = [torch.full((protocol.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
+        self.words = [torch.zeros((ranks + 1) * LINE, dtype=torch.uint8) for _ in range(ranks)]
+        self.ranks = ranks
+
+    def of(self, rank: int) -> types.SimpleNamespace:
+        def slot(of: int, number: int) -> torch.Tensor:
+            return self.slots[of][number * self.slot_bytes : (number + 1) * self.slot_bytes]
+
+        def flag(of: int, writer: int) -> int:
+            return self.words[of].data_ptr() + writer * LINE
+
+        abort = flag(rank, self.ranks)
+        return types.SimpleNamespace(
+            slot_bytes=self.slot_bytes, slot=slot, flag=flag, abort=lambda of: flag(of, self.ranks),
+            address=lambda of, number: slot(of, number).data_ptr(),
+            told=lambda: [ctypes.c_int32.from_address(flag(rank, writer)).value for writer in range(self.ranks)],
+            aborted=lambda: bool(ctypes.c_int32.from_address(abort).value),
+        )  # fmt: skip
+
+
+class Member:
+    """As `members.Member`, as far as a gatherer asks."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.name, self.why = rank, world, "tp", None
+
+    @property
+    def broken(self) -> bool:
+        return self.why is not None
+
+    def check(self) -> None:
+        if self.why:
+            raise GroupBroken(self.name, self.why)
+
+    def break_(self, why: str) -> None:
+        self.why = self.why or why
+
+
+def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+    """Have the fake device do what ranks give to the driver."""
+
+    def write(stream: int, address: int, value: int) -> None:
+        cuda.streams[stream].give(lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
+
+    def wait(stream: int, address: int, value: int) -> None:
+        cuda.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
+
+    @contextlib.contextmanager
+    def at_once(device):
+        stream = cuda.stream()
+        with cuda.on(stream):
+            yield stream
+        stream.run()
+
+    for module in (turns, copy_engines, sums):
+        for name, does in (
+            ("stream_write", write), ("stream_wait", wait), ("copy_across", cuda._copy), ("aside", at_once),
+        ):  # fmt: skip
+            patch.setattr(module, name, does, raising=False)
+    # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
+    patch.setattr(turns, "lend_to", lambda borrower, device: cuda.stream())
+    patch.setattr(turns, "LOOK_SECONDS", 0.01)
+    # While the watchdog sleeps the device runs.
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
+    patch.setattr(turns, "time", clock)
+
+
+def look(turns_of: Turns) -> None:
+    """The watchdog, as often as it takes to be sure."""
+    for _ in range(turns.LOOKS + 1):
+        turns_of.look()

@@ -1,0 +1,101 @@
+"""Problems whose output is published: order, refusals, and that what is counted of a chunk comes to what it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from tilestream.arrival.chunks import Chunks, chunk_of, rows_in
+from tilestream.kernels.hopper.arguments import Arguments
+from tilestream.kernels.portable.arguments import Layout
+from tilestream.plan import hopper
+from tilestream.plan.choose import plan_problem
+from tilestream.plan.device import DeviceProperties
+from tilestream.plan.plan import of_candidate
+from tilestream.plan.problem import Incoming, Problem
+
+H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
+
+
+def problem(m=1000, n=900, k=512, rows=250, pivot=1, **more):
+    publishes = Incoming(Chunks.uniform(m, rows), pivot)
+    return Problem(m, n, k, dtype="bfloat16", out_dtype="bfloat16", publishes=publishes, **more)
+
+
+def row_tiles(plan):
+    """In the order of the raster, which all queues keep."""
+    grid = plan.schedule.grid
+    return [plan.schedule.raster.tile(t, grid.num_m, grid.num_n)[0] for t in range(grid.plane)]
+
+
+@pytest.mark.parametrize(("m", "n", "rows"), [(1000, 900, 250), (1000, 900, 103), (64, 4096, 32), (4096, 40, 2048)])
+def test_what_is_counted_of_a_chunk_comes_to_its_end_once(m, n, rows):
+    asked = problem(m, n, rows=rows, pivot=0)
+    tried = 0
+    for candidate in hopper.candidates(asked, H100, 132, kinds=("dynamic",)):
+        plan = of_candidate(asked, H100, "hopper", candidate, "a test's")
+        arguments = Arguments(plan, Layout((0, 512, 1), (0, 1, 512), (0, n, 1)))
+        per_chunk, times = arguments._published
+        halves, counts = arguments._halves, Counter()
+        for item in plan.schedule.items():
+            pr, columns = (item.pn, item.pm) if plan.swapped else (item.pm, item.pn)
+            for half in range(halves):  # as `kernels.hopper.gemm.math_loop` publishes
+                if plan.swapped:
+                    width = sum(arguments.widths)
+                    begin, count = columns * width, width
+                else:
+                    count = arguments.rows // halves
+                    begin = pr * arguments.rows + half * count
+                end = min(begin + count, m)
+                for chunk in range(chunk_of(begin, rows), chunk_of(end - 1, rows) + 1) if begin < end else ():
+                    counts[chunk] += rows_in(begin, end, chunk, per_chunk)
+        assert counts == {c: rows_in(0, m, c, rows) * times for c in range(-(-m // rows))}, plan.label
+        tried += 1
+    assert tried > 20
+
+
+def test_the_raster_begins_with_the_pivot_and_goes_chunk_by_chunk():
+    plan = plan_problem(problem(4096, 2048, rows=1024, pivot=3), device=H100, backend="hopper")
+    assert plan.backend == "hopper"
+    seen = [pm * plan.block[0] // 1024 for pm in row_tiles(plan)]
+    assert [chunk for chunk, _ in itertools.groupby(seen)] == [3, 0, 1, 2]
+    assert "publish   rows in 4 chunks of 1024, from chunk 3 on" in plan.explain()
+
+
+def test_a_tile_in_two_chunks_comes_with_the_first_which_waits_for_it():
+    plan = plan_problem(problem(4000, 2048, rows=2000, pivot=1), device=H100, backend="hopper")
+    block = plan.block[0]
+    assert 2000 % block, "one row tile is in both"
+    order = row_tiles(plan)
+    done = max(i for i, pm in enumerate(order) if (pm + 1) * block > 2000)
+    assert done + 1 == len([pm for pm in order if (pm + 1) * block > 2000]), "nothing else before the pivot is there"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rows": Incoming(Chunks.uniform(1000, 10))}, "an operand arrives, too"),
+        ({"batch": 2}, "for 2 outputs of 1000 rows"),
+        ({"publishes": Incoming(Chunks.uniform(999, 10))}, "chunks of 999 rows"),
+        ({"publishes": Incoming(Chunks((0, 5, 1000)))}, "ragged chunks"),
+    ],
+)
+def test_what_is_not_published_is_refused(change, says):
+    fields = {"publishes": Incoming(Chunks.uniform(1000, 250)), **change}
+    with pytest.raises(ValueError, match=says):
+        Problem(1000, 900, 512, dtype="bfloat16", out_dtype="bfloat16", **fields)
+
+
+def test_more_than_the_kernel_counts_is_refused_by_it():
+    asked = problem(2**24, 2**16, rows=2**23)
+    assert "counts them in 31 bits" in hopper.refusal(asked, H100)
+    with pytest.raises(NotImplementedError, match="counts them in 31 bits"):
+        plan_problem(asked, device=H100, backend="hopper")
+
+
+def test_no_other_backend_takes_such_a_problem_and_says_nothing():
+    for more in ({"device": H100, "backend": "portable"}, {}):
+        with pytest.raises(NotImplementedError, match=r"publishes: the (portable|cpu) kernel signals no chunk"):
+            plan_problem(problem(), **more)

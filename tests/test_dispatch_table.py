@@ -1,0 +1,72 @@
+"""The table of the ops across ranks is what its records say, and what they say is read as it is meant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilestream.distributed import dispatch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import dispatch_table as made_by  # noqa: E402
+
+RECORDS = sorted((BENCHMARKS / "results").glob("gpu_all_gather_x*.json"))
+
+
+def record(**ms):
+    ms = {name.replace("_", " ").replace("nccl ", "nccl + "): value for name, value in ms.items()}
+    row = {"op": "all_gather_matmul", "m": 8192, "n": 3584, "k": 8192, "rows": 4096, "width": 8192, "ms": ms}
+    return {"device": "NVIDIA H200", "world": 2, "dtype": "bfloat16", "date": "a day", "rows": [row]}
+
+
+@pytest.mark.parametrize(
+    ("ms", "says"),
+    [
+        ({"nccl_mm": 1.0, "nccl_ours": 1.1, "fused_1": 0.9, "fused_2": 0.8}, (True, 2)),
+        ({"nccl_mm": 1.0, "nccl_ours": 1.1, "fused_1": 0.9, "fused_2": 0.895}, (True, 1)),
+        ({"nccl_mm": 1.0, "nccl_ours": 0.8, "fused_1": 0.9}, (False, 1)),
+        ({"nccl_mm": 1.0, "fused_1": 0.995, "fused_2": 1.1}, (False, 1)),
+        ({"nccl_mm": 1.0}, (False, 1)),
+    ],
+)
+def test_the_fastest_counts_and_what_is_not_worth_it_does_not(ms, says):
+    (entry,) = made_by.entries(record(**ms))
+    assert (entry["fused"], entry["chunks"]) == says
+
+
+def test_an_entry_decides_its_class(monkeypatch):
+    found = made_by.entries(record(nccl_mm=1.0, fused_4=0.5))
+    table = json.loads(made_by.text(made_by.TABLE.read_text(), found))
+    assert table["rates"] == dispatch.table()["rates"]
+    monkeypatch.setattr(dispatch, "table", lambda: table)
+    case = dispatch.Case("all_gather_matmul", 4096, 3584, 8192, 8192, 2, "bfloat16", 2, "sm_90")
+    decision = dispatch.decide(case)
+    assert (decision.fused, decision.chunks, decision.measured) == (True, 4, True)
+    assert "2 x H200, a day" in decision.why
+
+
+def test_shapes_of_one_class_that_are_decided_otherwise_are_refused():
+    both = record(nccl_mm=1.0, fused_4=0.5)
+    both["rows"] += record(nccl_mm=1.0, fused_4=2.0)["rows"]
+    with pytest.raises(ValueError, match="and of the same class"):
+        made_by.entries(both)
+    with pytest.raises(ValueError, match="device='an A100'"):
+        made_by.entries({**both, "device": "an A100"})
+
+
+def test_the_table_is_what_the_records_say():
+    found = [entry for path in RECORDS for entry in made_by.entries(json.loads(path.read_text()))]
+    assert dispatch.table()["entries"] == found
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_is_decided_is_not_slower_than_nccl_and_torch(path):
+    data = json.loads(path.read_text())
+    for row in data["rows"]:
+        fused, chunks = made_by.decided(row["ms"])
+        ours = row["ms"][f"fused {chunks}" if fused else "nccl + ours"]
+        assert ours <= 1.03 * row["ms"]["nccl + mm"], (row["op"], row["m"], row["n"], row["k"])
