@@ -370,8 +370,11 @@ def _shared() -> tuple[SeededBug, ...]:
         bug("no barrier between items", overwritten, h.no_barrier_between_items),
         bug("no barrier after the rest", overwritten, h.no_barrier_after_the_rest),
         bug("barrier passes reads", overwritten, h.barrier_passes_reads),
-        bug("put without a barrier", overwritten, h.put_without_barrier, 2, exact=False),
-        bug("read without a barrier", wrong, h.read_without_barrier, 2, exact=False),
+        bug("put without a barrier", overwritten, h.put_without_barrier, 2),
+        bug("read without a barrier", wrong, h.read_without_barrier, 2),
+        bug("put before it has come", early, h.puts_what_has_not_come, 2),
+        bug("drained for each put", "drained in vain", h.drains_for_each_put, 2),
+        bug("fetched in the other order", early, h.fetched_in_the_other_order, 2),
         bug("rest put without a barrier", overwritten, h.rest_without_barrier),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilestream.verify.shared_ring import (
+    OPERANDS,
     Arrive,
     Await,
     Copy,
@@ -49,13 +50,15 @@ def one_buffer_without_barrier(ring: SharedRing, item: Item) -> Turn:
 def waits_count_groups(ring: SharedRing, item: Item) -> Turn:
     """A wait is told how many groups may be in flight, where the hardware counts instructions."""
     return _changed(
-        direct(ring, item), lambda op: WaitLoads(op.left // ring.loads) if isinstance(op, WaitLoads) else op
+        direct(ring, item), lambda op: WaitLoads(op.left // _group(ring)) if isinstance(op, WaitLoads) else op
     )
 
 
 def waits_a_group_short(ring: SharedRing, item: Item) -> Turn:
     """A wait leaves as many groups in flight as there are: the step's own is among them."""
-    return _changed(direct(ring, item), lambda op: WaitLoads(op.left + ring.loads) if isinstance(op, WaitLoads) else op)
+    return _changed(
+        direct(ring, item), lambda op: WaitLoads(op.left + _group(ring)) if isinstance(op, WaitLoads) else op
+    )
 
 
 def no_barrier_after_the_wait(ring: SharedRing, item: Item) -> Turn:
@@ -69,7 +72,7 @@ def copies_before_the_barrier(ring: SharedRing, item: Item) -> Turn:
     for i in range(ahead):
         yield Copy(i, item, min(i, item.steps - 1))
     for step in range(item.steps):
-        yield WaitLoads(ring.loads * (ahead - 1))
+        yield WaitLoads(_group(ring) * (ahead - 1))
         yield Copy((step + ahead) % ring.depth, item, min(step + ahead, item.steps - 1))
         yield from meet()
         yield Read(step % ring.depth, item, step)
@@ -120,15 +123,30 @@ def barrier_passes_reads(ring: SharedRing, item: Item) -> Turn:
 
 def put_without_barrier(ring: SharedRing, item: Item) -> Turn:
     """Through registers: a step is written while others read the one before it."""
-    yield Fetch(item, 0)
-    for step in range(item.steps):
-        yield WaitLoads(0)
-        yield Put(0, item, step)
-        yield Fetch(item, min(step + 1, item.steps - 1))
-        yield from meet()
-        yield Read(0, item, step)
-        yield Have()
-    yield WaitLoads(0)
+    ops = _operations(staged(ring, item))
+    for op, behind in zip(ops, [*ops[1:], Have()], strict=True):
+        if op is not None or isinstance(behind, Read):
+            yield from _done(op)
+
+
+def puts_what_has_not_come(ring: SharedRing, item: Item) -> Turn:
+    """Through registers: a wait leaves both operands in flight, that which is put among them."""
+    return _changed(
+        staged(ring, item), lambda op: WaitLoads(_group(ring)) if isinstance(op, WaitLoads) and op.left else op
+    )
+
+
+def drains_for_each_put(ring: SharedRing, item: Item) -> Turn:
+    """Through registers: each wait is for all that is in flight, the other operand's next step too."""
+    return _changed(staged(ring, item), lambda op: WaitLoads(0) if isinstance(op, WaitLoads) else op)
+
+
+def fetched_in_the_other_order(ring: SharedRing, item: Item) -> Turn:
+    """Through registers: B's first loads are started before A's, and waits count as if they were behind them."""
+    yield Fetch(item, 0, 1)
+    yield Fetch(item, 0, 0)
+    for op in _operations(staged(ring, item))[2:]:
+        yield from _done(op)
 
 
 def read_without_barrier(ring: SharedRing, item: Item) -> Turn:
@@ -147,6 +165,11 @@ def rest_without_barrier(ring: SharedRing, item: Item) -> Turn:
     for i, op in enumerate(ops):
         if not item.rest or i not in barriers[-2:]:
             yield from _done(op)
+
+
+def _group(ring: SharedRing) -> int:
+    """Instructions of a warp that fill its share of a stage."""
+    return len(OPERANDS) * ring.loads
 
 
 def _operations(turn: Turn) -> list[Any]:

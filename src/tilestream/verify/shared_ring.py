@@ -3,11 +3,13 @@
 There is one loop for load and math, and each warp runs it: it copies its own share of a stage and reads all of it.
 What it knows of its own copies is a count of those in flight, in *instructions*, oldest first; what it knows of the
 others' is a barrier, which waits for no copy and for no read. The text is `direct` and `staged`; the heads of
-`tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words.
+`tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words. Copies past the registers bring A's part
+of a step and B's as one group; what goes through registers is fetched, and put, an operand at a time.
 
 What must hold: no warp is ever stuck; a stage is read when every warp's share of the step that is meant has landed; no
-copy, and no write, goes to a stage that somebody reads or that is still being filled; no wait is for copies that only a
-later step needs; nothing is in flight when a worker leaves.
+copy, and no write, goes to a stage that somebody reads or that is still being filled; nothing is put before it has come
+into its registers; no wait is for copies that only a later step, or the other operand, needs; nothing is in flight when
+a worker leaves.
 
 A copy lands when a wait says so, and not before. It may land earlier on the hardware; but what could then go wrong, a
 stage that is overwritten while somebody reads it, is a fault as soon as the copy is started. Items are given, not
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from tilestream.schedule.ring import after, before
@@ -27,6 +30,8 @@ from tilestream.verify.processes import LEFT, Process
 
 #: K steps, at most, in what a share holds: ``1 + item * STEPS + step``.
 STEPS = 64
+#: The operands: A, B.
+OPERANDS = (0, 1)
 
 
 class Item(NamedTuple):
@@ -50,10 +55,11 @@ class Copy(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Start this warp's loads of a step into its registers."""
+    """Start this warp's loads of an operand's step into its registers."""
 
     item: Item
     step: int
+    operand: int
 
 
 class WaitLoads(NamedTuple):
@@ -63,11 +69,10 @@ class WaitLoads(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Write a step, which has been fetched, from registers to this warp's share of a stage."""
+    """Write what has been fetched of an operand from registers to this warp's share of a stage."""
 
     stage: int
-    item: Item
-    step: int
+    operand: int
 
 
 class Arrive(NamedTuple):
@@ -97,7 +102,7 @@ Turn = Generator[Any, Any, None]
 
 @dataclass(frozen=True)
 class SharedRing:
-    """The ring: ``depth`` stages, ``loads`` instructions of a warp to fill its share of one."""
+    """The ring: ``depth`` stages, ``loads`` instructions of a warp to fill its share of one operand of it."""
 
     depth: int = 3
     loads: int = 2
@@ -112,12 +117,12 @@ def meet() -> Turn:
 
 def direct(ring: SharedRing, item: Item) -> Turn:
     """An item by copies past the registers: `tilestream.kernels.cdna.gemm.multiply_direct`."""
-    ahead = ring.depth - 1
+    ahead, group = ring.depth - 1, len(OPERANDS) * ring.loads
     for i in range(ahead):
         yield Copy(i, item, min(i, max(item.steps - 1, 0)))
     stage = 0
     for step in range(item.steps - ahead):
-        yield WaitLoads(ring.loads * (ahead - 1))
+        yield WaitLoads(group * (ahead - 1))
         yield from meet()
         yield Read(stage, item, step)
         yield Copy(before(stage, ring.depth), item, step + ahead)
@@ -125,7 +130,7 @@ def direct(ring: SharedRing, item: Item) -> Turn:
         stage = after(stage, ring.depth)
     first = max(0, item.steps - ahead)
     for i in range(ahead):
-        yield WaitLoads(ring.loads * (ahead - 1 - i))
+        yield WaitLoads(group * (ahead - 1 - i))
         yield from meet()
         if first + i < item.steps:
             yield Read(stage, item, first + i)
@@ -140,29 +145,43 @@ def direct(ring: SharedRing, item: Item) -> Turn:
 def staged(ring: SharedRing, item: Item) -> Turn:
     """An item by way of registers: `tilestream.kernels.cdna.gemm.multiply_staged`."""
     last = max(item.steps - 1, 0)
-    yield Fetch(item, 0)
+    yield from fetch_both(item, 0)
     for step in range(item.steps):
-        yield WaitLoads(0)
         yield from meet()
-        yield Put(0, item, step)
-        yield Fetch(item, min(step + 1, last))
+        for operand in OPERANDS:
+            yield WaitLoads(ring.loads)
+            yield Put(0, operand)
+            yield Fetch(item, min(step + 1, last), operand)
         yield from meet()
         yield Read(0, item, step)
         yield Have()
-    yield WaitLoads(0)
+    yield from land_both(ring)
     if item.rest:
         yield from rest(ring, item)
 
 
 def rest(ring: SharedRing, item: Item) -> Turn:
     """The rest of K, through registers into the first stage: `tilestream.kernels.cdna.gemm.multiply_rest`."""
-    yield Fetch(item, item.steps)
-    yield WaitLoads(0)
+    yield from fetch_both(item, item.steps)
+    yield from land_both(ring)
     yield from meet()
-    yield Put(0, item, item.steps)
+    for operand in OPERANDS:
+        yield Put(0, operand)
     yield from meet()
     yield Read(0, item, item.steps)
     yield Have()
+
+
+def fetch_both(item: Item, step: int) -> Turn:
+    """Start the loads of a step."""
+    for operand in OPERANDS:
+        yield Fetch(item, step, operand)
+
+
+def land_both(ring: SharedRing) -> Turn:
+    """Wait for them, in the order in which they were started."""
+    yield WaitLoads(ring.loads)
+    yield WaitLoads(0)
 
 
 Text = Callable[[SharedRing, Item], Turn]
@@ -172,8 +191,7 @@ Text = Callable[[SharedRing, Item], Turn]
 class SharedCase:
     """One configuration of model 3: the ring, the items' K steps, and the text that each warp runs of each.
 
-    ``exact``: a wait that is for more than the step it is for is a fault, too. Of a text that fetches a step ahead only
-    it is not asked: there a wait is for all there is.
+    ``exact``: a wait that is for more than what it is for is a fault, too.
     """
 
     ring: SharedRing
@@ -195,10 +213,11 @@ class SharedCase:
 class SharedModel(Model):
     """See the module.
 
-    Memory: arrivals and round of the barrier; the shares, by stage and warp; then for each warp the stages that its
-    copies in flight go to (-1: registers), oldest first, and those that it reads.
+    Memory: arrivals and round of the barrier; the shares, by stage, warp and operand; what is in registers, by warp and
+    operand; then for each warp the stages that its copies in flight go to (-1, -2: registers), oldest first, and those
+    that it reads.
 
-    A share holds the negative of a step that is on its way.
+    A share, or registers, hold the negative of a step that is on its way.
     """
 
     def __init__(self, case: SharedCase, reduce: bool = True, symmetry: bool = True) -> None:
@@ -214,14 +233,16 @@ class SharedModel(Model):
         self.arrivals = ring.warps
         self.round = self.arrivals + 1
         self.shares = self.round + 1
-        self.flying = self.shares + ring.depth * ring.warps
+        self.registers = self.shares + ring.depth * ring.warps * len(OPERANDS)
+        self.flying = self.registers + ring.warps * len(OPERANDS)
         self.reading = self.flying + ring.warps
         super().__init__([Process(name, turn, 0, name) for name in names], reduce, symmetry)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
         ring = self.case.ring
-        return [0, 0, *[0] * (ring.depth * ring.warps), *[()] * ring.warps, *[()] * ring.warps]
+        held = (ring.depth + 1) * ring.warps * len(OPERANDS)
+        return [0, 0, *[0] * held, *[()] * ring.warps, *[()] * ring.warps]
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
         """As `Model.domain`."""
@@ -243,42 +264,54 @@ class SharedModel(Model):
         }  # fmt: skip
         return handlers.get(type(op))
 
-    def _share(self, stage: int, warp: int) -> int:
-        return self.shares + stage * self.case.ring.warps + warp
+    def _share(self, stage: int, warp: int, operand: int) -> int:
+        return self.shares + (stage * self.case.ring.warps + warp) * len(OPERANDS) + operand
 
-    def _free(self, what: str, stage: int, pid: int, m: Memory) -> None:
+    def _register(self, warp: int, operand: int) -> int:
+        return self.registers + warp * len(OPERANDS) + operand
+
+    def _free(self, what: str, stage: int, operand: int, pid: int, m: Memory) -> None:
         """Raise `Fault` if somebody reads the stage, or this warp's share of it is still being filled."""
         for warp in range(self.case.ring.warps):
             if stage in m[self.reading + warp]:
                 raise Fault("overwritten while read", f"warp {pid} {what} stage {stage} while warp {warp} reads it")
-        if m[self._share(stage, pid)] < 0:
+        if m[self._share(stage, pid, operand)] < 0:
             raise Fault("overwritten while read", f"warp {pid} {what} stage {stage}, which is still being filled")
 
     def _copy(self, pid: int, op: Copy, answer: int, m: Memory) -> None:
-        self._free("copies into", op.stage, pid, m)
-        m[self._share(op.stage, pid)] = -op.item.holds(op.step)
-        m[self.flying + pid] = (*m[self.flying + pid], *[op.stage] * self.case.ring.loads)
+        for operand in OPERANDS:
+            self._free("copies into", op.stage, operand, pid, m)
+            m[self._share(op.stage, pid, operand)] = -op.item.holds(op.step)
+        m[self.flying + pid] = (*m[self.flying + pid], *[op.stage] * (len(OPERANDS) * self.case.ring.loads))
 
     def _fetch(self, pid: int, op: Fetch, answer: int, m: Memory) -> None:
-        m[self.flying + pid] = (*m[self.flying + pid], *[-1] * self.case.ring.loads)
+        m[self._register(pid, op.operand)] = -op.item.holds(op.step)
+        m[self.flying + pid] = (*m[self.flying + pid], *[-1 - op.operand] * self.case.ring.loads)
 
     def _wait(self, pid: int, op: WaitLoads, answer: int, m: Memory) -> None:
         flying = m[self.flying + pid]
-        landed = flying[: max(0, len(flying) - op.left)]
+        landed, left = flying[: max(0, len(flying) - op.left)], flying[max(0, len(flying) - op.left) :]
         if self.case.exact and landed:
             needed = len([stage for stage in flying if stage == flying[0]])
             if len(landed) > needed:
                 raise Fault(
                     "drained in vain", f"warp {pid} waits for {len(landed)} copies, its step is there after {needed}"
                 )
-        m[self.flying + pid] = flying[len(landed) :]
-        for stage in landed:
-            if stage >= 0 and stage not in m[self.flying + pid]:
-                m[self._share(stage, pid)] = abs(m[self._share(stage, pid)])
+        m[self.flying + pid] = left
+        for stage in set(landed) - set(left):
+            if stage < 0:
+                places = [self._register(pid, -1 - stage)]
+            else:
+                places = [self._share(stage, pid, operand) for operand in OPERANDS]
+            for place in places:
+                m[place] = abs(m[place])
 
     def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
-        self._free("writes to", op.stage, pid, m)
-        m[self._share(op.stage, pid)] = op.item.holds(op.step)
+        self._free("writes to", op.stage, op.operand, pid, m)
+        held = m[self._register(pid, op.operand)]
+        if held < 0:
+            raise Fault("read before arrival", f"warp {pid} puts {_said(-held)}, which is not in its registers yet")
+        m[self._share(op.stage, pid, op.operand)] = held
 
     def _arrive(self, pid: int, op: Arrive, answer: int, m: Memory) -> None:
         m[self.arrivals] += 1
@@ -287,8 +320,8 @@ class SharedModel(Model):
 
     def _read(self, pid: int, op: Read, answer: int, m: Memory) -> None:
         meant = op.item.holds(op.step)
-        for warp in range(self.case.ring.warps):
-            held = m[self._share(op.stage, warp)]
+        for warp, operand in product(range(self.case.ring.warps), OPERANDS):
+            held = m[self._share(op.stage, warp, operand)]
             if abs(held) > meant:  # what is later has come to lie there
                 raise Fault(
                     "overwritten while read", f"warp {pid} reads stage {op.stage} for {_said(meant)}, warp {warp} has "

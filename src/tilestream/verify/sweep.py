@@ -336,7 +336,7 @@ def shared_rings(level: Level) -> Iterator[SharedCase]:
     for depth, warps, items in product((3, 4, 5) if full else (3, 4), (2, 3) if full else (2,), few + many * full):
         yield SharedCase(SharedRing(depth, 2, warps), items, direct)
     for warps, items in product((2, 3) if full else (2,), few + many * full):
-        yield SharedCase(SharedRing(2, 2, warps), items, staged, exact=False)
+        yield SharedCase(SharedRing(2, 2, warps), items, staged)
 
 
 def attentions(level: Level) -> Iterator[AttentionCase]:

@@ -34,10 +34,22 @@ from gate import gate_arguments
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa import amdgcn
 from tilestream.isa.build import Pointer, build
-from tilestream.kernels.cdna.arguments import Arguments
+from tilestream.kernels.cdna.arguments import Arguments, Operand
 from tilestream.kernels.cdna.gemm import gemm
+from tilestream.kernels.cdna.ring import turned_layout
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.cdna_tiles import TILES, Tile, fitting, instruction, lane_bytes, outstanding, spread, stage_cost
+from tilestream.plan.cdna_tiles import (
+    CELL_BYTES,
+    LANES,
+    TILES,
+    Tile,
+    fitting,
+    instruction,
+    lane_bytes,
+    outstanding,
+    spread,
+    stage_cost,
+)
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem, result_name
 from tilestream.plan.raster import raster_of, split_of
@@ -178,7 +190,9 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
         "waits": [wait["vmcnt"] for wait in loop.waits if "vmcnt" in wait],
         "order": ring_order(loop.instructions),
         # The last steps, behind the loop, are steps too; here the text's order is the one they run in.
-        "order_behind": waits_then_barriers([one for one in code if one.line > loop.instructions[-1].line]),
+        "order_behind": waits_then_barriers([one for one in code if one.line > loop.instructions[-1].line])
+        if any(one.kind == "load_to_lds" for one in code)
+        else [],
         "branches": loop.counts["branch"],
         "sleeps": polling_sleeps(text),
         "expected": expected(configuration),
@@ -188,13 +202,13 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
 def waits_then_barriers(code: Sequence[amdgcn.Instruction]) -> list[str]:
     """Whether anything of shared memory is touched between a wait for copies and the barrier that comes with it.
 
-    A wait for loads into registers has no barrier: what follows it at once is a write, and is left out.
+    Of a kernel that copies: a wait for loads into registers comes with no barrier.
     """
     faults, ready = [], True
     for one in code:
         if "vmcnt" in one.waits:
             ready = False
-        elif one.kind in ("barrier", "lds_write", "store", "valu", "load"):
+        elif one.kind in ("barrier", "lds_write", "store", "valu", "load"):  # the last four wait for loads
             ready = True
         elif one.kind in ("lds_read", "load_to_lds") and not ready:
             faults.append(f"{one.mnemonic} at once behind a wait for copies")
@@ -248,6 +262,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     width = lane_bytes(tile, arch) if direct else 16
     cost = stage_cost(tile, width, tile.copies)
     turned = any(one.turned for one in (arguments.x, arguments.y))
+    loads = [fetches(one, rows, plan, size) for one, rows in ((arguments.x, tile.block_m), (arguments.y, tile.block_n))]
     return {
         "mfma": {
             f"{m}x{n}x{k}_{types}": tile.block_m // m // down * (tile.block_n // n // across) * plan.block[2] // k
@@ -257,10 +272,24 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "load": None if direct or turned else cost.loads,
         "lds_write": None if direct or turned else cost.writes,
         "waits": [outstanding(tile, arch)] if direct else None,
+        # Through registers, an operand is put while the other one's loads are in flight.
+        "least": outstanding(tile, arch) if direct else min(loads),
         "barriers": 1 if direct else 2,
         "shared": tile.stage_bytes * (tile.stages if direct else 1),
         "gated": plan.gate is not None,
     }
+
+
+def fetches(operand: Operand, rows: int, plan: Plan, size: int) -> int:
+    """Loads of a lane that fetch a step of an operand into registers."""
+    block_k = plan.block[2]
+    tile = (rows, block_k) if operand.k_major else (block_k, rows)
+    share = rows * block_k // (LANES * plan.warps)
+    vector = CELL_BYTES // size
+    if operand.turned:
+        made: Any = getattr(turned_layout, "fn", turned_layout)
+        vector = made(*tile, vector, plan.warps).size_per_thread[1]
+    return share // vector
 
 
 def one(configuration: Configuration) -> dict[str, Any]:

@@ -226,6 +226,7 @@ class Machine:
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
             "leave": self.ignore, "leave_gate": self.ignore, "present": self.ignore, "quarantined": lambda *_: Int(0),
             "pass_gate": self.pass_gate, "take": self.take, "uniform": lambda x: Int(x), "nothing": lambda: 0,
+            "in_order": self.ignore, "as_loaded": lambda tile: tile,
             "drain": self.ignore, "barrier": self.ignore, "activate": lambda x, how: relu(x) if how == "relu" else x,
             "viewed": lambda stage, shape, layout: stage.seen(shape, layout),
             "load_landed": lambda view, layout: view.load(layout), "copy_to_shared": self.copy, "commit": self.commit,

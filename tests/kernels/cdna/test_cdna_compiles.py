@@ -46,7 +46,8 @@ def faults(found: dict) -> list[str]:
         "shuffles": not counts.get("shuffle", 0),
         "scratch": not any(key.startswith("scratch") for key in counts),
         "what waits leave in flight": expected["waits"] is None or found["waits"] == steps * expected["waits"],
-        "a full drain": not (expected["waits"] and 0 in found["waits"]),
+        "a full drain": 0 not in found["waits"],
+        "what waits leave of the other operand": min(found["waits"], default=0) >= expected["least"],
         "barriers": counts.get("barrier", 0) == steps * barriers,
         "order": not found["order"] and not found["order_behind"],
         "branches": found["branches"] == 1,  # a second one would be a loop over lanes
@@ -109,9 +110,11 @@ RIGHT = {
     "branches": 1, "sleeps": 1,
     "expected": {
         "mfma": {"16x16x32_bf16": 32}, "load_to_lds": {"load_to_lds 128": 4}, "load": None, "lds_write": None,
-        "waits": [8], "barriers": 1, "shared": 1024, "gated": True,
+        "waits": [8], "least": 8, "barriers": 1, "shared": 1024, "gated": True,
     },
 }  # fmt: skip
+
+STAGED = {**RIGHT["expected"], "waits": None, "least": 2}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,8 @@ RIGHT = {
         ({"counts": {"load_to_lds 128": 4, "barrier": 1, "scratch 32": 1}}, "scratch"),
         ({"counts": {"load_to_lds 128": 4, "barrier": 2}}, "barriers"),
         ({"counts": {"load_to_lds 128": 4, "barrier": 1, "load 16": 8}}, "loads of less than 32 bits"),
-        ({"waits": [4]}, "what waits leave in flight"),
+        ({"waits": [9]}, "what waits leave in flight"),
+        ({"expected": STAGED, "waits": [3, 2, 3, 1]}, "what waits leave of the other operand"),
         ({"order": ["a step begins without a wait"]}, "order"),
         ({"order_behind": ["ds_read_b128 at once behind a wait for copies"]}, "order"),
         ({"branches": 2}, "branches"),

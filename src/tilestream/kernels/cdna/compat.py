@@ -71,6 +71,27 @@ def nothing():
     return gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def in_order():
+    """Keeps loads and stores on their side of it.
+
+    A wait counts loads from the oldest on. If those before a loop are started in another order than those in it, a wait
+    in the loop is for whatever came last in either, and so for all.
+    """
+    gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def as_loaded(tile):
+    """``tile``, in the registers that it was loaded into, until here.
+
+    What rearranges elements is otherwise moved up to the load, a step before, and waits there for all that is on its
+    way.
+    """
+    EACH: gl.constexpr = 32 // tile.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("", "=v,0", [tile], dtype=tile.dtype, is_pure=True, pack=EACH)
+
+
 def device(leaf: Callable[..., Any]) -> Any:
     """A plain integer function as kernels of this package call it: see `tilestream.kernels.portable.jit`."""
     return gluon.jit(leaf)

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.cdna.compat import barrier, device, multiply_add, uniform
+from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import add_up, count_in, finish, hand_in, math_layout
 from tilestream.kernels.cdna.ring import (
     CELL,
@@ -131,12 +131,15 @@ def multiply_staged(
     )
     first = gl.minimum(k_begin, most)
     x_tile = fetch(x + first * x_step, x_offsets, FAR_X)
+    in_order()
     y_tile = fetch(y + first * y_step, y_offsets, FAR_Y)
+    in_order()
     for step in range(k_begin, k_end):
-        put(x_tile, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
-        put(y_tile, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
         ahead = gl.minimum(step + 1, most)
+        put(x_tile, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
         x_tile = fetch(x + ahead * x_step, x_offsets, FAR_X)
+        in_order()
+        put(y_tile, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
         y_tile = fetch(y + ahead * y_step, y_offsets, FAR_Y)
         a, b = read(
             x_stages.index(0), y_stages.index(0), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR or X_TURNED, Y_K_MAJOR or Y_TURNED,

@@ -16,17 +16,22 @@ full is each warp's own count of copies in flight, and a barrier of all warps.
 
 ``staged``: copies go through registers, one step ahead, and there is one stage::
 
-    fetch the first step
+    fetch the first step, A's part, then B's
     for step in the item's K steps:
       barrier                                            everybody has read the stage
-      put what was fetched into the stage; fetch the next step
+      for operand in A, B:
+        wait until the other's loads are in flight       this warp's part of the step is in its registers
+        put it into the stage; fetch the next step's
       barrier                                            everybody has put
       read the stage; multiply
 
 `tilestream.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`, at most
 63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
 wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
-before the copy**: between wait and read a copy would come before the barrier. Tests look at what was compiled.
+before the copy**: between wait and read a copy would come before the barrier. The waits for what was fetched are the
+compiler's, too, and are for no more than is put as long as it knows in which order the loads were started: so loads are
+kept in order (`in_order`), those before the loop as in it, and elements are rearranged where they are put
+(`as_loaded`). Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
 before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
@@ -51,6 +56,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import (
+    as_loaded,
     buffer_load,
     commit,
     copy_to_shared,
@@ -233,7 +239,7 @@ def put(tile, stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, TURNED: gl.const
     """Write what was fetched to its stage, permuted."""
     SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR or TURNED)
     if TURNED:
-        tile = tile.permute(1, 0)
+        tile = as_loaded(tile).permute(1, 0)
     viewed(stage, SHAPE, permuted(HOW)).store(tile)
 
 
