@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 import time
@@ -12,9 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch
-
-from tilestream.plan import Problem, plan_problem
-from tilestream.plan.known import named
 
 ROOT = Path(__file__).parent.parent
 
@@ -117,23 +113,3 @@ def test_the_report_is_a_page(check):
         assert line in text
     assert check.failed(data)
     assert not check.failed({**data, "speed": [row]})
-
-
-def test_8_bit_operands_that_the_gpu_refuses_are_skipped_there(monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    spec = importlib.util.spec_from_file_location("gpu_conftest", ROOT / "tests" / "gpu" / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    problem = Problem(64, 64, 64, 1, "float8_e4m3fn", "bfloat16")
-    with pytest.raises(NotImplementedError) as refusal:
-        plan_problem(problem, device=named("mi300x"))
-
-    def called(error: Exception) -> None:
-        hook = conftest.pytest_pyfunc_call(None)
-        next(hook)
-        hook.throw(error)
-
-    with pytest.raises(pytest.skip.Exception, match="gfx942"):
-        called(refusal.value)
-    with pytest.raises(NotImplementedError, match="another"):
-        called(NotImplementedError("another"))

@@ -257,7 +257,7 @@ def parse(text: str) -> Kernel:
     if descriptor is None:
         raise ValueError("no AMDGCN kernel: the text has no .amdhsa_kernel; give the assembly that LLVM writes")
     name = descriptor[1]
-    arch = re.search(r'amdgcn_target\s+"?[\w-]*?(gfx\w+)', text)
+    arch = re.search(r'amdgcn_target\s+"?[\w.-]*?(gfx\w+)', text)
     directives = text[descriptor.start() :].partition(".end_amdhsa_kernel")[0]
     fields = {key: int(value) for key, value in _DIRECTIVE.findall(directives)}
     fields |= {key: int(value) for key, value in _FIELD.findall(_metadata(text, name))}

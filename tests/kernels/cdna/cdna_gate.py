@@ -12,7 +12,7 @@ What is compiled of each tile of `tilestream.plan.cdna_tiles.TILES`, for each ar
 * ``far``: operands, output and residual that a buffer's offsets do not reach;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
 
-with bfloat16, and some of it with float16 and, on gfx950, 8-bit operands.
+with bfloat16, and some of it with float16 and 8-bit operands, of the kind that the architecture multiplies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tilestream.plan.cdna_tiles import (
     stage_cost,
 )
 from tilestream.plan.plan import Plan
-from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem, result_name
+from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming, Problem, result_name
 from tilestream.plan.raster import raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.schedule import Schedule
@@ -89,6 +89,7 @@ QUICK = (
     ("gfx942", (256, 256), "staged", "bfloat16", "plain", "nt"),
     ("gfx942", (128, 128), "direct", "bfloat16", "plain", "nt"),
     ("gfx942", (128, 128), "staged", "bfloat16", "plain", "nn"),
+    ("gfx942", (128, 128), "staged", "float8_e4m3fnuz", "plain", "nt"),
     ("gfx950", (256, 256), "direct", "bfloat16", "plain", "nt"),
     ("gfx950", (256, 128), "direct", "bfloat16", "plain", "tn"),
     ("gfx950", (128, 128), "direct", "float8_e4m3fn", "plain", "nt"),
@@ -105,10 +106,10 @@ def _of_a_tile(tile: Tile, arch: str) -> Iterator[tuple[str, str, str]]:
     yield "bfloat16", "worst", "nn"
     for how in ("arriving", "far", "static", "stealing", "table"):
         yield "bfloat16", how, "nt"
-    if arch == "gfx950":
-        yield "float8_e4m3fn", "plain", "nt"
-        yield "float8_e5m2", "worst", "nt"
-        yield "float8_e4m3fn", "plain", "nn"
+    kinds = FNUZ if arch == "gfx942" else OCP
+    yield kinds[0], "plain", "nt"
+    yield kinds[1], "worst", "nt"
+    yield kinds[0], "plain", "nn"
 
 
 def make(arch: str, tile: Tile, dtype: str, how: str, layout: str) -> Configuration:
@@ -257,7 +258,8 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     tile, size = arguments.tile, ITEMSIZE[plan.problem.dtype]
     m, n, k = instruction(arch, size)
     down, across = spread(tile.block_m, tile.block_n, tile.warps)
-    types = {"bfloat16": "bf16", "float16": "f16"}.get(plan.problem.dtype, "f8f6f4")
+    eight = {"float8_e4m3fnuz": "fp8_fp8", "float8_e5m2fnuz": "bf8_bf8"}.get(plan.problem.dtype, "f8f6f4")
+    types = {"bfloat16": "bf16", "float16": "f16"}.get(plan.problem.dtype, eight)
     direct = tile.copies == "direct"
     width = lane_bytes(tile, arch) if direct else 16
     cost = stage_cost(tile, width, tile.copies)

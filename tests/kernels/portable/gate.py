@@ -62,7 +62,7 @@ SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("worst", "nn", False
 SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
 #: The tiles of the quick one.
 QUICK = ((128, 256), (16, 128), (64, 64))
-QUICK_8_BIT = {"float8": (128, 256), "float8 precise": (128, 128)}
+QUICK_8_BIT = {"float8": (128, 256), "float8 precise": (128, 128), "float8 fnuz": (64, 128)}
 FULL = {"bias": 1, "scaled": True, "activation": "gelu", "scale_a": (0, 1), "scale_b": (0, 1)}
 #: Inputs: A's dtype, B's, whether float32 is rounded to tf32, whether 8-bit products may stay in the tensor cores.
 INPUTS = {
@@ -73,12 +73,15 @@ INPUTS = {
     "float8": ("float8_e4m3fn", "", False, True),
     "float8 precise": ("float8_e4m3fn", "", False, False),
     "float8 mixed": ("float8_e4m3fn", "float8_e5m2", False, True),
+    "float8 fnuz": ("float8_e4m3fnuz", "", False, True),
+    "float8 fnuz mixed": ("float8_e4m3fnuz", "float8_e5m2fnuz", False, True),
 }
 #: Of these inputs, what differs from the others' in an instruction is compiled in one way.
-ALIKE = ("float16", "float8 mixed")
+ALIKE = ("float16", "float8 mixed", "float8 fnuz mixed")
 TAKES = {
-    "sm_90a": tuple(INPUTS),
-    "gfx942": ("bfloat16", "float16", "float32"),
+    "sm_90a": tuple(name for name in INPUTS if "fnuz" not in name),
+    # Of 8 bits, one kind for the matrix units, and one that is converted.
+    "gfx942": tuple(name for name in INPUTS if name not in ("float32 tf32", "float8 precise")),
     "gfx950": tuple(name for name in INPUTS if name not in ("float32 tf32", "float8 precise")),
 }
 

@@ -83,13 +83,32 @@ def in_order():
 
 @gluon.jit
 def as_loaded(tile):
-    """``tile``, in the registers that it was loaded into, until here.
+    """``tile``, of 16 or 32 bits, in the registers that it was loaded into, until here.
 
     What rearranges elements is otherwise moved up to the load, a step before, and waits there for all that is on its
     way.
     """
     EACH: gl.constexpr = 32 // tile.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise("", "=v,0", [tile], dtype=tile.dtype, is_pure=True, pack=EACH)
+    return gl.inline_asm_elementwise("", "=v,0", [tile], dtype=tile.dtype, is_pure=False, pack=EACH)
+
+
+@gluon.jit
+def load_words(at, offsets, FAR: gl.constexpr):
+    """Four neighbours of 8 bits as one word, at offsets in words."""
+    words = at.to(gl.pointer_type(gl.int32))
+    if FAR:
+        return gl.load(words + offsets)
+    else:
+        return cdna3.buffer_load(words, offsets)
+
+
+@gluon.jit
+def elements(words, dtype: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words as the elements that they are made of, four neighbours each."""
+    even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
+    odd = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
+    tile = gl.join(even, odd).reshape(SHAPE)
+    return gl.convert_layout(tile, LAYOUT, assert_trivial=True).to(dtype, bitcast=True)
 
 
 def device(leaf: Callable[..., Any]) -> Any:

@@ -31,7 +31,7 @@ wait, or a put, and the read that follows; one that is written here would wait f
 before the copy**: between wait and read a copy would come before the barrier. The waits for what was fetched are the
 compiler's, too, and are for no more than is put as long as it knows in which order the loads were started: so loads are
 kept in order (`in_order`), those before the loop as in it, and elements are rearranged where they are put
-(`as_loaded`). Tests look at what was compiled.
+(`fetched`). Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
 before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
@@ -61,7 +61,9 @@ from tilestream.kernels.cdna.compat import (
     commit,
     copy_to_shared,
     device,
+    elements,
     load_landed,
+    load_words,
     nothing,
     viewed,
     wait_for_groups,
@@ -192,30 +194,70 @@ def fetch_layout(rows, block_k, k_major, turned, vector, warps):
     return turned_layout(*tile, vector, warps) if turned else copy_layout(tile[1], vector, warps)
 
 
+@gluon.constexpr_function
+def word_layout(rows, block_k, k_major, vector, warps):
+    """The same of an operand of 8 bits that is turned, in words of four."""
+    made = fetch_layout(rows, block_k, k_major, True, vector, warps)
+    down, across = made.size_per_thread
+    return gl.BlockedLayout([down, across // 4], made.threads_per_warp, made.warps_per_cta, made.order)
+
+
+@gluon.constexpr_function
+def in_words(dtype, turned):
+    """Whether an operand is fetched so: of elements that no register holds, LLVM would make one each."""
+    return turned and dtype.primitive_bitwidth == 8
+
+
 @gluon.jit
 def fetch_offsets(
     last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """What each lane fetches into registers.
 
     ``TURNED``: of an operand that is not K-major, to be put into a stage that is. ``FAR``: by 64-bit addresses.
+    ``WORDS``: in words of four elements.
     """
     TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-    i, j = indices(LAYOUT, TILE[0], TILE[1])
-    cell = (j // VECTOR)[None, :] + i[:, None] * 0
-    return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, FAR)
+    if WORDS:
+        LAYOUT: gl.constexpr = word_layout(ROWS, BLOCK_K, K_MAJOR, VECTOR, WARPS)
+        LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+        i, j = indices(LAYOUT, TILE[0], TILE[1] // 4)
+        j = j * 4
+        cell = (j // VECTOR)[None, :] + i[:, None] * 0
+        at = offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, 1, K_MAJOR, FAR) // 4
+        return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+    else:
+        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+        LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+        i, j = indices(LAYOUT, TILE[0], TILE[1])
+        cell = (j // VECTOR)[None, :] + i[:, None] * 0
+        return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, FAR)
 
 
 @gluon.jit
-def fetch(x, offsets, FAR: gl.constexpr):
+def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr):
     """A step of an operand, into registers."""
-    if FAR:
+    if WORDS:
+        return load_words(x, offsets, FAR)
+    elif FAR:
         return gl.load(x + offsets)
     else:
         return buffer_load(x, offsets)
+
+
+@gluon.jit
+def fetched(
+    tile, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
+    TURNED: gl.constexpr, VECTOR: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What `fetch` brought, as elements, which are rearranged here and no earlier."""
+    if TURNED:
+        tile = as_loaded(tile)
+    if in_words(dtype, TURNED):
+        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+        tile = elements(tile, dtype, tile_shape(ROWS, BLOCK_K, K_MAJOR), LAYOUT)
+    return tile
 
 
 @gluon.jit
@@ -239,7 +281,7 @@ def put(tile, stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, TURNED: gl.const
     """Write what was fetched to its stage, permuted."""
     SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR or TURNED)
     if TURNED:
-        tile = as_loaded(tile).permute(1, 0)
+        tile = tile.permute(1, 0)
     viewed(stage, SHAPE, permuted(HOW)).store(tile)
 
 
