@@ -220,12 +220,14 @@ class Kernel:
 
     @property
     def spilled(self) -> dict[str, int]:
-        """Vector registers that went to memory, and bytes of it a lane.
-
-        Scalar registers are spilled into lanes of vector registers, not to memory: what counts is scratch.
-        """
+        """Vector registers that went to memory, and bytes of it a lane. Scalar ones do not: see `in_lanes`."""
         keys = ("vgpr_spill_count", "private_segment_fixed_size")
         return {key: self.fields.get(key, 0) for key in keys}
+
+    @property
+    def in_lanes(self) -> int:
+        """Scalar registers that are kept in lanes of vector registers: each write and use is an instruction more."""
+        return self.fields.get("sgpr_spill_count", 0)
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:

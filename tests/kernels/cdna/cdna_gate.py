@@ -31,6 +31,7 @@ import triton
 from gate import DEVICES as PORTABLE
 from gate import gate_arguments
 
+from polling import polling_faults
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa import amdgcn
 from tilestream.isa.build import Pointer, build
@@ -195,7 +196,9 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
         if any(one.kind == "load_to_lds" for one in code)
         else [],
         "branches": loop.counts["branch"],
-        "sleeps": polling_sleeps(text),
+        "first_lanes": sum(one.mnemonic.startswith("v_readfirstlane") for one in loop.instructions),
+        "polling": polling_faults(text),
+        "in_lanes": text.in_lanes,
         "expected": expected(configuration),
     }
 
@@ -242,13 +245,6 @@ def ring_order(code: Sequence[amdgcn.Instruction]) -> list[str]:
         if not any(code[j].waits.get("lgkmcnt") == 0 for j in range(past[-1] + 1, i + 1)):
             faults.append("a barrier that reads of shared memory may pass")
     return sorted(set(faults))
-
-
-def polling_sleeps(text: amdgcn.Kernel) -> int:
-    """Pauses in loops that poll: the innermost ones that have an atomic."""
-    polling = [loop for loop in text.loops if loop.counts["sleep"] and any("atomic" in kind for kind in loop.counts)]
-    inner = [loop for loop in polling if not any(other.body < loop.body for other in polling)]
-    return len(inner)
 
 
 def expected(configuration: Configuration) -> dict[str, Any]:

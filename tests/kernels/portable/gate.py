@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
 
 with contextlib.suppress(ImportError):
@@ -37,6 +38,7 @@ if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument 
 
 import triton
 
+from polling import polling_faults
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa import amdgcn, sass
 from tilestream.isa.build import TARGETS, Pointer  # noqa: F401
@@ -151,13 +153,15 @@ def spilled(kernel: Any, said: str) -> dict[str, int]:
 
 
 def main_loop(kernel: Any) -> dict[str, Any]:
-    """AMD: matrix instructions and exchanges between lanes in the main loop, and pauses in the whole kernel."""
+    """AMD: matrix instructions and exchanges between lanes in the main loop; pauses, and scalar registers in lanes."""
     parsed = amdgcn.parse(kernel.asm["amdgcn"])
     loop = parsed.main_loop
     return {
         "mfma": dict(loop.mfma) if loop else {},
         "shuffles": sum(n for kind, n in loop.counts.items() if kind.startswith("shuffle")) if loop else 0,
         "sleeps": sum(one.kind == "sleep" for one in parsed.instructions),
+        "in_lanes": parsed.in_lanes,
+        "polling": polling_faults(parsed),
     }
 
 
