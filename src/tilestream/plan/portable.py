@@ -125,10 +125,10 @@ CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
         # Multiplied as float16: the share of the peak, which is that of 8 bits, is half of what float16's would be.
         # What binds is the conversion, which each warp does to all that it reads.
         "8-bit, converted": (
-            Tile(128, 256, 64, 8, 2, 0.106, 1),
-            Tile(128, 128, 64, 8, 2, 0.065, 1),
-            Tile(64, 128, 64, 4, 2, 0.053, 1),
-            Tile(64, 64, 64, 4, 2, 0.035, 1),
+            Tile(128, 256, 64, 8, 2, 0.121, 1),
+            Tile(128, 128, 64, 8, 2, 0.072, 1),
+            Tile(64, 128, 64, 4, 2, 0.051, 1),
+            Tile(64, 64, 64, 4, 2, 0.038, 1),
             Tile(16, 128, 64, 4, 2, 0.021, 1),
         ),
         "8-bit, converted, unaligned": (Tile(128, 128, 32, 8, 2, 0.052, 1), Tile(64, 64, 32, 4, 2, 0.018, 1)),

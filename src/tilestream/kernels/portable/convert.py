@@ -25,25 +25,25 @@ import triton.language as tl
 @triton.jit
 def to_float16(x, KIND: tl.constexpr):
     """``x``, of the 8 bits of ``KIND``, in float16."""
-    bits = x.to(tl.uint8, bitcast=True).to(tl.int16)
-    low = bits & 0x7F
+    bits = x.to(tl.int8, bitcast=True).to(tl.int16)  # the sign in each bit of the upper half
     if KIND == "float8_e5m2":
-        half = low << 8
+        half = as_float16(bits << 8)
     elif KIND == "float8_e4m3fn":
-        half = times(low << 7, 256.0)
-        half = tl.where(low == 0x7F, 0x7E00, half)
+        half = as_float16((bits << 7) & -0x4001) * 256.0
+        half = tl.where(tl.abs(half) == 480.0, float("nan"), half)  # what would come next after 448
     elif KIND == "float8_e4m3fnuz":
-        half = times(low << 7, 128.0)
-        half = tl.where(bits == 0x80, 0x7E00, half)
+        half = as_float16((bits << 7) & -0x4001) * 128.0
+        half = tl.where(bits == -0x80, float("nan"), half)
     else:
         tl.static_assert(KIND == "float8_e5m2fnuz", "of 8 bits there are four kinds")
         # The largest exponent would be float16's infinity. One less is half of it, as of all but the smallest.
-        half = tl.where(low < 0x7C, times(low << 8, 0.5), (low << 8) - 0x400)
-        half = tl.where(bits == 0x80, 0x7E00, half)
-    return (half | ((bits & 0x80) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
+        large = (bits & 0x7C) == 0x7C
+        half = tl.where(large, as_float16((bits << 8) - 0x400), as_float16(bits << 8) * 0.5)
+        half = tl.where(bits == -0x80, float("nan"), half)
+    return half.to(tl.float16)
 
 
 @triton.jit
-def times(bits, factor):
-    """The bits of a float16, times ``factor``."""
-    return (bits.to(tl.float16, bitcast=True) * factor).to(tl.float16).to(tl.int16, bitcast=True)
+def as_float16(bits):
+    """The float16 of these 16 bits."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
