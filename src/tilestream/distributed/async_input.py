@@ -39,7 +39,7 @@ def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tens
     Raises
     ------
     ValueError
-        If the chunks do not divide the rows, an operand is no matrix, or there is no such chunk.
+        If the chunks do not divide the rows, there is no such chunk, or the operands are no matrices of one K.
     TypeError
         If the signals are no words of 32 bits.
     ArrivalTimeout
@@ -47,6 +47,8 @@ def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tens
     """
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{NAME}: a has {a.dim()} and b {b.dim()} dimensions; both have 2")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"{NAME}: a {list(a.shape)} and b {list(b.shape)} differ in K")
     if a_chunk_signals.dtype not in (torch.uint32, torch.int32) or a_chunk_signals.dim() != 1:
         raise TypeError(
             f"{NAME}: a_chunk_signals is {a_chunk_signals.dtype} {list(a_chunk_signals.shape)}; it is uint32 [chunks]"

@@ -161,6 +161,7 @@ def main_loop(kernel: Any) -> dict[str, Any]:
         "shuffles": sum(n for kind, n in loop.counts.items() if kind.startswith("shuffle")) if loop else 0,
         "sleeps": sum(one.kind == "sleep" for one in parsed.instructions),
         "in_lanes": parsed.in_lanes,
+        "small_halves": parsed.fields.get("float_denorm_mode_16_64"),
         "polling": polling_faults(parsed),
     }
 
