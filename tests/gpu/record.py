@@ -105,7 +105,7 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     started = [
         subprocess.Popen(
             [sys.executable, __file__, str(part), *arguments],
-            env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs * sample}"},
+            env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs * sample}"} | _device_of(job, jobs),
         )
         for job, part in enumerate(parts)
     ]
@@ -121,6 +121,14 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
             what = "was interrupted" if ended == 2 else f"ended with status {status}"
             failures.append(f"process {job} of {jobs} {what}")
     return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": sample}
+
+
+def _device_of(job: int, jobs: int) -> dict[str, str]:
+    """Processes that share a pass take the GPUs in turn; one that is alone has all of them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return {"CUDA_VISIBLE_DEVICES": str(job % count)} if jobs > 1 and count > 1 else {}
 
 
 def _wait(process: subprocess.Popen[bytes], end: float) -> int:
