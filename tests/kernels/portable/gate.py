@@ -118,6 +118,8 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
     if what == "quick":
+        if "fnuz" in inputs and how != "worst":
+            return False
         return aligned and (block == QUICK_8_BIT[inputs] if narrow else block in QUICK)
     return True
 
