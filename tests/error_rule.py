@@ -30,7 +30,8 @@ NARROW = (*FP8, *FNUZ)
 class Maths:
     """``activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)``: what an answer is an answer to.
 
-    Scales are such that they broadcast to ``a @ b``.
+    Scales are such that they broadcast to ``a @ b``. ``tf32``: float32 operands count as rounded to tf32, whatever a
+    library makes of them: cuBLAS does not round at each shape where torch's flag lets it.
     """
 
     a: torch.Tensor
@@ -44,10 +45,11 @@ class Maths:
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
     fast_accum: bool = True
+    tf32: bool = False
 
     def by_torch(self) -> torch.Tensor:
         """In the operands' own dtype, as one would write it with torch."""
-        a, b = self.a.detach(), self.b.detach()
+        a, b = (to_tf32(x.detach()) if self.tf32 else x.detach() for x in (self.a, self.b))
         dtype = self.out_dtype or (torch.bfloat16 if a.dtype in NARROW else a.dtype)
         product = fp8_product(a, b, self.fast_accum) if a.dtype in NARROW else torch.matmul(a, b)
         return self._epilogue(product, lambda t: t.detach()).to(dtype)
@@ -74,6 +76,11 @@ def units_of(device: torch.device) -> tuple[torch.dtype, ...]:
     """The kinds of 8 bits that a GPU multiplies."""
     hip = torch.version.hip is not None
     return FNUZ if hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942") else FP8
+
+
+def to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32 with tf32's ten bits, halves away from zero."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def fp8_product(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:

@@ -3,8 +3,7 @@
 There is one loop for load and math, and each warp runs it: it copies its own share of a stage and reads all of it.
 What it knows of its own copies is a count of those in flight, in *instructions*, oldest first; what it knows of the
 others' is a barrier, which waits for no copy and for no read. The text is `direct` and `staged`; the heads of
-`tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words. Copies past the registers bring A's part
-of a step and B's as one group; what goes through registers is fetched, and put, an operand at a time.
+`tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words.
 
 What must hold: no warp is ever stuck; a stage is read when every warp's share of the step that is meant has landed; no
 copy, and no write, goes to a stage that somebody reads or that is still being filled; nothing is put before it has come
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 from tilestream.schedule.ring import after, before
@@ -30,7 +28,7 @@ from tilestream.verify.processes import LEFT, Process
 
 #: K steps, at most, in what a share holds: ``1 + item * STEPS + step``.
 STEPS = 64
-#: The operands: A, B.
+#: Of a matmul, where they are fetched one after the other: A, B.
 OPERANDS = (0, 1)
 
 
@@ -55,11 +53,11 @@ class Copy(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Start this warp's loads of an operand's step into its registers."""
+    """Start this warp's loads of a step into its registers: of one of two operands, which has its own, or of None."""
 
     item: Item
     step: int
-    operand: int
+    operand: int | None = None
 
 
 class WaitLoads(NamedTuple):
@@ -69,10 +67,15 @@ class WaitLoads(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Write what has been fetched of an operand from registers to this warp's share of a stage."""
+    """Write a step, which has been fetched, from registers to this warp's share of a stage.
+
+    What is in the registers of an ``operand`` must have come; of None it is not asked.
+    """
 
     stage: int
-    operand: int
+    item: Item
+    step: int
+    operand: int | None = None
 
 
 class Arrive(NamedTuple):
@@ -102,11 +105,21 @@ Turn = Generator[Any, Any, None]
 
 @dataclass(frozen=True)
 class SharedRing:
-    """The ring: ``depth`` stages, ``loads`` instructions of a warp to fill its share of one operand of it."""
+    """The ring: ``depth`` stages, ``loads`` instructions of a warp to fill its share of one.
+
+    ``operands``: where a stage's operands are read one after the other, each has a slot of its own, ``loads`` of its
+    own, and a number: stage ``s`` has the slots from ``s * operands`` on.
+    """
 
     depth: int = 3
     loads: int = 2
     warps: int = 2
+    operands: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Of all stages."""
+        return self.depth * self.operands
 
 
 def meet() -> Turn:
@@ -117,12 +130,12 @@ def meet() -> Turn:
 
 def direct(ring: SharedRing, item: Item) -> Turn:
     """An item by copies past the registers: `tilestream.kernels.cdna.gemm.multiply_direct`."""
-    ahead, group = ring.depth - 1, len(OPERANDS) * ring.loads
+    ahead = ring.depth - 1
     for i in range(ahead):
         yield Copy(i, item, min(i, max(item.steps - 1, 0)))
     stage = 0
     for step in range(item.steps - ahead):
-        yield WaitLoads(group * (ahead - 1))
+        yield WaitLoads(ring.loads * (ahead - 1))
         yield from meet()
         yield Read(stage, item, step)
         yield Copy(before(stage, ring.depth), item, step + ahead)
@@ -130,7 +143,7 @@ def direct(ring: SharedRing, item: Item) -> Turn:
         stage = after(stage, ring.depth)
     first = max(0, item.steps - ahead)
     for i in range(ahead):
-        yield WaitLoads(group * (ahead - 1 - i))
+        yield WaitLoads(ring.loads * (ahead - 1 - i))
         yield from meet()
         if first + i < item.steps:
             yield Read(stage, item, first + i)
@@ -150,7 +163,7 @@ def staged(ring: SharedRing, item: Item) -> Turn:
         yield from meet()
         for operand in OPERANDS:
             yield WaitLoads(ring.loads)
-            yield Put(0, operand)
+            yield Put(0, item, step, operand)
             yield Fetch(item, min(step + 1, last), operand)
         yield from meet()
         yield Read(0, item, step)
@@ -166,7 +179,7 @@ def rest(ring: SharedRing, item: Item) -> Turn:
     yield from land_both(ring)
     yield from meet()
     for operand in OPERANDS:
-        yield Put(0, operand)
+        yield Put(0, item, item.steps, operand)
     yield from meet()
     yield Read(0, item, item.steps)
     yield Have()
@@ -207,15 +220,15 @@ class SharedCase:
         ring = self.ring
         items = ", ".join(f"{steps}{' and a rest' if rest else ''}" for steps, rest in self.items)
         name = getattr(self.text, "__name__", "a text")
-        return f"{name}: {ring.warps} warps, {ring.depth} stages, {ring.loads} loads a stage; items of {items} K steps"
+        loads = f"{ring.loads} loads a stage" if ring.operands == 1 else f"{ring.loads} loads an operand"
+        return f"{name}: {ring.warps} warps, {ring.depth} stages, {loads}; items of {items} K steps"
 
 
 class SharedModel(Model):
     """See the module.
 
-    Memory: arrivals and round of the barrier; the shares, by stage, warp and operand; what is in registers, by warp and
-    operand; then for each warp the stages that its copies in flight go to (-1, -2: registers), oldest first, and those
-    that it reads.
+    Memory: arrivals and round of the barrier; the shares, by stage and warp; the operands' registers, by warp; then for
+    each warp the stages that its copies in flight go to (below 0: registers), oldest first, and those that it reads.
 
     A share, or registers, hold the negative of a step that is on its way.
     """
@@ -233,15 +246,15 @@ class SharedModel(Model):
         self.arrivals = ring.warps
         self.round = self.arrivals + 1
         self.shares = self.round + 1
-        self.registers = self.shares + ring.depth * ring.warps * len(OPERANDS)
-        self.flying = self.registers + ring.warps * len(OPERANDS)
+        self.registers = self.shares + ring.slots * ring.warps
+        self.flying = self.registers + len(OPERANDS) * ring.warps
         self.reading = self.flying + ring.warps
         super().__init__([Process(name, turn, 0, name) for name in names], reduce, symmetry)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
         ring = self.case.ring
-        held = (ring.depth + 1) * ring.warps * len(OPERANDS)
+        held = (ring.slots + len(OPERANDS)) * ring.warps
         return [0, 0, *[0] * held, *[()] * ring.warps, *[()] * ring.warps]
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
@@ -264,54 +277,54 @@ class SharedModel(Model):
         }  # fmt: skip
         return handlers.get(type(op))
 
-    def _share(self, stage: int, warp: int, operand: int) -> int:
-        return self.shares + (stage * self.case.ring.warps + warp) * len(OPERANDS) + operand
+    def _share(self, stage: int, warp: int) -> int:
+        return self.shares + stage * self.case.ring.warps + warp
 
-    def _register(self, warp: int, operand: int) -> int:
-        return self.registers + warp * len(OPERANDS) + operand
+    def _register(self, operand: int, warp: int) -> int:
+        return self.registers + operand * self.case.ring.warps + warp
 
-    def _free(self, what: str, stage: int, operand: int, pid: int, m: Memory) -> None:
+    def _free(self, what: str, stage: int, pid: int, m: Memory) -> None:
         """Raise `Fault` if somebody reads the stage, or this warp's share of it is still being filled."""
         for warp in range(self.case.ring.warps):
             if stage in m[self.reading + warp]:
                 raise Fault("overwritten while read", f"warp {pid} {what} stage {stage} while warp {warp} reads it")
-        if m[self._share(stage, pid, operand)] < 0:
+        if m[self._share(stage, pid)] < 0:
             raise Fault("overwritten while read", f"warp {pid} {what} stage {stage}, which is still being filled")
 
     def _copy(self, pid: int, op: Copy, answer: int, m: Memory) -> None:
-        for operand in OPERANDS:
-            self._free("copies into", op.stage, operand, pid, m)
-            m[self._share(op.stage, pid, operand)] = -op.item.holds(op.step)
-        m[self.flying + pid] = (*m[self.flying + pid], *[op.stage] * (len(OPERANDS) * self.case.ring.loads))
+        self._free("copies into", op.stage, pid, m)
+        m[self._share(op.stage, pid)] = -op.item.holds(op.step)
+        m[self.flying + pid] = (*m[self.flying + pid], *[op.stage] * self.case.ring.loads)
 
     def _fetch(self, pid: int, op: Fetch, answer: int, m: Memory) -> None:
-        m[self._register(pid, op.operand)] = -op.item.holds(op.step)
-        m[self.flying + pid] = (*m[self.flying + pid], *[-1 - op.operand] * self.case.ring.loads)
+        to = -1
+        if op.operand is not None:
+            m[self._register(op.operand, pid)] = -op.item.holds(op.step)
+            to = -2 - op.operand
+        m[self.flying + pid] = (*m[self.flying + pid], *[to] * self.case.ring.loads)
 
     def _wait(self, pid: int, op: WaitLoads, answer: int, m: Memory) -> None:
         flying = m[self.flying + pid]
-        landed, left = flying[: max(0, len(flying) - op.left)], flying[max(0, len(flying) - op.left) :]
+        landed = flying[: max(0, len(flying) - op.left)]
         if self.case.exact and landed:
-            needed = len([stage for stage in flying if stage == flying[0]])
+            operands = self.case.ring.operands
+            wanted = [stage // operands if stage >= 0 else stage for stage in flying]
+            needed = wanted.count(wanted[0])
             if len(landed) > needed:
                 raise Fault(
                     "drained in vain", f"warp {pid} waits for {len(landed)} copies, its step is there after {needed}"
                 )
-        m[self.flying + pid] = left
-        for stage in set(landed) - set(left):
-            if stage < 0:
-                places = [self._register(pid, -1 - stage)]
-            else:
-                places = [self._share(stage, pid, operand) for operand in OPERANDS]
-            for place in places:
-                m[place] = abs(m[place])
+        m[self.flying + pid] = flying[len(landed) :]
+        for stage in set(landed) - set(m[self.flying + pid]) - {-1}:
+            place = self._share(stage, pid) if stage >= 0 else self._register(-2 - stage, pid)
+            m[place] = abs(m[place])
 
     def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
-        self._free("writes to", op.stage, op.operand, pid, m)
-        held = m[self._register(pid, op.operand)]
+        self._free("writes to", op.stage, pid, m)
+        held = op.item.holds(op.step) if op.operand is None else m[self._register(op.operand, pid)]
         if held < 0:
             raise Fault("read before arrival", f"warp {pid} puts {_said(-held)}, which is not in its registers yet")
-        m[self._share(op.stage, pid, op.operand)] = held
+        m[self._share(op.stage, pid)] = held
 
     def _arrive(self, pid: int, op: Arrive, answer: int, m: Memory) -> None:
         m[self.arrivals] += 1
@@ -320,8 +333,8 @@ class SharedModel(Model):
 
     def _read(self, pid: int, op: Read, answer: int, m: Memory) -> None:
         meant = op.item.holds(op.step)
-        for warp, operand in product(range(self.case.ring.warps), OPERANDS):
-            held = m[self._share(op.stage, warp, operand)]
+        for warp in range(self.case.ring.warps):
+            held = m[self._share(op.stage, warp)]
             if abs(held) > meant:  # what is later has come to lie there
                 raise Fault(
                     "overwritten while read", f"warp {pid} reads stage {op.stage} for {_said(meant)}, warp {warp} has "

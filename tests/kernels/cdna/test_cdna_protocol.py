@@ -118,7 +118,7 @@ def meant(case: Case) -> list[Any]:
             elif kind == "Read":
                 log.append(("read", op.stage))
             elif kind == "WaitLoads" and case.copies == "direct" and behind not in ("Fetch", "WaitLoads"):
-                log.append(("wait", op.left // len(model.OPERANDS)))
+                log.append(("wait", op.left))
             elif kind == "Arrive" and behind not in ("WaitLoads", "Put", "Fetch") and case.copies == "direct":
                 log.append("barrier")
             if kind not in ("Await", "Have"):

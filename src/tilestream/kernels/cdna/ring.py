@@ -211,7 +211,7 @@ def in_words(dtype, turned):
 @gluon.jit
 def fetch_offsets(
     last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr, WORDS: gl.constexpr,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr, WORDS: gl.constexpr = False,
 ):  # fmt: skip
     """What each lane fetches into registers.
 
@@ -236,7 +236,7 @@ def fetch_offsets(
 
 
 @gluon.jit
-def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr):
+def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr = False):
     """A step of an operand, into registers."""
     if WORDS:
         return load_words(x, offsets, FAR)
