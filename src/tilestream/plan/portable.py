@@ -109,7 +109,7 @@ CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
         "16-bit": (
             Tile(128, 256, 64, 8, 2, 0.56, 1),  # a second buffer, of 48 KiB, does not fit 64 KiB
             Tile(128, 128, 64, 8, 3, 0.60, 2),
-            Tile(64, 128, 64, 4, 2, 0.31, 1),
+            Tile(64, 128, 64, 4, 2, 0.29, 1),
             Tile(64, 64, 64, 4, 2, 0.18, 1),
             Tile(16, 128, 64, 4, 2, 0.085, 1),
         ),
