@@ -12,7 +12,8 @@ Steps, each in processes of its own under a time limit: a hang costs its test, o
 ``tests``    tests/gpu, a process a file, and another one behind a test that hangs or kills its process: counts,
              failures, and the end of what was said
 ``speed``    plan.run beside torch.mm (hipBLASLt, cuBLAS): interleaved, L2 flushed, medians, answers checked, and what
-             the cost model expected
+             the cost model expected; where ``machine`` has found a CDNA GPU, by the CDNA kernel too, which no plan
+             takes by itself
 
 ``--seconds`` bounds a test and a shape, ``--total`` all of it; ``--steps tests,speed`` chooses; ``--quick`` takes few
 shapes.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -44,6 +46,8 @@ SHAPES = (
     ("bfloat16", 1, 8192, 8192), ("float16", 4096, 4096, 4096), ("float32", 2048, 2048, 2048),
 )  # fmt: skip
 QUICK = (("bfloat16", 1024, 1024, 1024), ("bfloat16", 64, 2048, 2048))
+#: Archs of the CDNA kernel.
+CDNA = ("gfx942", "gfx950")
 #: Seconds until a process has imported what it needs, and its first test begins.
 _START = 120
 #: Characters of what a process said that are kept.
@@ -165,16 +169,17 @@ def _check_file(file: Path, report: Report, seconds: float) -> dict[str, Any]:
 
 
 def check_speed(report: Report, seconds: float, shapes: tuple[tuple[Any, ...], ...]) -> None:
-    """A process for each shape."""
+    """A process for each shape and backend."""
     rows = report.data["speed"] = []
-    for shape in shapes:
+    backends = ("", "cdna") if report.data.get("machine", {}).get("arch") in CDNA else ("",)
+    for shape, backend in itertools.product(shapes, backends):
         name = " ".join(map(str, shape))
         found = (
-            ask("speed", *map(str, shape), seconds=min(seconds, report.left))
+            ask("speed", *map(str, shape), backend, seconds=min(seconds, report.left))
             if report.left > 0
             else {"error": "no time left"}
         )
-        rows.append({"shape": name, **found})
+        rows.append({"shape": f"{name} {backend}".rstrip(), **found})
         report.write()
 
 
@@ -248,8 +253,8 @@ def isa() -> dict[str, Any]:
     return made
 
 
-def speed(dtype: str, m: str, n: str, k: str) -> dict[str, Any]:
-    """Ours beside torch.mm, B as a Linear weight lies."""
+def speed(dtype: str, m: str, n: str, k: str, backend: str = "") -> dict[str, Any]:
+    """Ours beside torch.mm, B as a Linear weight lies; by ``backend``, or by the one that the plan takes."""
     import torch
 
     import tilestream as ts
@@ -261,7 +266,12 @@ def speed(dtype: str, m: str, n: str, k: str) -> dict[str, Any]:
     a = torch.randn(rows, depth, device="cuda", dtype=kind)
     b = torch.randn(columns, depth, device="cuda", dtype=kind).t()
     out = torch.empty(rows, columns, device="cuda", dtype=kind)
-    plan = ts.plan(rows, columns, depth, dtype=kind, device="cuda", layout="nt")
+    try:
+        plan = ts.plan(rows, columns, depth, dtype=kind, device="cuda", layout="nt", backend=backend or None)
+    except NotImplementedError as error:
+        if not backend:
+            raise
+        return {"refused": str(error)}
     some = min(rows, 512)
     figures = errors(plan.run(a, b)[:some], torch.mm(a, b)[:some], a[:some].double() @ b.double())
     times = interleave({"ours": lambda: plan.run(a, b, out=out), "torch": lambda: torch.mm(a, b, out=out)})
@@ -322,8 +332,8 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         yield from ("## Speed", "", "| shape | plan | TFLOP/s | torch | ours / torch | expected ms | ms |")
         yield "|---|---|---|---|---|---|---|"
         for row in data["speed"]:
-            if "error" in row:
-                yield f"| {row['shape']} | {row['error']} | | | | | |"
+            if "error" in row or "refused" in row:
+                yield f"| {row['shape']} | {row.get('error') or row['refused']} | | | | | |"
                 continue
             rates = row["tflops"]
             yield (

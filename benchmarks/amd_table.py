@@ -87,20 +87,23 @@ PUBLISHED_ATTENTION = (
 def questions() -> Iterator[tuple[str, Any]]:
     """``(kernel, question)``: of each kernel what its plan picks, of the portable one the other large tiles, too."""
     from tilestream.isa.kernels import KERNELS, Question
-    from tilestream.plan.portable import CDNA
+    from tilestream.plan.portable import CDNA, fp8_units
 
     for arch in ("gfx942", "gfx950"):
         for name, entry in KERNELS.items():
             if arch not in entry.archs:
                 continue
+            eight = fp8_units(arch)[0]
             if name == "cdna-attention":
                 for k in (64, 128, 256):
                     yield name, Question(arch, 4096, 4096, k)
                 continue
             if name != "portable-gemm":
                 yield name, Question(arch)
+                if name == "cdna-gemm":
+                    yield name, Question(arch, dtype=eight)
                 continue
-            for kind, dtype in (("16-bit", "bfloat16"), ("8-bit", "float8_e4m3fn"), ("float32", "float32")):
+            for kind, dtype in (("16-bit", "bfloat16"), ("8-bit", eight), ("float32", "float32")):
                 for row in CDNA[arch].get(kind, ())[: 3 if kind == "16-bit" else 1]:
                     yield name, Question(arch, dtype=dtype, tile=(row.block_m, row.block_n))
 

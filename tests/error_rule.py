@@ -22,6 +22,8 @@ ACTIVATIONS = {
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+NARROW = (*FP8, *FNUZ)
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Maths:
     def by_torch(self) -> torch.Tensor:
         """In the operands' own dtype, as one would write it with torch."""
         a, b = (to_tf32(x.detach()) if self.tf32 else x.detach() for x in (self.a, self.b))
-        dtype = self.out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
-        product = fp8_product(a, b, self.fast_accum) if a.dtype in FP8 else torch.matmul(a, b)
+        dtype = self.out_dtype or (torch.bfloat16 if a.dtype in NARROW else a.dtype)
+        product = fp8_product(a, b, self.fast_accum) if a.dtype in NARROW else torch.matmul(a, b)
         return self._epilogue(product, lambda t: t.detach()).to(dtype)
 
     def finer(self) -> torch.Tensor:
@@ -70,6 +72,12 @@ class Maths:
         return ACTIVATIONS[self.activation](x)
 
 
+def units_of(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The kinds of 8 bits that a GPU multiplies."""
+    hip = torch.version.hip is not None
+    return FNUZ if hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942") else FP8
+
+
 def to_tf32(x: torch.Tensor) -> torch.Tensor:
     """float32 with tf32's ten bits, halves away from zero."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -79,9 +87,10 @@ def fp8_product(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Ten
     """The product of 8-bit operands in float32: on a GPU by ``torch._scaled_mm``, which has the hardware's sums.
 
     It wants K and N in multiples of 16, A row by row and B column by column: zeros and copies change nothing. Two
-    float8_e5m2 it does not take; those are multiplied in float32.
+    float8_e5m2 it does not take, nor what is not of the GPU's kind; those are multiplied in float32.
     """
-    if not a.is_cuda or {a.dtype, b.dtype} == {torch.float8_e5m2} or not a.numel() or not b.numel():
+    two_e5m2 = {a.dtype, b.dtype} in ({FP8[1]}, {FNUZ[1]})
+    if not a.is_cuda or two_e5m2 or a.dtype not in units_of(a.device) or not a.numel() or not b.numel():
         return torch.matmul(a.float(), b.float())
     if a.dim() == 3:
         return torch.stack([fp8_product(x, y, fast_accum) for x, y in zip(a, b, strict=True)])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-
-from tilestream.plan import Problem, plan_problem
-from tilestream.plan.known import named
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,21 +116,68 @@ def test_the_report_is_a_page(check):
     assert not check.failed({**data, "speed": [row]})
 
 
-def test_8_bit_operands_that_the_gpu_refuses_are_skipped_there(monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    spec = importlib.util.spec_from_file_location("gpu_conftest", ROOT / "tests" / "gpu" / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    problem = Problem(64, 64, 64, 1, "float8_e4m3fn", "bfloat16")
-    with pytest.raises(NotImplementedError) as refusal:
-        plan_problem(problem, device=named("mi300x"))
+# On a machine that says it has an MI300X ------------------------------------------------------------------------------
 
-    def called(error: Exception) -> None:
-        hook = conftest.pytest_pyfunc_call(None)
-        next(hook)
-        hook.throw(error)
 
-    with pytest.raises(pytest.skip.Exception, match="gfx942"):
-        called(refusal.value)
-    with pytest.raises(NotImplementedError, match="another"):
-        called(NotImplementedError("another"))
+@pytest.fixture
+def mi300x(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch for ROCm, and the GPU that it sees."""
+    from tilestream.runtime import properties
+
+    def forget() -> None:
+        for function in vars(properties).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+    said = SimpleNamespace(
+        name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304,
+        shared_memory_per_block=65536, clock_rate=2_100_000, total_memory=192 << 30,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name, answer in (
+        ("is_available", True), ("current_device", 0), ("device_count", 8), ("get_device_properties", said),
+        ("get_device_name", said.name),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    forget()
+    yield
+    forget()
+
+
+def test_what_it_says_of_an_mi300x(check, mi300x):
+    pytest.importorskip("triton", exc_type=ImportError)
+    found = check.machine()
+    assert (found["arch"], found["units"], found["devices"], found["hip"]) == ("gfx942", 304, 8, "7.0")
+    assert found["properties"] == {"clock_ghz": 2.1, "bandwidth_tb": 5.3, "xcds": 8}
+    assert found["backends"]["cdna"].startswith("yes: compiled and checked, never run")
+    assert all("compiled and checked, not run" in text for text in found["plans"].values())
+
+
+def test_there_every_kernel_is_compiled_and_timed(check, mi300x, monkeypatch, tmp_path):
+    from tilestream.isa import kernels, report
+
+    asked = []
+    monkeypatch.setattr(
+        report, "of", lambda name, question: asked.append((name, question.arch)) or report.Report(
+            name, question.arch, "3.7.1", "", 8, {}, {}, 0
+        )
+    )  # fmt: skip
+    made = check.isa()
+    assert set(asked) == {(name, "gfx942") for name, entry in kernels.KERNELS.items() if "gfx942" in entry.archs}
+    assert {"arch", "portable-gemm", "cdna-gemm"} <= set(made)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: torch.zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, dtype: torch.zeros(*shape, dtype=dtype))
+    assert check.speed("float32", "64", "64", "64", "cdna")["refused"].startswith(
+        "backend='cdna': it multiplies bfloat16"
+    )
+
+    said = []
+
+    def answered(what, *arguments, seconds):
+        said.append((what, *arguments))
+        return {"arch": "gfx942"} if what == "machine" else {"refused": "it multiplies bfloat16"}
+
+    monkeypatch.setattr(check, "ask", answered)
+    assert check.main([str(tmp_path), "--steps", "machine,speed", "--quick"]) == 0, "a refusal is no failure"
+    assert [one[-1] for one in said[1:]] == ["", "cdna"] * len(check.QUICK)
+    assert "| bfloat16 1024 1024 1024 cdna | it multiplies bfloat16 |" in (tmp_path / "report.md").read_text()

@@ -19,17 +19,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU, and no TRITON_INTERPRET"))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """What gfx942's matrix units have no 8-bit operands for is refused, and not tested there; other refusals count."""
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        if "fnuz kinds of fp8 only" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

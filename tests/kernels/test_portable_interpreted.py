@@ -27,7 +27,7 @@ HERE = Path(__file__).parent / "portable"
         ("test_portable_gemm.py", 90),
         ("test_portable_order.py", 60),
         ("test_portable_arrival.py", 35),
-        ("test_portable_fp8.py", 50),
+        ("test_portable_fp8.py", 60),
         ("test_portable_trace.py", 12),
         ("test_portable_attention.py", 45),
     ],

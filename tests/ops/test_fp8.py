@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
-from error_rule import DTYPES, FP8, Maths, check, check_gradient, nans, rand
+from error_rule import DTYPES, FNUZ, FP8, NARROW, Maths, check, check_gradient, nans, rand
 from streaming import Feeder, late
 from tilestream.kernels.cpu.convert import widened
 from tilestream.runtime.workspace import workspace
@@ -18,7 +18,7 @@ from tilestream.runtime.workspace import workspace
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
 
 E4M3, E5M2 = FP8
-PAIRS = list(itertools.product(FP8, FP8))
+PAIRS = [*itertools.product(FP8, FP8), *itertools.product(FNUZ, FNUZ)]
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 HOWS = ({}, {"workers": 2}, {"schedule": "static", "workers": 3}, {"schedule": "stream_k", "workers": 3})
 gemm = torch.ops.tilestream.gemm.default
@@ -37,7 +37,7 @@ def scales(kind: str, m: int, n: int, batch: tuple[int, ...] = ()) -> dict[str, 
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
 def test_each_of_the_256_values_is_converted_exactly(dtype, wide):
     every = torch.arange(256, dtype=torch.uint8).view(dtype)
@@ -52,6 +52,13 @@ def test_what_is_converted_piece_by_piece_is_all_there(shape):
     for seen in (x, x.t(), x[:, ::2]):
         with workspace() as scratch, widened(seen, torch.float32, scratch) as answer:
             assert torch.equal(answer, seen.float())
+
+
+def test_the_same_bits_are_other_numbers_of_the_other_kind():
+    bits = torch.arange(1, 0x78, dtype=torch.uint8).view(1, -1)  # positive, and finite in both
+    eye = torch.eye(bits.numel()).to(E4M3)
+    halves = ts.matmul(bits.view(FNUZ[0]), eye.to(FNUZ[0]), out_dtype=torch.float32)
+    assert torch.equal(2 * halves, ts.matmul(bits.view(E4M3), eye, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("scaled", ["none", "tensor", "row"])

@@ -24,7 +24,8 @@ def wanting(x: torch.Tensor) -> torch.Tensor:
 
 BAD = [
     ("one of 8 bits", lambda: ts.matmul(A, B.float()), TypeError, r"matmul: a is torch.float8_e4m3fn, b is torch.float32; they have one dtype, or two of float8_e4m3fn, float8_e5m2"),
-    ("fnuz", lambda: ts.matmul(A.to(torch.float8_e4m3fnuz), B), TypeError, r"matmul: a: dtype: torch.float8_e4m3fnuz; tilestream multiplies .*float8_e4m3fn, float8_e5m2: convert first"),
+    ("of two kinds", lambda: ts.matmul(A.to(torch.float8_e4m3fnuz), B), TypeError, r"matmul: a is torch.float8_e4m3fnuz, b is torch.float8_e4m3fn; they have one dtype, or two of float8_e4m3fn, float8_e5m2, or two of float8_e4m3fnuz, float8_e5m2fnuz"),
+    ("a scale's kind", lambda: ts.matmul(A.view(torch.uint8).view(torch.float8_e8m0fnu), B), TypeError, r"matmul: a: dtype: torch.float8_e8m0fnu; tilestream multiplies .*float8_e5m2fnuz: convert first"),
     ("8 bits out", lambda: ts.matmul(A, B, out_dtype=E4M3), TypeError, r"out_dtype=float8_e4m3fn: results have 16 bits or more.*take bfloat16 and convert the result"),
     ("64 bits out", lambda: ts.matmul(A, B, out_dtype=torch.float64), TypeError, r"out_dtype=float64: float8_e4m3fn operands are added up in float32"),
     ("out of 8 bits", lambda: ts.matmul(A, B, out=nans(6, 4).to(E4M3)), TypeError, r"matmul: out is torch.float8_e4m3fn; of 8 bits are operands only: out.to\(torch.bfloat16\)"),
@@ -49,7 +50,8 @@ BAD = [
     ("scale's gradient", lambda: ts.matmul(A, B, scale_a=wanting(ROW)), RuntimeError, r"matmul: scale_a requires a gradient; scales get none: pass scale_a.detach\(\), or multiply by it outside"),
     ("scale's gradient, more bits", lambda: ts.matmul(A.float(), B.float(), scale_b=wanting(COLUMN)), RuntimeError, r"matmul: scale_b requires a gradient"),
     ("overlap", lambda: ts.matmul(A, B, scale_a=(x := torch.ones(6, 4))[:, :1], out=x, out_dtype=torch.float32), ValueError, r"out: overlaps scale_a in memory"),
-    ("b_dtype", lambda: ts.plan(6, 4, 5, dtype=E4M3, b_dtype="float16"), TypeError, r"b_dtype='float16': A is float8_e4m3fn; they have one dtype, or are two of float8_e4m3fn, float8_e5m2"),
+    ("b_dtype", lambda: ts.plan(6, 4, 5, dtype=E4M3, b_dtype="float16"), TypeError, r"b_dtype='float16': A is float8_e4m3fn; they have one dtype, or two of float8_e4m3fn, float8_e5m2, or two of float8_e4m3fnuz"),
+    ("b_dtype's kind", lambda: ts.plan(6, 4, 5, dtype=E4M3, b_dtype="float8_e5m2fnuz"), TypeError, r"b_dtype='float8_e5m2fnuz': A is float8_e4m3fn; they have one dtype, or two of"),
     ("plan's scales", lambda: ts.plan(6, 4, 5, scales="block"), ValueError, r"scales='block'; it is one of none, tensor, row"),
     ("plan's use_fast_accum", lambda: ts.plan(6, 4, 5, use_fast_accum="no"), TypeError, r"use_fast_accum='no'; it is True or False"),
     ("plan's out_dtype", lambda: ts.plan(6, 4, 5, dtype=E4M3, out_dtype=E4M3), TypeError, r"out_dtype=float8_e4m3fn: results have 16 bits or more"),

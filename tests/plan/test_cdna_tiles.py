@@ -99,6 +99,7 @@ def test_instructions_bound_the_step():
     assert instruction("gfx942", 2) == (16, 16, 16)
     assert instruction("gfx950", 2) == (16, 16, 32)
     assert instruction("gfx950", 1) == (16, 16, 128)
+    assert instruction("gfx942", 1) == (16, 16, 32)
     # 64 elements of 8 bits are half an instruction.
     assert Tile(256, 256, 1, 8, 4, "direct", 0.5) not in fitting(TILES["gfx950"], MI355X, 1)
     assert fitting(TILES["gfx950"], MI355X, 1)
@@ -115,9 +116,11 @@ def test_what_reaches_beyond_a_buffer():
     ("changes", "device", "why"),
     [
         ({}, named("h100"), r"it is for gfx942 and gfx950, .*; this is sm_90"),
-        ({"dtype": "float32", "out_dtype": "float32"}, MI300X, r"it multiplies bfloat16, float16 .*, not float32"),
-        ({"dtype": "float8_e4m3fn"}, MI300X, r"the matrix units of gfx942 take the fnuz kinds"),
+        ({"dtype": "float32", "out_dtype": "float32"}, MI300X, r"it multiplies bfloat16, float16, .*, not float32"),
+        ({"dtype": "float8_e4m3fn"}, MI300X, r"the matrix units of gfx942 take float8_e4m3fnuz and float8_e5m2"),
+        ({"dtype": "float8_e5m2fnuz"}, MI355X, r"the matrix units of gfx950 take float8_e4m3fn and float8_e5m2,"),
         ({"dtype": "float8_e4m3fn"}, MI355X, ""),
+        ({"dtype": "float8_e4m3fnuz", "b_dtype": "float8_e5m2fnuz"}, MI300X, ""),
         ({"aligned": False}, MI355X, r"no multiple of 16"),
         ({"m": 0}, MI355X, r"there is nothing to load"),
         ({"n": 2**31 - 256}, MI355X, r"n=2147483392; it counts rows, columns and K in 31 bits"),

@@ -11,6 +11,7 @@ import torch
 
 from tilestream.arrival import Chunks
 from tilestream.plan import DeviceProperties, Floor, Incoming, Problem, cpu_properties, dtype_name, plan
+from tilestream.plan.problem import ITEMSIZE
 
 device_of = DeviceProperties("x", "cpu", 4, 100e9, 10e9, "")
 
@@ -81,16 +82,16 @@ def test_row_of_batch(arguments, expected):
     assert Problem(n=7, k=5, **arguments).row_of_batch == expected
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_dtype_name(dtype):
     assert dtype_name(dtype) == dtype_name(getattr(torch, dtype)) == dtype_name(f"torch.{dtype}") == dtype
 
 
-@pytest.mark.parametrize("dtype", ["int8", torch.int64, torch.bool, torch.complex64, "float8_e4m3fnuz", None, "f4"])
+@pytest.mark.parametrize("dtype", ["int8", torch.int64, torch.bool, torch.complex64, "float8_e8m0fnu", None, "f4"])
 def test_dtype_name_refuses(dtype):
     message = (
-        f"dtype: {dtype}; tilestream multiplies float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2: "
-        "convert first, or use torch.matmul"
+        f"dtype: {dtype}; tilestream multiplies float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2, "
+        "float8_e4m3fnuz, float8_e5m2fnuz: convert first, or use torch.matmul"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         dtype_name(dtype)

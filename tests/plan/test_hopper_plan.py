@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tilestream import Arrival, plan
 from tilestream.plan import DeviceProperties, Problem, hopper, plan_problem, search_space, tma
-from tilestream.plan.problem import FP8, ITEMSIZE, Incoming
+from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming
 from tilestream.schedule import Schedule
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.order import Raster
@@ -588,7 +588,7 @@ def test_why_an_operand_is_not_addressed(strides, address, major, why):
     assert tma.refuse("a", (64, 64), strides, 0, 1, address, major) == why
 
 
-@pytest.mark.parametrize("dtypes", list(itertools.product(FP8, repeat=2)))
+@pytest.mark.parametrize("dtypes", list(itertools.product(OCP, repeat=2)))
 def test_8_bit_operands_lie_along_k(dtypes):
     assert not tma.refuse_contiguous(64, 64, 64, "nt", dtypes)
     assert tma.refuse_contiguous(64, 64, 64, "nn", dtypes).startswith("b is not contiguous along K")
@@ -597,6 +597,13 @@ def test_8_bit_operands_lie_along_k(dtypes):
     made = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100)
     assert made.backend == "hopper"
     assert plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn").backend == "portable"
+
+
+def test_other_kinds_of_8_bits_are_refused():
+    with pytest.raises(NotImplementedError, match=r"backend='hopper': it multiplies .*, not float8_e4m3fnuz"):
+        plan(64, 64, 64, dtype=FNUZ[0], device=H100, backend="hopper")
+    with pytest.raises(NotImplementedError, match=r"dtype: float8_e4m3fnuz; .* has matrix units for float8_e4m3fn and"):
+        plan(64, 64, 64, dtype=FNUZ[0], device=H100)
 
 
 def test_float32_is_multiplied_as_tf32_where_that_is_allowed_and_lies_along_k():

@@ -14,8 +14,8 @@ from tilestream import Arrival
 from tilestream.kernels.portable.arguments import Layout, constants, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
-from tilestream.plan.portable import TILES, tiles
-from tilestream.plan.problem import FP8
+from tilestream.plan.portable import CDNA, TILES, converts, fp8_units, tiles
+from tilestream.plan.problem import FNUZ, OCP
 
 HZ = 1.8e9
 H100 = DeviceProperties(
@@ -129,7 +129,7 @@ def test_alignment_is_what_a_vector_of_16_bytes_needs():
 
 # Operands of 8 bits -----------------------------------------------------------------------------------------------
 
-E4M3, E5M2 = FP8
+E4M3, E5M2 = OCP
 
 
 @pytest.mark.parametrize("device", [H100, MI355X], ids=lambda device: device.arch)
@@ -164,19 +164,50 @@ def test_explain_says_what_is_scaled_and_how_it_is_added_up():
     assert "bfloat16, one scale each -> bf" in plan(1, 1, 1, dtype="bfloat16", scales="tensor", device=H100).explain()
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "gfx90a", "gfx942", "gfx1100"])
-def test_8_bit_operands_where_the_hardware_has_no_such(arch):
+@pytest.mark.parametrize(
+    ("dtype", "arch", "why"),
+    [
+        *((E4M3, arch, "has no matrix units for operands of 8") for arch in ("sm_75", "sm_80", "gfx90a", "gfx1100")),
+        (FNUZ[0], "sm_90", f"has matrix units for {E4M3} and {E5M2}, to which the same bits are other numbers"),
+        (FNUZ[1], "gfx1200", f"has matrix units for {E4M3} and {E5M2}, to which the same bits are other numbers"),
+    ],
+)
+def test_8_bit_operands_where_the_hardware_has_no_such(dtype, arch, why):
     device = dataclasses.replace(H100, name="a GPU", arch=arch)
-    why = (
-        "has matrix units for the fnuz kinds of fp8 only"
-        if arch == "gfx942"
-        else "has no matrix units for operands of 8"
-    )
     with pytest.raises(
-        NotImplementedError, match=rf"dtype: {E4M3}; a GPU, {arch}, {why}.*: convert the operands to bf"
+        NotImplementedError, match=rf"dtype: {dtype}; a GPU, {arch}, {why}.*: convert the operands to bf"
     ):
-        plan(64, 64, 64, dtype=E4M3, device=device)
+        plan(64, 64, 64, dtype=dtype, device=device)
     assert plan(64, 64, 64, dtype="bfloat16", scales="row", device=device).explain()
+
+
+@pytest.mark.parametrize("device", [MI300X, MI355X], ids=lambda device: device.arch)
+def test_cdna_multiplies_both_kinds_and_says_which_it_converts(device):
+    own, other = (FNUZ, OCP) if device.arch == "gfx942" else (OCP, FNUZ)
+    assert fp8_units(device.arch) == own
+    problem = Problem(1000, 1000, 1000, 1, own[0], "bfloat16", b_dtype=own[1])
+    for dtypes, kind in ((own, "8-bit"), (other, "8-bit, converted")):
+        for aligned in (True, False):
+            rows = tiles(dataclasses.replace(problem, dtype=dtypes[0], b_dtype=dtypes[1], aligned=aligned), device)
+            assert rows == CDNA[device.arch][kind if aligned else f"{kind}, unaligned"]
+            assert all(row.ring_bytes(1) <= device.shared for row in rows)
+        made = plan(1024, 1024, 1024, dtype=dtypes[0], b_dtype=dtypes[1], device=device)
+        given = constants(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))
+        assert converts(dtypes[0], device.arch) == (dtypes == other)
+        assert (given["A_KIND"], given["B_KIND"]) == (dtypes if dtypes == other else ("", ""))
+        said = (
+            f"refused   8-bit matrix units: {device.arch}'s take {own[0]} and {own[1]}, to which the bits of "
+            f"{dtypes[0]} are other numbers: converted to float16 on the way, exactly, and multiplied at its rate"
+        )
+        assert (said in made.explain()) == (dtypes == other)
+
+
+def test_amds_matrix_units_add_up_8_bits_in_float32_whatever_is_asked():
+    for device in (MI300X, MI355X):
+        made = plan(1024, 1024, 1024, dtype=fp8_units(device.arch)[0], use_fast_accum=False, device=device)
+        assert made.block == plan(1024, 1024, 1024, dtype=fp8_units(device.arch)[0], device=device).block
+        assert constants(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))["IMPRECISE"] is None
+        assert "added up in float32 every" not in made.explain()
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_120", "gfx950"])

@@ -11,7 +11,11 @@ def plan(
     k: Annotated[int, typer.Argument(min=0, help="Columns of A, rows of B.")],
     batch: Annotated[int, typer.Option(min=0, help="Number of such matmuls.")] = 1,
     dtype: Annotated[
-        str, typer.Option(help="float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2.")
+        str,
+        typer.Option(
+            help="float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2; on AMD also float8_e4m3fnuz or "
+            "float8_e5m2fnuz."
+        ),
     ] = "float32",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or a GPU that need not be here: h100, h200, mi300x, mi325x, mi350x, mi355x.")

@@ -2,7 +2,8 @@
 
 torch's compiler fuses an all-gather and the matmuls behind it, and a matmul and the reduce-scatter behind it, into ops
 of its own (``symm_mem.fused_all_gather_matmul``, ``fused_matmul_reduce_scatter``, and a scaled form of each). They are
-registered anew, for the CPU too, where torch has none; calls with another group go where they went before.
+registered anew, for the CPU too, where torch has none; calls with another group go where they went before. So is, where
+torch has no kernel, the product that its own all-gather is made of: see `tilestream.distributed.async_input`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from tilestream.distributed import async_input
 from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
 from tilestream.distributed.members import member_of, resolve
 from tilestream.distributed.plan import DistributedPlan
@@ -145,6 +147,7 @@ def _install() -> None:
         for op, function in _IMPLEMENTATIONS.items():
             for key in _KEYS:
                 _library.impl(op, function, key, allow_override=True)
+        async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
 

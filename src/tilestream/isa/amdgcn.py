@@ -220,12 +220,14 @@ class Kernel:
 
     @property
     def spilled(self) -> dict[str, int]:
-        """Vector registers that went to memory, and bytes of it a lane.
-
-        Scalar registers are spilled into lanes of vector registers, not to memory: what counts is scratch.
-        """
+        """Vector registers that went to memory, and bytes of it a lane. Scalar ones do not: see `in_lanes`."""
         keys = ("vgpr_spill_count", "private_segment_fixed_size")
         return {key: self.fields.get(key, 0) for key in keys}
+
+    @property
+    def in_lanes(self) -> int:
+        """Scalar registers that are kept in lanes of vector registers: each write and use is an instruction more."""
+        return self.fields.get("sgpr_spill_count", 0)
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
@@ -261,7 +263,7 @@ def parse(text: str) -> Kernel:
     if descriptor is None:
         raise ValueError("no AMDGCN kernel: the text has no .amdhsa_kernel; give the assembly that LLVM writes")
     name = descriptor[1]
-    arch = re.search(r'amdgcn_target\s+"?[\w-]*?(gfx\w+)', text)
+    arch = re.search(r'amdgcn_target\s+"?[\w.-]*?(gfx\w+)', text)
     directives = text[descriptor.start() :].partition(".end_amdhsa_kernel")[0]
     fields = {key: int(value) for key, value in _DIRECTIVE.findall(directives)}
     fields |= {key: int(value) for key, value in _FIELD.findall(_metadata(text, name))}

@@ -47,7 +47,8 @@ class Report:
     warps, stages, tile
         Of a worker, of its ring, of the output; empty where the text came from a file.
     registers
-        ``vgpr`` (accumulators among them), ``agpr``, ``sgpr``; ``registers`` of a thread on NVIDIA.
+        ``vgpr`` (accumulators among them), ``agpr``, ``sgpr``, and of these how many more are kept in lanes of vector
+        registers, ``sgpr_in_lanes``; ``registers`` of a thread on NVIDIA.
     spilled
         What went to memory: 0 everywhere where nothing did.
     shared
@@ -197,7 +198,9 @@ def of_amdgcn(
         }
     return Report(
         kernel=name or kernel.name, arch=kernel.arch, triton=triton, plan=plan.label if plan else "", warps=warps,
-        registers={"vgpr": kernel.vgprs, "agpr": kernel.agprs, "sgpr": kernel.sgprs},
+        registers={
+            "vgpr": kernel.vgprs, "agpr": kernel.agprs, "sgpr": kernel.sgprs, "sgpr_in_lanes": kernel.in_lanes
+        },
         spilled=kernel.spilled, shared=shared, stages=plan.stages if plan else 0, tile=plan.block if plan else (),
         occupancy=asdict(occupancy(kernel, warps, shared)),
         loop={} if loop is None else {

@@ -34,7 +34,8 @@ def matmul(
     ----------
     a, b
         ``[..., M, K]`` and ``[..., K, N]``, or vectors ``[K]``; one dtype of float16, bfloat16, float32, float64, or
-        each of float8_e4m3fn or float8_e5m2; any strides. Operands of 8 bits get no gradient.
+        each of float8_e4m3fn or float8_e5m2, or of float8_e4m3fnuz or float8_e5m2fnuz (AMD GPUs and the CPU); any
+        strides. Operands of 8 bits get no gradient.
     out
         Where to write the result; of its shape and dtype, any strides whose leading dimensions can be seen as one. No
         gradient flows through it.

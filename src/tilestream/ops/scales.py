@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilestream.plan.problem import FP8, FP8_RESULT, dtype_name
+from tilestream.plan.problem import FP8, FP8_RESULT, are_a_pair, dtype_name, pairs_text
 
 #: Dtypes of 8 bits, and what comes of them where nobody says.
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
@@ -67,9 +67,9 @@ def _canonical(
 
 
 def check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise unless the operands have one dtype that is multiplied, or two of 8 bits."""
-    if a.dtype != b.dtype and not (a.dtype in FP8_DTYPES and b.dtype in FP8_DTYPES):
-        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; they have one dtype, or two of {', '.join(FP8)}")
+    """Raise unless the operands have one dtype that is multiplied, or two of 8 bits of one kind."""
+    if not are_a_pair(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")):
+        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; {pairs_text()}")
     dtype_name(a.dtype)
 
 

@@ -11,18 +11,15 @@ from typing import NamedTuple
 from tilestream.plan import cdna
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.problem import FNUZ, ITEMSIZE, OCP, Problem
 from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind
 from tilestream.schedule.swizzle import BANKS, Swizzle
 
 #: Ways of a stage's data into shared memory: past the registers, or through them.
 VARIANTS = ("direct", "staged")
-#: Operands whose products are added in fp32, and outputs. Those of 8 bits: OCP's, which gfx942's matrix units lack.
-DTYPES = {
-    "gfx942": ("bfloat16", "float16"),
-    "gfx950": ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
-}
+#: Operands whose products are added in fp32, and outputs. Of 8 bits, each takes one kind.
+DTYPES = {"gfx942": ("bfloat16", "float16", *FNUZ), "gfx950": ("bfloat16", "float16", *OCP)}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 #: Lanes of a warp, and bytes that a lane reads of shared memory in one go.
 LANES, CELL_BYTES = 64, 16
@@ -284,8 +281,8 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     known = DTYPES[device.arch]
     if problem.fp8 and problem.dtype not in known:
         return (
-            f"{problem.dtype}: the matrix units of {device.arch} take the fnuz kinds of 8 bits, to which the same bits "
-            "are other numbers; convert the operands to bfloat16"
+            f"{problem.dtype}: the matrix units of {device.arch} take {' and '.join(known[2:])}, to which the same "
+            "bits are other numbers, and this kernel does not convert"
         )
     if problem.dtype not in known:
         return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"

@@ -90,6 +90,8 @@ def plan_problem(
         refused += _other_tiles(best, found)
         if name == "portable" and not problem.aligned:
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+        if name == "portable" and (why := portable.converted(problem, device)):
+            refused += (Refusal("8-bit matrix units", why),)
         elsewhere = why_not
     if problem.publishes is not None and name != "hopper":
         raise NotImplementedError(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tilestream.plan import cdna
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.problem import FP8, ITEMSIZE, Problem
+from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
@@ -37,9 +37,10 @@ NO_STATIC = "2 to 10 % faster on an idle GPU, but the tiles of a worker that a n
 _MOST = 2**31 - 256
 #: Dtypes of operands.
 DTYPES = ("float16", "bfloat16", "float32")
-#: NVIDIA's first architecture with matrix units for 8-bit operands, and AMD's whose units take torch's kinds of them.
+#: NVIDIA's first architecture with matrix units for 8-bit operands, and AMD's, by the kind that their units take.
 _FIRST_SM = 89
-_FP8_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
+_OCP_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
+_FNUZ_GFX = ("gfx942",)
 
 
 class Tile(NamedTuple):
@@ -108,11 +109,29 @@ CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
         "16-bit": (
             Tile(128, 256, 64, 8, 2, 0.56, 1),  # a second buffer, of 48 KiB, does not fit 64 KiB
             Tile(128, 128, 64, 8, 3, 0.60, 2),
-            Tile(64, 128, 64, 4, 2, 0.31, 1),
+            Tile(64, 128, 64, 4, 2, 0.29, 1),
             Tile(64, 64, 64, 4, 2, 0.18, 1),
             Tile(16, 128, 64, 4, 2, 0.085, 1),
         ),
         "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.21, 1), Tile(64, 64, 32, 4, 2, 0.07, 1)),
+        "8-bit": (
+            Tile(128, 256, 128, 8, 2, 0.56, 1),
+            Tile(128, 128, 128, 8, 3, 0.60, 2),
+            Tile(64, 128, 128, 4, 2, 0.31, 1),
+            Tile(64, 64, 128, 4, 2, 0.18, 1),
+            Tile(16, 128, 64, 4, 2, 0.05, 1),
+        ),
+        "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.12, 1), Tile(64, 64, 32, 4, 2, 0.038, 1)),
+        # Multiplied as float16: the share of the peak, which is that of 8 bits, is half of what float16's would be.
+        # What binds is the conversion, which each warp does to all that it reads.
+        "8-bit, converted": (
+            Tile(128, 256, 64, 8, 2, 0.121, 1),
+            Tile(128, 128, 64, 8, 2, 0.072, 1),
+            Tile(64, 128, 64, 4, 2, 0.051, 1),
+            Tile(64, 64, 64, 4, 2, 0.038, 1),
+            Tile(16, 128, 64, 4, 2, 0.021, 1),
+        ),
+        "8-bit, converted, unaligned": (Tile(128, 128, 32, 8, 2, 0.052, 1), Tile(64, 64, 32, 4, 2, 0.018, 1)),
         "float32": (Tile(128, 128, 16, 8, 3, 0.95, 2), Tile(64, 64, 16, 8, 3, 0.55, 2)),
         "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.79, 1),),
     },
@@ -133,6 +152,13 @@ CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(16, 128, 64, 4, 2, 0.026),
         ),
         "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.09), Tile(64, 64, 32, 4, 2, 0.025)),
+        # With 128 rows Triton 3.9 spills.
+        "8-bit, converted": (
+            Tile(64, 128, 64, 4, 3, 0.035),
+            Tile(64, 64, 64, 4, 3, 0.020),
+            Tile(16, 128, 64, 4, 2, 0.016),
+        ),
+        "8-bit, converted, unaligned": (Tile(64, 64, 32, 4, 2, 0.018),),
         "float32": (Tile(128, 128, 16, 8, 3, 0.82), Tile(64, 64, 16, 8, 3, 0.50)),
         "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.49),),
     },
@@ -143,15 +169,17 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
     """The rows of `TILES` for a problem, those whose ring does not fit the device left out."""
     if ITEMSIZE[problem.dtype] <= 2:
         kind = f"{8 * ITEMSIZE[problem.dtype]}-bit"
-        if problem.aligned and problem.fp8 and not problem.fast_accum:
-            kind += ", precise"
+        if converts(problem.dtype, device.arch):
+            kind += ", converted"
+        elif problem.aligned and problem.fp8 and not problem.fast_accum and device.arch.startswith("sm_"):
+            kind += ", precise"  # AMD's add up in float32, always
     else:
         kind = "tf32" if problem.tf32 else "float32"
-    if not problem.aligned and f"{kind}, unaligned" in TILES:
-        kind += ", unaligned"
-    rows = CDNA.get(device.arch, {}).get(kind, ())
+    kinds = [kind] if problem.aligned else [f"{kind}, unaligned", kind]
+    here = CDNA.get(device.arch, {})
+    rows = next((here[name] for name in kinds if name in here), ())
     if not rows:
-        rows = TILES[kind]
+        rows = next(TILES[name] for name in kinds if name in TILES)
         if device.arch.startswith("gfx"):
             rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     fit = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
@@ -221,20 +249,42 @@ def _refuse(problem: Problem, device: DeviceProperties) -> None:
             )
 
 
+def fp8_units(arch: str) -> tuple[str, ...]:
+    """The operands of 8 bits that the matrix units take: OCP's, the fnuz ones, or none."""
+    if arch in _FNUZ_GFX:
+        return FNUZ
+    return OCP if arch in _OCP_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM) else ()
+
+
 def has_fp8_units(arch: str) -> bool:
-    """Whether the matrix units take torch's kinds of 8-bit operands."""
-    return arch in _FP8_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM)
+    """Whether the matrix units take OCP's operands of 8 bits."""
+    return fp8_units(arch) == OCP
+
+
+def converts(dtype: str, arch: str) -> bool:
+    """Whether operands of 8 bits become float16, exactly, on their way to the matrix units, which take others."""
+    return arch in CDNA and dtype in FP8 and dtype not in fp8_units(arch)
+
+
+def converted(problem: Problem, device: DeviceProperties) -> str:
+    """What `converts` costs, in words; empty where nothing is converted."""
+    if not converts(problem.dtype, device.arch):
+        return ""
+    return (
+        f"{device.arch}'s take {' and '.join(fp8_units(device.arch))}, to which the bits of {problem.dtype} are other "
+        "numbers: converted to float16 on the way, exactly, and multiplied at its rate"
+    )
 
 
 def _refuse_fp8(problem: Problem, device: DeviceProperties) -> None:
-    arch = device.arch
-    if has_fp8_units(arch):
+    units = fp8_units(device.arch)
+    if problem.dtype in units or converts(problem.dtype, device.arch):
         return
     why = "has no matrix units for operands of 8 bits"
-    if arch == "gfx942":
-        why = "has matrix units for the fnuz kinds of fp8 only, to which the same bits are other numbers"
+    if units:
+        why = f"has matrix units for {' and '.join(units)}, to which the same bits are other numbers"
     raise NotImplementedError(
-        f"dtype: {problem.dtype}; {device.name}, {arch}, {why}: convert the operands to bfloat16 there"
+        f"dtype: {problem.dtype}; {device.name}, {device.arch}, {why}: convert the operands to bfloat16 there"
     )
 
 

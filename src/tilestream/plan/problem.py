@@ -7,11 +7,15 @@ from typing import Literal
 
 from tilestream.arrival.chunks import Chunks
 
-#: Bytes of each dtype that a matmul takes.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
-#: Those of 8 bits: operands only, in any pair, and bfloat16 is what comes of them where nobody says.
-FP8 = ("float8_e4m3fn", "float8_e5m2")
+#: The kinds of 8 bits: OCP's, and those that AMD's gfx942 has matrix units for. They have another exponent, no infinity
+#: and no negative zero: of the same bits the value is half.
+OCP = ("float8_e4m3fn", "float8_e5m2")
+FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
+#: All of them: operands only, in pairs of one kind, and bfloat16 is what comes of them where nobody says.
+FP8 = (*OCP, *FNUZ)
 FP8_RESULT = "bfloat16"
+#: Bytes of each dtype that a matmul takes.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(FP8, 1)}
 #: What the products are scaled by: nothing, one factor, or a factor for each row of A and each column of B.
 Scales = Literal["none", "tensor", "row"]
 
@@ -30,6 +34,16 @@ def dtype_name(dtype: object) -> str:
             f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul"
         )
     return name
+
+
+def are_a_pair(a: str, b: str) -> bool:
+    """Whether operands of these dtypes are multiplied: of one, or of two of 8 bits of one kind."""
+    return a == b or any(a in kind and b in kind for kind in (OCP, FNUZ))
+
+
+def pairs_text() -> str:
+    """What operands may be, for messages."""
+    return f"they have one dtype, or two of {', '.join(OCP)}, or two of {', '.join(FNUZ)}"
 
 
 def result_name(dtype: str, out_dtype: str | None) -> str:
@@ -82,7 +96,7 @@ class Problem:
     plain
         Whether the output is the product and nothing else, and TMA can address it: that takes the fewest registers.
     b_dtype
-        B's dtype where it is not A's: both are of 8 bits then.
+        B's dtype where it is not A's: both are of 8 bits then, and of one kind.
     scales
         What the products are scaled by.
     fast_accum
@@ -112,10 +126,8 @@ class Problem:
     publishes: Incoming | None = None
 
     def __post_init__(self) -> None:
-        if self.b_dtype and self.b_dtype != self.dtype and not (self.dtype in FP8 and self.b_dtype in FP8):
-            raise TypeError(
-                f"b_dtype={self.b_dtype!r}: A is {self.dtype}; they have one dtype, or are two of {', '.join(FP8)}"
-            )
+        if self.b_dtype and not are_a_pair(self.dtype, self.b_dtype):
+            raise TypeError(f"b_dtype={self.b_dtype!r}: A is {self.dtype}; {pairs_text()}")
         for name in ("m", "n", "k", "batch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; an extent is not negative")

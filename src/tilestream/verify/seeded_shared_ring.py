@@ -118,15 +118,29 @@ def barrier_passes_reads(ring: SharedRing, item: Item) -> Turn:
 
 def put_without_barrier(ring: SharedRing, item: Item) -> Turn:
     """Through registers: a step is written while others read the one before it."""
-    yield Fetch(item, 0)
-    for step in range(item.steps):
-        yield WaitLoads(0)
-        yield Put(0, item, step)
-        yield Fetch(item, min(step + 1, item.steps - 1))
-        yield from meet()
-        yield Read(0, item, step)
-        yield Have()
-    yield WaitLoads(0)
+    ops = operations(staged(ring, item))
+    for op, behind in zip(ops, [*ops[1:], Have()], strict=True):
+        if op is not None or isinstance(behind, Read):
+            yield from done(op)
+
+
+def puts_what_has_not_come(ring: SharedRing, item: Item) -> Turn:
+    """Through registers: a wait leaves both operands in flight, that which is put among them."""
+    both = 2 * ring.loads
+    return changed(staged(ring, item), lambda op: WaitLoads(both) if isinstance(op, WaitLoads) and op.left else op)
+
+
+def drains_for_each_put(ring: SharedRing, item: Item) -> Turn:
+    """Through registers: each wait is for all that is in flight, the other operand's next step too."""
+    return changed(staged(ring, item), lambda op: WaitLoads(0) if isinstance(op, WaitLoads) else op)
+
+
+def fetched_in_the_other_order(ring: SharedRing, item: Item) -> Turn:
+    """Through registers: B's first loads are started before A's, and waits count as if they were behind them."""
+    yield Fetch(item, 0, 1)
+    yield Fetch(item, 0, 0)
+    for op in operations(staged(ring, item))[2:]:
+        yield from done(op)
 
 
 def read_without_barrier(ring: SharedRing, item: Item) -> Turn:

@@ -65,13 +65,13 @@ def attend_staged(ring: SharedRing, item: Item) -> Turn:
     for slot in (KEYS, VALUES):
         yield from read(0, slot, item, 0)
     yield from meet()
-    yield Fetch(item, 1)
-    yield Fetch(item, 1)
+    for operand in (KEYS, VALUES):
+        yield Fetch(item, 1, operand)
     for block in range(item.steps):
         for operand in (KEYS, VALUES):
             yield WaitLoads(ring.loads)
-            yield Put(operand, item, 1 + block)
-            yield Fetch(item, 1 + min(block + 1, last))
+            yield Put(operand, item, 1 + block, operand)
+            yield Fetch(item, 1 + min(block + 1, last), operand)
             yield from meet()
             yield from read(0, operand, item, 1 + block)
     yield WaitLoads(0)

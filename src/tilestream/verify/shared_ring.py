@@ -6,8 +6,9 @@ others' is a barrier, which waits for no copy and for no read. The text is `dire
 `tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words.
 
 What must hold: no warp is ever stuck; a stage is read when every warp's share of the step that is meant has landed; no
-copy, and no write, goes to a stage that somebody reads or that is still being filled; no wait is for copies that only a
-later step needs; nothing is in flight when a worker leaves.
+copy, and no write, goes to a stage that somebody reads or that is still being filled; nothing is put before it has come
+into its registers; no wait is for copies that only a later step, or the other operand, needs; nothing is in flight when
+a worker leaves.
 
 A copy lands when a wait says so, and not before. It may land earlier on the hardware; but what could then go wrong, a
 stage that is overwritten while somebody reads it, is a fault as soon as the copy is started. Items are given, not
@@ -27,6 +28,8 @@ from tilestream.verify.processes import LEFT, Process
 
 #: K steps, at most, in what a share holds: ``1 + item * STEPS + step``.
 STEPS = 64
+#: Of a matmul, where they are fetched one after the other: A, B.
+OPERANDS = (0, 1)
 
 
 class Item(NamedTuple):
@@ -50,10 +53,11 @@ class Copy(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Start this warp's loads of a step into its registers."""
+    """Start this warp's loads of a step into its registers: of one of two operands, which has its own, or of None."""
 
     item: Item
     step: int
+    operand: int | None = None
 
 
 class WaitLoads(NamedTuple):
@@ -63,11 +67,15 @@ class WaitLoads(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Write a step, which has been fetched, from registers to this warp's share of a stage."""
+    """Write a step, which has been fetched, from registers to this warp's share of a stage.
+
+    What is in the registers of an ``operand`` must have come; of None it is not asked.
+    """
 
     stage: int
     item: Item
     step: int
+    operand: int | None = None
 
 
 class Arrive(NamedTuple):
@@ -150,29 +158,43 @@ def direct(ring: SharedRing, item: Item) -> Turn:
 def staged(ring: SharedRing, item: Item) -> Turn:
     """An item by way of registers: `tilestream.kernels.cdna.gemm.multiply_staged`."""
     last = max(item.steps - 1, 0)
-    yield Fetch(item, 0)
+    yield from fetch_both(item, 0)
     for step in range(item.steps):
-        yield WaitLoads(0)
         yield from meet()
-        yield Put(0, item, step)
-        yield Fetch(item, min(step + 1, last))
+        for operand in OPERANDS:
+            yield WaitLoads(ring.loads)
+            yield Put(0, item, step, operand)
+            yield Fetch(item, min(step + 1, last), operand)
         yield from meet()
         yield Read(0, item, step)
         yield Have()
-    yield WaitLoads(0)
+    yield from land_both(ring)
     if item.rest:
         yield from rest(ring, item)
 
 
 def rest(ring: SharedRing, item: Item) -> Turn:
     """The rest of K, through registers into the first stage: `tilestream.kernels.cdna.gemm.multiply_rest`."""
-    yield Fetch(item, item.steps)
-    yield WaitLoads(0)
+    yield from fetch_both(item, item.steps)
+    yield from land_both(ring)
     yield from meet()
-    yield Put(0, item, item.steps)
+    for operand in OPERANDS:
+        yield Put(0, item, item.steps, operand)
     yield from meet()
     yield Read(0, item, item.steps)
     yield Have()
+
+
+def fetch_both(item: Item, step: int) -> Turn:
+    """Start the loads of a step."""
+    for operand in OPERANDS:
+        yield Fetch(item, step, operand)
+
+
+def land_both(ring: SharedRing) -> Turn:
+    """Wait for them, in the order in which they were started."""
+    yield WaitLoads(ring.loads)
+    yield WaitLoads(0)
 
 
 Text = Callable[[SharedRing, Item], Turn]
@@ -182,8 +204,7 @@ Text = Callable[[SharedRing, Item], Turn]
 class SharedCase:
     """One configuration of model 3: the ring, the items' K steps, and the text that each warp runs of each.
 
-    ``exact``: a wait that is for more than the step it is for is a fault, too. Of a text that fetches a step ahead only
-    it is not asked: there a wait is for all there is.
+    ``exact``: a wait that is for more than what it is for is a fault, too.
     """
 
     ring: SharedRing
@@ -206,10 +227,10 @@ class SharedCase:
 class SharedModel(Model):
     """See the module.
 
-    Memory: arrivals and round of the barrier; the shares, by stage and warp; then for each warp the stages that its
-    copies in flight go to (-1: registers), oldest first, and those that it reads.
+    Memory: arrivals and round of the barrier; the shares, by stage and warp; the operands' registers, by warp; then for
+    each warp the stages that its copies in flight go to (below 0: registers), oldest first, and those that it reads.
 
-    A share holds the negative of a step that is on its way.
+    A share, or registers, hold the negative of a step that is on its way.
     """
 
     def __init__(self, case: SharedCase, reduce: bool = True, symmetry: bool = True) -> None:
@@ -225,14 +246,16 @@ class SharedModel(Model):
         self.arrivals = ring.warps
         self.round = self.arrivals + 1
         self.shares = self.round + 1
-        self.flying = self.shares + ring.slots * ring.warps
+        self.registers = self.shares + ring.slots * ring.warps
+        self.flying = self.registers + len(OPERANDS) * ring.warps
         self.reading = self.flying + ring.warps
         super().__init__([Process(name, turn, 0, name) for name in names], reduce, symmetry)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
         ring = self.case.ring
-        return [0, 0, *[0] * (ring.slots * ring.warps), *[()] * ring.warps, *[()] * ring.warps]
+        held = (ring.slots + len(OPERANDS)) * ring.warps
+        return [0, 0, *[0] * held, *[()] * ring.warps, *[()] * ring.warps]
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
         """As `Model.domain`."""
@@ -257,6 +280,9 @@ class SharedModel(Model):
     def _share(self, stage: int, warp: int) -> int:
         return self.shares + stage * self.case.ring.warps + warp
 
+    def _register(self, operand: int, warp: int) -> int:
+        return self.registers + operand * self.case.ring.warps + warp
+
     def _free(self, what: str, stage: int, pid: int, m: Memory) -> None:
         """Raise `Fault` if somebody reads the stage, or this warp's share of it is still being filled."""
         for warp in range(self.case.ring.warps):
@@ -271,26 +297,34 @@ class SharedModel(Model):
         m[self.flying + pid] = (*m[self.flying + pid], *[op.stage] * self.case.ring.loads)
 
     def _fetch(self, pid: int, op: Fetch, answer: int, m: Memory) -> None:
-        m[self.flying + pid] = (*m[self.flying + pid], *[-1] * self.case.ring.loads)
+        to = -1
+        if op.operand is not None:
+            m[self._register(op.operand, pid)] = -op.item.holds(op.step)
+            to = -2 - op.operand
+        m[self.flying + pid] = (*m[self.flying + pid], *[to] * self.case.ring.loads)
 
     def _wait(self, pid: int, op: WaitLoads, answer: int, m: Memory) -> None:
         flying = m[self.flying + pid]
         landed = flying[: max(0, len(flying) - op.left)]
         if self.case.exact and landed:
             operands = self.case.ring.operands
-            needed = len([stage for stage in flying if stage // operands == flying[0] // operands])
+            wanted = [stage // operands if stage >= 0 else stage for stage in flying]
+            needed = wanted.count(wanted[0])
             if len(landed) > needed:
                 raise Fault(
                     "drained in vain", f"warp {pid} waits for {len(landed)} copies, its step is there after {needed}"
                 )
         m[self.flying + pid] = flying[len(landed) :]
-        for stage in landed:
-            if stage >= 0 and stage not in m[self.flying + pid]:
-                m[self._share(stage, pid)] = abs(m[self._share(stage, pid)])
+        for stage in set(landed) - set(m[self.flying + pid]) - {-1}:
+            place = self._share(stage, pid) if stage >= 0 else self._register(-2 - stage, pid)
+            m[place] = abs(m[place])
 
     def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
         self._free("writes to", op.stage, pid, m)
-        m[self._share(op.stage, pid)] = op.item.holds(op.step)
+        held = op.item.holds(op.step) if op.operand is None else m[self._register(op.operand, pid)]
+        if held < 0:
+            raise Fault("read before arrival", f"warp {pid} puts {_said(-held)}, which is not in its registers yet")
+        m[self._share(op.stage, pid)] = held
 
     def _arrive(self, pid: int, op: Arrive, answer: int, m: Memory) -> None:
         m[self.arrivals] += 1

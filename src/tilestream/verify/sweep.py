@@ -343,7 +343,7 @@ def shared_rings(level: Level) -> Iterator[SharedCase]:
     for depth, warps, items in product((3, 4, 5) if full else (3, 4), (2, 3) if full else (2,), few + many * full):
         yield SharedCase(SharedRing(depth, 2, warps), items, direct)
     for warps, items in product((2, 3) if full else (2,), few + many * full):
-        yield SharedCase(SharedRing(2, 2, warps), items, staged, exact=False)
+        yield SharedCase(SharedRing(2, 2, warps), items, staged)
     # Attention: keys and values of a block, and no rest.
     blocks: tuple[tuple[int, ...], ...] = ((1, 2), (3, 1), (3, 2, 5), (4, 1)) if full else ((1, 2), (3, 1))
     for warps, counts in product((2, 3) if full else (2,), blocks):

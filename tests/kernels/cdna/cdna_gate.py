@@ -12,7 +12,7 @@ What is compiled of each tile of `tilestream.plan.cdna_tiles.TILES`, for each ar
 * ``far``: operands, output and residual that a buffer's offsets do not reach;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
 
-with bfloat16, and some of it with float16 and, on gfx950, 8-bit operands.
+with bfloat16, and some of it with float16 and 8-bit operands, of the kind that the architecture multiplies.
 """
 
 from __future__ import annotations
@@ -31,15 +31,28 @@ import triton
 from gate import DEVICES as PORTABLE
 from gate import gate_arguments
 
+from polling import polling_faults
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa import amdgcn
 from tilestream.isa.build import Pointer, build
-from tilestream.kernels.cdna.arguments import Arguments
+from tilestream.kernels.cdna.arguments import Arguments, Operand
 from tilestream.kernels.cdna.gemm import gemm
+from tilestream.kernels.cdna.ring import turned_layout
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.cdna_tiles import TILES, Tile, fitting, instruction, lane_bytes, outstanding, spread, stage_cost
+from tilestream.plan.cdna_tiles import (
+    CELL_BYTES,
+    LANES,
+    TILES,
+    Tile,
+    fitting,
+    instruction,
+    lane_bytes,
+    outstanding,
+    spread,
+    stage_cost,
+)
 from tilestream.plan.plan import Plan
-from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem, result_name
+from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming, Problem, result_name
 from tilestream.plan.raster import raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.schedule import Schedule
@@ -77,6 +90,7 @@ QUICK = (
     ("gfx942", (256, 256), "staged", "bfloat16", "plain", "nt"),
     ("gfx942", (128, 128), "direct", "bfloat16", "plain", "nt"),
     ("gfx942", (128, 128), "staged", "bfloat16", "plain", "nn"),
+    ("gfx942", (128, 128), "staged", "float8_e4m3fnuz", "plain", "nt"),
     ("gfx950", (256, 256), "direct", "bfloat16", "plain", "nt"),
     ("gfx950", (256, 128), "direct", "bfloat16", "plain", "tn"),
     ("gfx950", (128, 128), "direct", "float8_e4m3fn", "plain", "nt"),
@@ -93,10 +107,10 @@ def _of_a_tile(tile: Tile, arch: str) -> Iterator[tuple[str, str, str]]:
     yield "bfloat16", "worst", "nn"
     for how in ("arriving", "far", "static", "stealing", "table"):
         yield "bfloat16", how, "nt"
-    if arch == "gfx950":
-        yield "float8_e4m3fn", "plain", "nt"
-        yield "float8_e5m2", "worst", "nt"
-        yield "float8_e4m3fn", "plain", "nn"
+    kinds = FNUZ if arch == "gfx942" else OCP
+    yield kinds[0], "plain", "nt"
+    yield kinds[1], "worst", "nt"
+    yield kinds[0], "plain", "nn"
 
 
 def make(arch: str, tile: Tile, dtype: str, how: str, layout: str) -> Configuration:
@@ -178,9 +192,13 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
         "waits": [wait["vmcnt"] for wait in loop.waits if "vmcnt" in wait],
         "order": ring_order(loop.instructions),
         # The last steps, behind the loop, are steps too; here the text's order is the one they run in.
-        "order_behind": waits_then_barriers([one for one in code if one.line > loop.instructions[-1].line]),
+        "order_behind": waits_then_barriers([one for one in code if one.line > loop.instructions[-1].line])
+        if any(one.kind == "load_to_lds" for one in code)
+        else [],
         "branches": loop.counts["branch"],
-        "sleeps": polling_sleeps(text),
+        "first_lanes": sum(one.mnemonic.startswith("v_readfirstlane") for one in loop.instructions),
+        "polling": polling_faults(text),
+        "in_lanes": text.in_lanes,
         "expected": expected(configuration),
     }
 
@@ -188,13 +206,13 @@ def report(configuration: Configuration, kernel: Any) -> dict[str, Any]:
 def waits_then_barriers(code: Sequence[amdgcn.Instruction]) -> list[str]:
     """Whether anything of shared memory is touched between a wait for copies and the barrier that comes with it.
 
-    A wait for loads into registers has no barrier: what follows it at once is a write, and is left out.
+    Of a kernel that copies: a wait for loads into registers comes with no barrier.
     """
     faults, ready = [], True
     for one in code:
         if "vmcnt" in one.waits:
             ready = False
-        elif one.kind in ("barrier", "lds_write", "store", "valu", "load"):
+        elif one.kind in ("barrier", "lds_write", "store", "valu", "load"):  # the last four wait for loads
             ready = True
         elif one.kind in ("lds_read", "load_to_lds") and not ready:
             faults.append(f"{one.mnemonic} at once behind a wait for copies")
@@ -229,13 +247,6 @@ def ring_order(code: Sequence[amdgcn.Instruction]) -> list[str]:
     return sorted(set(faults))
 
 
-def polling_sleeps(text: amdgcn.Kernel) -> int:
-    """Pauses in loops that poll: the innermost ones that have an atomic."""
-    polling = [loop for loop in text.loops if loop.counts["sleep"] and any("atomic" in kind for kind in loop.counts)]
-    inner = [loop for loop in polling if not any(other.body < loop.body for other in polling)]
-    return len(inner)
-
-
 def expected(configuration: Configuration) -> dict[str, Any]:
     """By what the plan says."""
     _, arch, plan, layout, _ = configuration
@@ -243,11 +254,13 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     tile, size = arguments.tile, ITEMSIZE[plan.problem.dtype]
     m, n, k = instruction(arch, size)
     down, across = spread(tile.block_m, tile.block_n, tile.warps)
-    types = {"bfloat16": "bf16", "float16": "f16"}.get(plan.problem.dtype, "f8f6f4")
+    eight = {"float8_e4m3fnuz": "fp8_fp8", "float8_e5m2fnuz": "bf8_bf8"}.get(plan.problem.dtype, "f8f6f4")
+    types = {"bfloat16": "bf16", "float16": "f16"}.get(plan.problem.dtype, eight)
     direct = tile.copies == "direct"
     width = lane_bytes(tile, arch) if direct else 16
     cost = stage_cost(tile, width, tile.copies)
     turned = any(one.turned for one in (arguments.x, arguments.y))
+    loads = [fetches(one, rows, plan, size) for one, rows in ((arguments.x, tile.block_m), (arguments.y, tile.block_n))]
     return {
         "mfma": {
             f"{m}x{n}x{k}_{types}": tile.block_m // m // down * (tile.block_n // n // across) * plan.block[2] // k
@@ -257,10 +270,24 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "load": None if direct or turned else cost.loads,
         "lds_write": None if direct or turned else cost.writes,
         "waits": [outstanding(tile, arch)] if direct else None,
+        # Through registers, an operand is put while the other one's loads are in flight.
+        "least": outstanding(tile, arch) if direct else min(loads),
         "barriers": 1 if direct else 2,
         "shared": tile.stage_bytes * (tile.stages if direct else 1),
         "gated": plan.gate is not None,
     }
+
+
+def fetches(operand: Operand, rows: int, plan: Plan, size: int) -> int:
+    """Loads of a lane that fetch a step of an operand into registers."""
+    block_k = plan.block[2]
+    tile = (rows, block_k) if operand.k_major else (block_k, rows)
+    share = rows * block_k // (LANES * plan.warps)
+    vector = CELL_BYTES // size
+    if operand.turned:
+        made: Any = getattr(turned_layout, "fn", turned_layout)
+        vector = made(*tile, vector, plan.warps).size_per_thread[1]
+    return share // vector
 
 
 def one(configuration: Configuration) -> dict[str, Any]:

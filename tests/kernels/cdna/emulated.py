@@ -228,6 +228,8 @@ class Machine:
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
             "leave": self.ignore, "leave_gate": self.ignore, "present": self.ignore, "quarantined": lambda *_: Int(0),
             "pass_gate": self.pass_gate, "take": self.take, "uniform": lambda x: Int(x), "nothing": lambda: 0,
+            "in_order": self.ignore, "as_loaded": lambda tile: tile, "load_words": self.load_words,
+            "elements": lambda words, *_: words,
             "drain": self.ignore, "barrier": self.ignore, "activate": lambda x, how: relu(x) if how == "relu" else x,
             "viewed": lambda stage, shape, layout: stage.seen(shape, layout),
             "load_landed": lambda view, layout: view.load(layout), "copy_to_shared": self.copy, "commit": self.commit,
@@ -324,6 +326,14 @@ class Machine:
     ) -> Tensor:
         self.reach(at, offsets, mask)
         return (at + offsets).read(mask, other)
+
+    def load_words(self, at: Pointer, offsets: Tensor, far: bool) -> Tensor:
+        """The elements of words of four: what they are packed into is the compiler's."""
+        assert at.dtype == FP8, "four of 8 bits are a word"
+        each = Tensor((4 * offsets.data[:, :, None] + np.arange(4)).reshape(offsets.data.shape[0], -1))
+        if not far:
+            self.reach(at, each, None)
+        return (at + each).read()
 
     def buffer_store(self, tensor: Tensor, at: Pointer, offsets: Tensor, mask: Any = None) -> None:
         self.reach(at, offsets, mask)

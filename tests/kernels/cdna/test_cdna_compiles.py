@@ -20,6 +20,8 @@ GATE = Path(__file__).parent / "cdna_gate.py"
 SHARED = {"gfx942": 65536, "gfx950": 163840}
 #: Bytes beside the stages: an atomic's answer, on its way to all lanes.
 SLACK = 1024
+#: Scalar registers that are kept in lanes of vector ones, at most, by whether there is a gate: the recorded ceiling.
+IN_LANES = {True: 192, False: 96}
 
 
 def faults(found: dict) -> list[str]:
@@ -44,13 +46,17 @@ def faults(found: dict) -> list[str]:
         or counts.get("lds_write 128", 0) == steps * expected["lds_write"],
         "loads of less than 32 bits": not counts.keys() & {"load 8", "load 16", "lds_write 8", "lds_write 16"},
         "shuffles": not counts.get("shuffle", 0),
+        "scalar registers in lanes": found["in_lanes"] <= IN_LANES[expected["gated"]],
         "scratch": not any(key.startswith("scratch") for key in counts),
         "what waits leave in flight": expected["waits"] is None or found["waits"] == steps * expected["waits"],
-        "a full drain": not (expected["waits"] and 0 in found["waits"]),
+        "a full drain": 0 not in found["waits"],
+        "what waits leave of the other operand": min(found["waits"], default=0) >= expected["least"],
         "barriers": counts.get("barrier", 0) == steps * barriers,
         "order": not found["order"] and not found["order_behind"],
         "branches": found["branches"] == 1,  # a second one would be a loop over lanes
-        "pauses of a polling loop": not expected["gated"] or found["sleeps"] >= 1,
+        # Addresses of copies, in LDS and of buffers, are the wave's: none is brought together from its lanes.
+        "lanes' own addresses": not found["first_lanes"],
+        "a polling loop": found["polling"] == ([] if expected["gated"] else ["no polling loop"]),
         "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK
         and found["shared"] <= SHARED[found["name"].split()[0]],
     }
@@ -106,12 +112,14 @@ RIGHT = {
     "name": "gfx950 right", "triton": "3.7.1", "spilled": {"vgpr_spill_count": 0, "private_segment_fixed_size": 0},
     "accumulators": 0, "registers": 200, "shared": 1200, "mfma": {"16x16x32_bf16": 32},
     "counts": {"load_to_lds 128": 4, "lds_read 128": 12, "barrier": 1}, "waits": [8], "order": [], "order_behind": [],
-    "branches": 1, "sleeps": 1,
+    "branches": 1, "first_lanes": 0, "polling": [], "in_lanes": 60,
     "expected": {
         "mfma": {"16x16x32_bf16": 32}, "load_to_lds": {"load_to_lds 128": 4}, "load": None, "lds_write": None,
-        "waits": [8], "barriers": 1, "shared": 1024, "gated": True,
+        "waits": [8], "least": 8, "barriers": 1, "shared": 1024, "gated": True,
     },
 }  # fmt: skip
+
+STAGED = {**RIGHT["expected"], "waits": None, "least": 2}
 
 
 @pytest.mark.parametrize(
@@ -125,11 +133,14 @@ RIGHT = {
         ({"counts": {"load_to_lds 128": 4, "barrier": 1, "scratch 32": 1}}, "scratch"),
         ({"counts": {"load_to_lds 128": 4, "barrier": 2}}, "barriers"),
         ({"counts": {"load_to_lds 128": 4, "barrier": 1, "load 16": 8}}, "loads of less than 32 bits"),
-        ({"waits": [4]}, "what waits leave in flight"),
+        ({"waits": [9]}, "what waits leave in flight"),
+        ({"expected": STAGED, "waits": [3, 2, 3, 1]}, "what waits leave of the other operand"),
         ({"order": ["a step begins without a wait"]}, "order"),
         ({"order_behind": ["ds_read_b128 at once behind a wait for copies"]}, "order"),
         ({"branches": 2}, "branches"),
-        ({"sleeps": 0}, "pauses of a polling loop"),
+        ({"first_lanes": 1}, "lanes' own addresses"),
+        ({"in_lanes": 193}, "scalar registers in lanes"),
+        ({"polling": ["no time in the loop"]}, "a polling loop"),
         ({"shared": 170000}, "shared memory"),
         ({"error": "RuntimeError: PassManager::run failed"}, "RuntimeError: PassManager::run failed"),
     ],

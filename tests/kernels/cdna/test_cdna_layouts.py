@@ -11,7 +11,15 @@ from triton.experimental.gluon import language as gl
 from layouts import elements, holdings
 from tilestream.kernels.cdna.arguments import operand
 from tilestream.kernels.cdna.epilogue import math_layout
-from tilestream.kernels.cdna.ring import copy_layout, fetch_layout, linear, permuted, tile_shape, turned_layout
+from tilestream.kernels.cdna.ring import (
+    copy_layout,
+    fetch_layout,
+    linear,
+    permuted,
+    tile_shape,
+    turned_layout,
+    word_layout,
+)
 from tilestream.plan.cdna_tiles import TILES, instruction, lane_bytes, spread, stage_swizzle
 from tilestream.schedule.swizzle import BANK, BANKS
 
@@ -19,7 +27,7 @@ CASES = [
     (arch, tile, size, k_major)
     for arch, rows in TILES.items()
     for at, tile in enumerate(rows)
-    for size in ((2, 1) if arch == "gfx950" and at in (1, 6) else (2,))
+    for size in ((2, 1) if at in (1, 6) else (2,))
     for k_major in (True, False)
 ]
 COPIED = [c for c in CASES if c[1].copies == "direct" and (c[0] == "gfx950" or c[3])]
@@ -67,6 +75,17 @@ def test_everything_is_fetched_once(arch, tile, size, k_major):
         layout = plain(fetch_layout)(rows, block_k, k_major, turned, 16 // size, tile.warps)
         held = [element for warp in holdings(layout, [outer, inner]) for lane in warp for element in lane]
         assert sorted(held) == [(i, j) for i in range(outer) for j in range(inner)]
+
+
+@pytest.mark.parametrize(("arch", "tile", "size", "k_major"), [c for c in CASES if c[2] == 1 and not c[3]], ids=name)
+def test_words_are_what_a_lane_has_of_the_elements(arch, tile, size, k_major):
+    """Unpacked in a lane's registers: no data moves."""
+    for rows in {tile.block_m, tile.block_n}:
+        block_k = tile.block_k(size)
+        outer, inner = plain(tile_shape)(rows, block_k, k_major)
+        wide = holdings(plain(fetch_layout)(rows, block_k, k_major, True, 16, tile.warps), [outer, inner])
+        words = holdings(plain(word_layout)(rows, block_k, k_major, 16, tile.warps), [outer, inner // 4])
+        assert [[[(i, 4 * j + byte) for i, j in lane for byte in range(4)] for lane in warp] for warp in words] == wide
 
 
 def test_a_square_is_contiguous_both_ways():

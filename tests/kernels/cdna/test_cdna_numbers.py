@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language")
 
-from emulated import BEHIND, BFLOAT16, FLOAT32, INT32, Machine, Memory, Pointer
+from emulated import BEHIND, BFLOAT16, FLOAT32, FP8, INT32, Machine, Memory, Pointer
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.cdna.arguments import Arguments
@@ -54,6 +54,7 @@ class Case:
     late: bool = True
     shared: bool = False
     over: bool = False
+    dtype: str = "bfloat16"
 
 
 class Launch(NamedTuple):
@@ -80,7 +81,7 @@ def launch(case: Case) -> Launch:
     device = DeviceProperties("none", "cdna", 4, 1e12, 1e12, "a test", case.arch, 163840)
     scales = "row" if case.epilogue else "none"
     rows = Incoming(Chunks.uniform(m, 16)) if case.over else None
-    problem = Problem(m, n, k, batch, "bfloat16", "float32", rows, scales=scales, shared_rows=case.shared)
+    problem = Problem(m, n, k, batch, case.dtype, "float32", rows, scales=scales, shared_rows=case.shared)
     grid = Grid.of(m, n, k, *case.block, batch=batch)
     schedule = Schedule(case.kind, grid, Raster("grouped", group=2), case.workers)
     plan = Plan(problem, device, "cdna", case.copies, case.block, schedule, "", (), 0.0, 4, case.stages)
@@ -93,7 +94,11 @@ def launch(case: Case) -> Launch:
         wide[:, :, :inner] = values
         strides = (wide[0].size if batches > 1 else 0, inner + case.gap, 1)
         as_rows = values if letter == "k" else values.transpose(0, 2, 1)
-        return as_rows, Memory(wide, BFLOAT16), strides if letter == "k" else (strides[0], 1, strides[1])
+        return (
+            as_rows,
+            Memory(wide, FP8 if problem.fp8 else BFLOAT16),
+            strides if letter == "k" else (strides[0], 1, strides[1]),
+        )
 
     a, a_memory, a_strides = operand(m, "k" if case.layout[0] == "n" else "m", 1 if case.shared else batch)
     b, b_memory, (bb, bn, bk) = operand(n, "m" if case.layout[1] == "n" else "k", batch)
@@ -155,6 +160,24 @@ LAYOUTS = ("nt", "nn", "tn", "tt")
 def test_layouts_and_tails(arch, copies, layout, late):
     # 2 row tiles and 2 column tiles, ragged, and 4 steps of K and a rest.
     check(Case(80, 112, 272, arch, copies, layout, stages=3 if copies == "direct" else 2, late=late))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("arch", "copies", "dtype"),
+    [
+        ("gfx942", "staged", "float8_e4m3fnuz"), ("gfx942", "direct", "float8_e5m2fnuz"),
+        ("gfx950", "direct", "float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_operands_of_8_bits(arch, copies, dtype, layout):
+    # What gfx942 has to turn comes in words of four. 2 steps of 128, and a rest.
+    for far in (False, True):
+        check(
+            Case(
+                80, 112, 272, arch, copies, layout, (64, 64, 128), 3 if copies == "direct" else 2, dtype=dtype, far=far
+            )
+        )
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])

@@ -1,9 +1,9 @@
 """The CDNA kernel does, operation by operation, what the checker explores.
 
-The kernel's own text is run on the stand-ins of `emulated`, which here write down what is asked of A's stages; B's are
-asked for the same right after it. What comes of it is compared with the operations of `tilestream.verify.shared_ring`
-for the same items. The barriers inside the loops are the compiler's, and the compile gate looks for them: those that
-the text has itself are compared.
+The kernel's own text is run on the stand-ins of `emulated`, which here write down what is asked of the stages; of B's
+only what goes through registers: of copies and reads they are asked for the same as A's, right after it. What comes of
+it is compared with the operations of `tilestream.verify.shared_ring` for the same items. The barriers inside the loops
+are the compiler's, and the compile gate looks for them: those that the text has itself are compared.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ BLOCK_K = 64
 
 
 class Written(Machine):
-    """Writes down what A's stages are asked for, in the words of the model."""
+    """Writes down what the stages are asked for, in the words of the model."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.log: list[Any] = []
-        self.flats: list[Any] = []
+        self.flats: dict[int, list[Any]] = {}
         self.allocated = 0
-        self.fetched: list[int] = []
         gl = self.names["gl"]
         gl.allocate_shared_memory = self.allocate
         self.names["barrier"] = lambda: self.log.append("barrier")
@@ -38,22 +37,22 @@ class Written(Machine):
 
     def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Stages:
         made = Stages(dtype, shape)
-        if self.allocated % 2 == 0:  # A's, then B's, for each item
-            self.flats = made.stages
+        self.flats[self.allocated % 2] = made.stages  # A's, then B's, for each item
         self.allocated += 1
         return made
 
-    def stage_of(self, flat: Any) -> int | None:
-        return next((i for i, one in enumerate(self.flats) if one is flat), None)
+    def stage_of(self, flat: Any) -> tuple[int, int]:
+        """Which operand's, and which of its stages."""
+        return next((of, i) for of, stages in self.flats.items() for i, one in enumerate(stages) if one is flat)
 
     def copy(self, stage: Any, at: Any, offsets: Any) -> None:
         super().copy(stage, at, offsets)
-        if (number := self.stage_of(stage.flat)) is not None:
+        operand, number = self.stage_of(stage.flat)
+        if operand == 0:
             self.log.append(("copy", number, at.at % self.k // BLOCK_K))
 
     def fetch(self, at: Any, offsets: Any, *more: Any, **named: Any) -> Any:
-        if at.memory is self.a:
-            self.log.append(("fetch", at.at % self.k // BLOCK_K))
+        self.log.append(("fetch", int(at.memory is not self.a), at.at % self.k // BLOCK_K))
         return Machine.buffer_load(self, at, offsets, *more, **named)
 
     def wait(self, left: int) -> None:
@@ -61,7 +60,10 @@ class Written(Machine):
         self.log.append(("wait", left))
 
     def note(self, what: str, view: View) -> None:
-        if (number := self.stage_of(view.flat)) is not None:
+        operand, number = self.stage_of(view.flat)
+        if what == "put":
+            self.log.append((what, operand, number))
+        elif operand == 0:
             self.log.append((what, number))
 
 
@@ -110,12 +112,12 @@ def meant(case: Case) -> list[Any]:
             if kind == "Copy":
                 log.append(("copy", op.stage, op.step))
             elif kind == "Fetch":
-                log.append(("fetch", op.step))
+                log.append(("fetch", op.operand, op.step))
             elif kind == "Put":
-                log.append(("put", op.stage))
+                log.append(("put", op.operand, op.stage))
             elif kind == "Read":
                 log.append(("read", op.stage))
-            elif kind == "WaitLoads" and case.copies == "direct" and behind != "Fetch":
+            elif kind == "WaitLoads" and case.copies == "direct" and behind not in ("Fetch", "WaitLoads"):
                 log.append(("wait", op.left))
             elif kind == "Arrive" and behind not in ("WaitLoads", "Put", "Fetch") and case.copies == "direct":
                 log.append("barrier")

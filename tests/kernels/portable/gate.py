@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "src"))
 
 with contextlib.suppress(ImportError):
@@ -37,6 +38,7 @@ if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument 
 
 import triton
 
+from polling import polling_faults
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa import amdgcn, sass
 from tilestream.isa.build import TARGETS, Pointer  # noqa: F401
@@ -62,7 +64,7 @@ SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("worst", "nn", False
 SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
 #: The tiles of the quick one.
 QUICK = ((128, 256), (16, 128), (64, 64))
-QUICK_8_BIT = {"float8": (128, 256), "float8 precise": (128, 128)}
+QUICK_8_BIT = {"float8": (128, 256), "float8 precise": (128, 128), "float8 fnuz": (64, 128)}
 FULL = {"bias": 1, "scaled": True, "activation": "gelu", "scale_a": (0, 1), "scale_b": (0, 1)}
 #: Inputs: A's dtype, B's, whether float32 is rounded to tf32, whether 8-bit products may stay in the tensor cores.
 INPUTS = {
@@ -73,12 +75,15 @@ INPUTS = {
     "float8": ("float8_e4m3fn", "", False, True),
     "float8 precise": ("float8_e4m3fn", "", False, False),
     "float8 mixed": ("float8_e4m3fn", "float8_e5m2", False, True),
+    "float8 fnuz": ("float8_e4m3fnuz", "", False, True),
+    "float8 fnuz mixed": ("float8_e4m3fnuz", "float8_e5m2fnuz", False, True),
 }
 #: Of these inputs, what differs from the others' in an instruction is compiled in one way.
-ALIKE = ("float16", "float8 mixed")
+ALIKE = ("float16", "float8 mixed", "float8 fnuz mixed")
 TAKES = {
-    "sm_90a": tuple(INPUTS),
-    "gfx942": ("bfloat16", "float16", "float32"),
+    "sm_90a": tuple(name for name in INPUTS if "fnuz" not in name),
+    # Of 8 bits, one kind for the matrix units, and one that is converted.
+    "gfx942": tuple(name for name in INPUTS if name not in ("float32 tf32", "float8 precise")),
     "gfx950": tuple(name for name in INPUTS if name not in ("float32 tf32", "float8 precise")),
 }
 
@@ -113,6 +118,8 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
     if what == "quick":
+        if "fnuz" in inputs and how != "worst":
+            return False
         return aligned and (block == QUICK_8_BIT[inputs] if narrow else block in QUICK)
     return True
 
@@ -148,13 +155,16 @@ def spilled(kernel: Any, said: str) -> dict[str, int]:
 
 
 def main_loop(kernel: Any) -> dict[str, Any]:
-    """AMD: matrix instructions and exchanges between lanes in the main loop, and pauses in the whole kernel."""
+    """AMD: matrix instructions and exchanges between lanes in the main loop; pauses, and scalar registers in lanes."""
     parsed = amdgcn.parse(kernel.asm["amdgcn"])
     loop = parsed.main_loop
     return {
         "mfma": dict(loop.mfma) if loop else {},
         "shuffles": sum(n for kind, n in loop.counts.items() if kind.startswith("shuffle")) if loop else 0,
         "sleeps": sum(one.kind == "sleep" for one in parsed.instructions),
+        "in_lanes": parsed.in_lanes,
+        "small_halves": parsed.fields.get("float_denorm_mode_16_64"),
+        "polling": polling_faults(parsed),
     }
 
 

@@ -16,6 +16,12 @@ from tritons import TRITONS, environment, gate_rows, triton
 
 GATE = Path(__file__).parent / "gate.py"
 TARGETS = ("sm_90a", "gfx942", "gfx950")
+#: AMD: scalar registers that are kept in lanes of vector ones, at most, by what is in the kernel: the recorded ceiling,
+#: the most of a sample of every tile on Triton 3.6, 3.7 and 3.9, and a little. What runs most has none; a gate's two
+#: operands have the most, outside the main loop. Of vector registers none goes to memory.
+IN_LANES = {"plain": 0, "static": 0, "stealing": 0, "worst": 64, "arriving": 160}
+#: The same where operands of 8 bits are converted: each comparison is a mask in two of them.
+CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving": 224}
 
 
 def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *, matmul: bool = True) -> None:
@@ -34,6 +40,25 @@ def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *
     amd = [one for one in found if one["target"].startswith("gfx") and matmul]
     assert all(len(one["mfma"]) == 1 for one in amd), "one kind of matrix instruction, in the main loop"
     assert all(bool(one["sleeps"]) == (" arriving " in one["name"]) for one in amd), "a pause between two looks"
+    assert all(one["polling"] == ([] if one["sleeps"] else ["no polling loop"]) for one in amd), (
+        "how chunks are awaited"
+    )
+    assert all(one["small_halves"] == 3 for one in amd), "what is below float16's normal numbers is not zero"
+    over = [(one["name"], one["in_lanes"]) for one in amd if one["in_lanes"] > ceiling(one)]
+    assert not over, f"scalar registers in lanes of vector ones: {over}"
+
+
+def ceiling(one: dict) -> int:
+    """Scalar registers in lanes that a configuration may have."""
+    converts = one["name"].startswith("float8") and ("fnuz" in one["name"]) == (one["target"] == "gfx950")
+    return (CONVERTING if converts else IN_LANES)[one["name"].split()[-2]]
+
+
+def test_the_ceiling_is_by_what_is_compiled():
+    assert ceiling({"name": "bfloat16 64x64 plain nt", "target": "gfx942"}) == 0
+    assert ceiling({"name": "float8 fnuz 64x64 plain nt", "target": "gfx942"}) == 0
+    assert ceiling({"name": "float8 fnuz 64x64 plain nt", "target": "gfx950"}) == 80
+    assert ceiling({"name": "float8 64x64 worst nn", "target": "gfx942"}) == 112
 
 
 @pytest.mark.timeout(110)

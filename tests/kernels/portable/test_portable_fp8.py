@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import interpreted
 import pytest
 import torch
+import triton
+import triton.language as tl
 from interpreted import KINDS, nan_like, plan_for, run, small_tiles
 
-from error_rule import FP8, Maths, check, rand
+from error_rule import FNUZ, FP8, NARROW, Maths, check, rand
 from tilestream.kernels.epilogue import Epilogue
+from tilestream.kernels.portable.convert import to_float16
 from tilestream.plan import portable
 
 PAIRS = list(itertools.product(FP8, FP8))
@@ -120,3 +125,41 @@ def test_every_small_size():
 def test_a_product_of_scales_does_not_overflow_on_the_way():
     a, b = rand(20, 40, dtype=FP8[0]), rand(40, 33, dtype=FP8[0])
     multiply(a, b, torch.full((20, 1), 1e38), torch.full((1, 33), 1e-38))
+
+
+# Those that the matrix units do not take ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _convert(bits, halves, KIND: tl.constexpr):
+    i = tl.arange(0, 256)
+    tl.store(halves + i, to_float16(tl.load(bits + i), KIND))
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_each_of_the_256_values_is_a_float16(dtype):
+    bits, halves = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.float16)
+    _convert[(1,)](bits, halves, str(dtype).removeprefix("torch."))
+    right = bits.view(dtype).float()
+    torch.testing.assert_close(halves.float(), right, rtol=0, atol=0, equal_nan=True)
+    there = ~right.isnan()
+    assert torch.equal(torch.signbit(halves)[there], torch.signbit(right)[there]), "of zero, too"
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtypes"),
+    [*itertools.product(("gfx942",), PAIRS), *itertools.product(("gfx950",), itertools.product(FNUZ, FNUZ))],
+    ids=str,
+)
+def test_what_is_converted_is_multiplied_exactly(arch, dtypes, monkeypatch):
+    small = (portable.Tile(16, 16, 32, 4, 2, 0.5),)
+    monkeypatch.setattr(portable, "CDNA", {arch: {"8-bit, converted": small}})
+    monkeypatch.setattr(interpreted, "DEVICE", dataclasses.replace(interpreted.DEVICE, arch=arch))
+    for kind in KINDS:
+        a, b = rand(37, 70, dtype=dtypes[0]), rand(70, 50, dtype=dtypes[1])
+        row, column = scales("row", 37, 50)
+        plan = plan_for(a, b, kind, out="float32", scales="row")
+        out = nan_like(a, b, F32)
+        # The interpreter does not know the fnuz kinds: the kernel is given the bits.
+        run(plan, a.view(torch.uint8), b.view(torch.uint8), out, Epilogue(scale_a=row, scale_b=column))
+        check(out, Maths(a, b, out_dtype=F32, scale_a=row, scale_b=column))

@@ -94,6 +94,46 @@ def nothing():
 
 
 @gluon.jit
+def in_order():
+    """Keeps loads and stores on their side of it.
+
+    A wait counts loads from the oldest on. If those before a loop are started in another order than those in it, a wait
+    in the loop is for whatever came last in either, and so for all.
+    """
+    gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def as_loaded(tile):
+    """``tile``, of 16 or 32 bits, in the registers that it was loaded into, until here.
+
+    What rearranges elements is otherwise moved up to the load, a step before, and waits there for all that is on its
+    way.
+    """
+    EACH: gl.constexpr = 32 // tile.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("", "=v,0", [tile], dtype=tile.dtype, is_pure=False, pack=EACH)
+
+
+@gluon.jit
+def load_words(at, offsets, FAR: gl.constexpr):
+    """Four neighbours of 8 bits as one word, at offsets in words."""
+    words = at.to(gl.pointer_type(gl.int32))
+    if FAR:
+        return gl.load(words + offsets)
+    else:
+        return cdna3.buffer_load(words, offsets)
+
+
+@gluon.jit
+def elements(words, dtype: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words as the elements that they are made of, four neighbours each."""
+    even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
+    odd = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
+    tile = gl.join(even, odd).reshape(SHAPE)
+    return gl.convert_layout(tile, LAYOUT, assert_trivial=True).to(dtype, bitcast=True)
+
+
+@gluon.jit
 def settled(x):
     """``x``, before which nothing is read of shared memory that stands behind it: it would wait in registers."""
     return gl.inline_asm_elementwise("; settled", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.cdna.compat import barrier, device, multiply_add, uniform
+from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import add_up, count_in, finish, hand_in, math_layout
 from tilestream.kernels.cdna.ring import (
     CELL,
@@ -36,6 +36,8 @@ from tilestream.kernels.cdna.ring import (
     cut_off,
     fetch,
     fetch_offsets,
+    fetched,
+    in_words,
     landed,
     make_stages,
     operand,
@@ -125,19 +127,28 @@ def multiply_staged(
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
     MATH: gl.constexpr = acc.type.layout
     VECTOR: gl.constexpr = CELL // x.dtype.element_ty.primitive_bitwidth
-    x_offsets = fetch_offsets(last_x, BLOCK_K - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X)
+    X_WORDS: gl.constexpr = in_words(x.dtype.element_ty, X_TURNED)
+    Y_WORDS: gl.constexpr = in_words(y.dtype.element_ty, Y_TURNED)
+    x_offsets = fetch_offsets(
+        last_x, BLOCK_K - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X, X_WORDS
+    )
     y_offsets = fetch_offsets(
-        last_y, BLOCK_K - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y
+        last_y, BLOCK_K - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y, Y_WORDS
     )
     first = gl.minimum(k_begin, most)
-    x_tile = fetch(x + first * x_step, x_offsets, FAR_X)
-    y_tile = fetch(y + first * y_step, y_offsets, FAR_Y)
+    x_tile = fetch(x + first * x_step, x_offsets, FAR_X, X_WORDS)
+    in_order()
+    y_tile = fetch(y + first * y_step, y_offsets, FAR_Y, Y_WORDS)
+    in_order()
     for step in range(k_begin, k_end):
-        put(x_tile, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
-        put(y_tile, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
         ahead = gl.minimum(step + 1, most)
-        x_tile = fetch(x + ahead * x_step, x_offsets, FAR_X)
-        y_tile = fetch(y + ahead * y_step, y_offsets, FAR_Y)
+        a = fetched(x_tile, x.dtype.element_ty, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
+        put(a, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
+        x_tile = fetch(x + ahead * x_step, x_offsets, FAR_X, X_WORDS)
+        in_order()
+        b = fetched(y_tile, y.dtype.element_ty, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
+        put(b, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
+        y_tile = fetch(y + ahead * y_step, y_offsets, FAR_Y, Y_WORDS)
         a, b = read(
             x_stages.index(0), y_stages.index(0), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR or X_TURNED, Y_K_MAJOR or Y_TURNED,
             X_HOW, Y_HOW, MATH, WIDTH, False,
@@ -157,10 +168,20 @@ def multiply_rest(
     """The ``rest`` of K that is less than a step: fetched, cut off, and multiplied as a whole one."""
     MATH: gl.constexpr = acc.type.layout
     VECTOR: gl.constexpr = CELL // x.dtype.element_ty.primitive_bitwidth
-    x_offsets = fetch_offsets(last_x, rest - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X)
-    y_offsets = fetch_offsets(last_y, rest - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y)
-    x_tile = cut_off(fetch(x, x_offsets, FAR_X), rest, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
-    y_tile = cut_off(fetch(y, y_offsets, FAR_Y), rest, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
+    X_WORDS: gl.constexpr = in_words(x.dtype.element_ty, X_TURNED)
+    Y_WORDS: gl.constexpr = in_words(y.dtype.element_ty, Y_TURNED)
+    x_offsets = fetch_offsets(
+        last_x, rest - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X, X_WORDS
+    )
+    y_offsets = fetch_offsets(
+        last_y, rest - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y, Y_WORDS
+    )
+    x_tile = fetch(x, x_offsets, FAR_X, X_WORDS)
+    y_tile = fetch(y, y_offsets, FAR_Y, Y_WORDS)
+    x_tile = fetched(x_tile, x.dtype.element_ty, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
+    y_tile = fetched(y_tile, y.dtype.element_ty, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
+    x_tile = cut_off(x_tile, rest, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
+    y_tile = cut_off(y_tile, rest, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
     put(x_tile, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
     put(y_tile, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
     a, b = read(

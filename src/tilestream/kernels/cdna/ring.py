@@ -16,17 +16,22 @@ full is each warp's own count of copies in flight, and a barrier of all warps.
 
 ``staged``: copies go through registers, one step ahead, and there is one stage::
 
-    fetch the first step
+    fetch the first step, A's part, then B's
     for step in the item's K steps:
       barrier                                            everybody has read the stage
-      put what was fetched into the stage; fetch the next step
+      for operand in A, B:
+        wait until the other's loads are in flight       this warp's part of the step is in its registers
+        put it into the stage; fetch the next step's
       barrier                                            everybody has put
       read the stage; multiply
 
 `tilestream.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`, at most
 63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
 wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
-before the copy**: between wait and read a copy would come before the barrier. Tests look at what was compiled.
+before the copy**: between wait and read a copy would come before the barrier. The waits for what was fetched are the
+compiler's, too, and are for no more than is put as long as it knows in which order the loads were started: so loads are
+kept in order (`in_order`), those before the loop as in it, and elements are rearranged where they are put
+(`fetched`). Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
 before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
@@ -51,11 +56,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import (
+    as_loaded,
     buffer_load,
     commit,
     copy_to_shared,
     device,
+    elements,
     load_landed,
+    load_words,
     nothing,
     viewed,
     wait_for_groups,
@@ -186,30 +194,70 @@ def fetch_layout(rows, block_k, k_major, turned, vector, warps):
     return turned_layout(*tile, vector, warps) if turned else copy_layout(tile[1], vector, warps)
 
 
+@gluon.constexpr_function
+def word_layout(rows, block_k, k_major, vector, warps):
+    """The same of an operand of 8 bits that is turned, in words of four."""
+    made = fetch_layout(rows, block_k, k_major, True, vector, warps)
+    down, across = made.size_per_thread
+    return gl.BlockedLayout([down, across // 4], made.threads_per_warp, made.warps_per_cta, made.order)
+
+
+@gluon.constexpr_function
+def in_words(dtype, turned):
+    """Whether an operand is fetched so: of elements that no register holds, LLVM would make one each."""
+    return turned and dtype.primitive_bitwidth == 8
+
+
 @gluon.jit
 def fetch_offsets(
     last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr, WORDS: gl.constexpr = False,
 ):  # fmt: skip
     """What each lane fetches into registers.
 
     ``TURNED``: of an operand that is not K-major, to be put into a stage that is. ``FAR``: by 64-bit addresses.
+    ``WORDS``: in words of four elements.
     """
     TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-    i, j = indices(LAYOUT, TILE[0], TILE[1])
-    cell = (j // VECTOR)[None, :] + i[:, None] * 0
-    return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, FAR)
+    if WORDS:
+        LAYOUT: gl.constexpr = word_layout(ROWS, BLOCK_K, K_MAJOR, VECTOR, WARPS)
+        LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+        i, j = indices(LAYOUT, TILE[0], TILE[1] // 4)
+        j = j * 4
+        cell = (j // VECTOR)[None, :] + i[:, None] * 0
+        at = offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, 1, K_MAJOR, FAR) // 4
+        return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+    else:
+        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+        LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+        i, j = indices(LAYOUT, TILE[0], TILE[1])
+        cell = (j // VECTOR)[None, :] + i[:, None] * 0
+        return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, FAR)
 
 
 @gluon.jit
-def fetch(x, offsets, FAR: gl.constexpr):
+def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr = False):
     """A step of an operand, into registers."""
-    if FAR:
+    if WORDS:
+        return load_words(x, offsets, FAR)
+    elif FAR:
         return gl.load(x + offsets)
     else:
         return buffer_load(x, offsets)
+
+
+@gluon.jit
+def fetched(
+    tile, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
+    TURNED: gl.constexpr, VECTOR: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What `fetch` brought, as elements, which are rearranged here and no earlier."""
+    if TURNED:
+        tile = as_loaded(tile)
+    if in_words(dtype, TURNED):
+        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+        tile = elements(tile, dtype, tile_shape(ROWS, BLOCK_K, K_MAJOR), LAYOUT)
+    return tile
 
 
 @gluon.jit

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import torch
 
+from tilestream.plan.problem import FP8
 from tilestream.runtime.workspace import Workspace
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8 = tuple(getattr(torch, name) for name in FP8)
 #: Elements looked up at a time: few enough that torch does it in the calling thread, and that their indices, four bytes
 #: each, stay in its core's cache.
 _AT_ONCE = 1 << 15

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
 from tilestream.plan.plan import Plan
-from tilestream.plan.portable import STRIP
+from tilestream.plan.portable import STRIP, converts
 
 _INT31 = 2**31
 #: Of K, at most, between two times that an accumulator of 8-bit products is emptied.
@@ -121,6 +121,7 @@ def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = Fal
     problem, schedule = plan.problem, plan.schedule
     block_m, block_n, block_k = plan.block
     rows, columns = chunk_kinds(plan)
+    kinds = problem.dtypes if converts(problem.dtype, plan.device.arch) else ("", "")
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -137,7 +138,9 @@ def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = Fal
         "PRECISION": "tf32" if problem.kind == "tf32" else "ieee",
         # The tensor cores' own accumulator of 8-bit products has fewer bits than float32: after so much of K it is
         # emptied into one that has them. None leaves it to Triton, which does not.
-        "IMPRECISE": min(_PRECISE_K, block_k) if problem.fp8 and not problem.fast_accum else None,
+        "IMPRECISE": min(_PRECISE_K, block_k) if _empties(plan) else None,
+        "A_KIND": kinds[0],
+        "B_KIND": kinds[1],
         "SCALED": layout.scaled,
         "SCALES": problem.scales,
         "BIAS": layout.bias is not None,
@@ -148,6 +151,11 @@ def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = Fal
         "PROBE": probe,
         "TRACE": trace,
     }
+
+
+def _empties(plan: Plan) -> bool:
+    """Whether the matrix units' accumulator is emptied now and then: AMD's is float32."""
+    return plan.problem.fp8 and not plan.problem.fast_accum and not plan.device.arch.startswith("gfx")
 
 
 def _wide(plan: Plan, layout: Layout) -> bool:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tilestream.kernels.portable.clock import present
+from tilestream.kernels.portable.convert import to_float16
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
 from tilestream.kernels.portable.schedule import LINE, enter, leave, take
@@ -46,6 +47,7 @@ def product(
     stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+    A_KIND: tl.constexpr, B_KIND: tl.constexpr,
 ):  # fmt: skip
     """K steps [k_begin, k_end) of a tile, in fp32.
 
@@ -74,6 +76,9 @@ def product(
         if PRECISION == "tf32":
             x = to_tf32(x)
             y = to_tf32(y)
+        if A_KIND != "":
+            x = to_float16(x, A_KIND)
+            y = to_float16(y, B_KIND)
         acc = tl.dot(x, y, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
         at_a += BLOCK_K * stride_ak
         at_b += BLOCK_K * stride_bk
@@ -131,6 +136,7 @@ def gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STRIP: tl.constexpr,
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
+    A_KIND: tl.constexpr, B_KIND: tl.constexpr,
     SCALED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
@@ -149,6 +155,8 @@ def gemm(
         See `tilestream.kernels.portable.schedule`.
     table
         Tile ids by position, where the raster is a table.
+    A_KIND, B_KIND
+        Dtypes of 8 bits that become float16 first: see `tilestream.kernels.portable.convert`. Else empty.
     probe, capacity
         Records a worker, and room for how many. Where ``TRACE``, a record an item: see
         `tilestream.kernels.portable.spans`.
@@ -223,7 +231,7 @@ def gemm(
             acc = product(
                 a, b, batch, pm, pn, k_begin, k_end, m, n, k,
                 stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDE, PRECISION, IMPRECISE,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, WIDE, PRECISION, IMPRECISE, A_KIND, B_KIND,
             )  # fmt: skip
             if GATED:
                 acc = tl.where(over != 0, float("nan"), acc)

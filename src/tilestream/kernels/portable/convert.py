@@ -1,0 +1,51 @@
+"""Operands of 8 bits in float16, exactly, for matrix units that take another kind of them, or none.
+
+A kind has one exponent bias and one set of values that are not numbers:
+
+===============  ====  =======================  ============================
+kind             bias  not a number             infinity
+===============  ====  =======================  ============================
+float8_e4m3fn    7     ``S.1111.111``           none
+float8_e5m2      15    ``S.11111.01`` and more  ``S.11111.00``
+float8_e4m3fnuz  8     ``1.0000.000``           none
+float8_e5m2fnuz  16    ``1.00000.00``           none
+===============  ====  =======================  ============================
+
+(OCP, *8-bit floating point specification*, 1.0; Noune et al., *8-bit numerical formats for deep neural networks*, 2022,
+for the fnuz kinds.) float16 has five bits of exponent, too, of bias 15, and ten of mantissa: a kind's bits in their
+places, times a power of two, are the value, those below the normal numbers too. Each is a number of float16. Such small
+ones must not be taken for zero: MI200's matrix units do so (ROCm, *MI200 MFMA behavior specifics*), and are not given
+any; of CDNA 3 and 4 the compile gate looks at the mode that the kernel is started in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def to_float16(x, KIND: tl.constexpr):
+    """``x``, of the 8 bits of ``KIND``, in float16."""
+    bits = x.to(tl.int8, bitcast=True).to(tl.int16)  # the sign in each bit of the upper half
+    if KIND == "float8_e5m2":
+        half = as_float16(bits << 8)
+    elif KIND == "float8_e4m3fn":
+        half = as_float16((bits << 7) & -0x4001) * 256.0
+        half = tl.where(tl.abs(half) == 480.0, float("nan"), half)  # what would come next after 448
+    elif KIND == "float8_e4m3fnuz":
+        half = as_float16((bits << 7) & -0x4001) * 128.0
+        half = tl.where(bits == -0x80, float("nan"), half)
+    else:
+        tl.static_assert(KIND == "float8_e5m2fnuz", "of 8 bits there are four kinds")
+        # The largest exponent would be float16's infinity. One less is half of it, as of all but the smallest.
+        large = (bits & 0x7C) == 0x7C
+        half = tl.where(large, as_float16((bits << 8) - 0x400), as_float16(bits << 8) * 0.5)
+        half = tl.where(bits == -0x80, float("nan"), half)
+    return half.to(tl.float16)
+
+
+@triton.jit
+def as_float16(bits):
+    """The float16 of these 16 bits."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
