@@ -350,11 +350,11 @@ def attend(
     one = tl.cast(1, tl.int32)
     zero = tl.cast(0, tl.int32)
     enter(counters, base, worker, queues, reset, KIND == "static", False)
-    ticket, home_open = zero, one
+    ticket, source = zero, zero
     found = one
     while found != 0:
-        found, _, pm, pn, _, _, _, _, _, ticket, home_open, _, _, _, _ = take(
-            worker, workers, ticket, home_open, zero, zero, zero,
+        found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
+            worker, workers, ticket, source, zero, zero, zero,
             counters, base, queues, one, num_m, num_n, one, tiles, zero, zero, None, group, zero, one, zero,
             None, zero, zero, KIND, SPLIT, STEAL, ORDER, False, False,
         )  # fmt: skip
