@@ -12,7 +12,6 @@ from gemm_bench import Bench, Row, compile_ahead, operands, planned, rounded
 from gemm_search import launches
 from gemm_shapes import QUEUES, Shape, refuse_impossible
 from gpu_clock import Check
-from tilestream.kernels.hopper.queues import EARLY
 from tilestream.plan import plan as ask
 
 #: Rows of tiles that a raster's group has, beside those of the plan's own.
@@ -44,6 +43,8 @@ def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
 
 def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:
     """Each way, on an idle device and beside a neighbour."""
+    from tilestream.kernels.hopper.queues import EARLY  # needs Triton
+
     shapes = [bench.shape(shape) for shape in given or QUEUES]
     compile_ahead(bench, "queues", shapes)
     record = bench.record("queues", planned=len(shapes), held=HELD, early=EARLY.value)

@@ -329,7 +329,7 @@ def row(shape: str, group: str = "", name: str = "", ratio: float = 1.25, **more
     made = {
         "shape": shape, "group": group, "name": name, "plan": "some plan", "us": {"cublas": 50.0, "ours": 50 / ratio},
         "ratio": ratio, "band": [ratio - 0.01, ratio + 0.01], "tflops": {"cublas": 600.0, "ours": 600 * ratio},
-        "gbps": {"cublas": 2000, "ours": 2500}, "of_floor": 0.8,
+        "gbps": {"cublas": 2000, "ours": 2500}, "of_floor": 0.8, "binds": "bytes",
     }  # fmt: skip
     return {**made, **more}
 
@@ -394,12 +394,39 @@ def test_the_other_tables(render: ModuleType) -> None:
     assert "| 1x2x3 | 80 | 5.0 | 4.8 | 0.960 | 1.250 | some plan | another |" in text
     assert "Geometric mean 0.960, worst 0.960. 1 plans failed" in text
 
+    us = {"cublas": 9.0, **{f"ping_pong 128x128 {way} {g}": t + g for way, t in WAYS.items() for g in (4, 8)}}
+    made = {"shape": "1x2x3", "us": us, "held_us": {name: 2 * value for name, value in us.items()}, "wrong": []}
+    text = render.queues({**ABOUT, "held": 16, "early": 4, "rows": [made]})
+    assert "| 1x2x3 | ping-pong 128x128 | 9.0 | 14.0 (4) | 24.0 (4) | 9.0 (4) | 18.0 | 28.0 | 48.0 | 18.0 |" in text
+    assert "asked for 4 steps of K before" in text
+    assert "drawn when they are needed" in render.queues({**ABOUT, "held": 16, "early": 0, "rows": [made]})
+
     calls = {"what": "call", "shape": "256x256x256", "us": {"torch.mm": 8.25, "ts.mm": 9.0}}
     shape = {"shape": "4096x4096x4096", "first_s": 1.5, "second_s": 0.001}
     first = {"what": "first call", "name": "empty cache", "shapes": [shape]}
     text = render.host({**ABOUT, "batch": 64, "batches": 50, "rows": [calls, first]})
     assert "| 256x256x256 | 8.2 | 9.0 |" in text
     assert "| empty cache | 1.500 |" in text
+
+
+#: Microseconds of each way that tiles are handed out.
+WAYS = {"static": 10.0, "queue": 20.0, "queues": 5.0}
+
+
+def test_where_cublas_is_ahead_is_counted(render: ModuleType) -> None:
+    losses = importlib.import_module("render_losses").losses
+    lost = row(
+        "256x6144x4096", ratio=0.9, plan="static, 96 workers, 128x128 tiles, x", us={"ours": 28.0}, of_floor=0.61
+    )
+    other = row("64x64x64", ratio=0.95, plan="portable", us={"ours": 28.0}, of_floor=0.5)
+    won = row("2048x2048x2048", ratio=1.01, us={"ours": 28.0}, of_floor=0.9)
+    text = losses({"rows": [other, lost, won]}, render.table)
+    first, second = text.splitlines()[-2:]
+    assert first.startswith(
+        "| 256x6144x4096 | 0.900 | 96 | 0.73 | 73% | 56 MB | 1.98 | 0.61, bytes | tiles of 128 x 128"
+    )
+    assert second == "| 64x64x64 | 0.950 | - | - | - | 0 MB | 0.00 | 0.50, bytes | not looked into |"
+    assert losses({"rows": [won]}, render.table) == ""
 
 
 def test_records_of_two_devices_stand_side_by_side(render: ModuleType, tmp_path: Path) -> None:
@@ -414,9 +441,11 @@ def test_records_of_two_devices_stand_side_by_side(render: ModuleType, tmp_path:
         "## GEMM, NVIDIA H100 80GB HBM3",
         "### Beside cuBLAS, NVIDIA H100 80GB HBM3",
         "![Ratio to cuBLAS by shape, NVIDIA H100 80GB HBM3](images/gpu_gemm.png)",
+        "**Where cuBLAS is ahead**",
         "## GEMM, NVIDIA H200",
         "### Beside cuBLAS, NVIDIA H200",
         "![Ratio to cuBLAS by shape, NVIDIA H200](images/gpu_gemm_h200.png)",
+        "**Where cuBLAS is ahead**",
     ]
 
 

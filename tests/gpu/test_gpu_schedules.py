@@ -120,6 +120,18 @@ def test_static_order_is_the_hosts_and_deterministic(backend, data):
         assert [(span.pm, span.pn) for span in own] == [(item.pm, item.pn) for item in items]
 
 
+def test_on_hopper_each_worker_begins_with_what_a_static_grid_would_give_it(data):
+    skip_other("hopper")
+    plan = plan_of("cuda", "hopper", "dynamic", workers=37)
+    assert (plan.schedule.queues, plan.schedule.split) == (37, "strides")
+    with record() as recorder:
+        run(plan, data)
+    static = plan_of("cuda", "hopper", "static", workers=37).schedule
+    firsts = [(own[0].pm, own[0].pn) for own in recorder.launches[0].by_worker if own]
+    items = [static.ticket(0, worker)[0] for worker in range(37)]
+    assert firsts == [(item.pm, item.pn) for item in items]
+
+
 @by_backend
 @pytest.mark.parametrize("queues", [2, 8])
 def test_a_worker_begins_in_its_own_queue(backend, queues, data):

@@ -35,7 +35,9 @@ def matmul(
     a, b
         ``[..., M, K]`` and ``[..., K, N]``, or vectors ``[K]``; one dtype of float16, bfloat16, float32, float64, or
         each of float8_e4m3fn or float8_e5m2, or of float8_e4m3fnuz or float8_e5m2fnuz (AMD GPUs and the CPU); any
-        strides. Operands of 8 bits get no gradient.
+        strides. Operands of 8 bits get no gradient. On NVIDIA GPUs float32 counts as tf32 where
+        ``torch.backends.cuda.matmul`` allows that; on Hopper it is at its fastest where K is the contiguous dimension
+        of both, as of a row-major ``a`` and the transpose of a Linear's weight.
     out
         Where to write the result; of its shape and dtype, any strides whose leading dimensions can be seen as one. No
         gradient flows through it.

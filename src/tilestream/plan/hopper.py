@@ -225,6 +225,8 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     """
     if arriving(problem) > 1:
         return "with both operands arriving the load warp has no registers for it"
+    if problem.kind == "tf32" and problem.batch > 1 and tile is not None and len(widths(tile.columns)) > 2:
+        return "with a batch of float32 the load warp has no registers for it beside three parts of columns"
     if arriving(problem) and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
         return "with an operand arriving the load warp has no registers for it beside several parts of columns"
     return ""

@@ -103,7 +103,7 @@ class Schedule:
             if getattr(self, name) < least:
                 raise ValueError(f"Schedule: {name}={getattr(self, name)}; it is at least {least}")
         if self.queues > queue_rules.MOST_QUEUES:
-            raise ValueError(f"Schedule: queues={self.queues}; there are {queue_rules.MOST_QUEUES} at most")
+            raise ValueError(f"Schedule: queues={self.queues}; there are {queue_rules.MOST_QUEUES} at most: take fewer")
         if self.kind != "dynamic" and self.queues != 1:
             raise ValueError(f"Schedule: queues={self.queues} with kind={self.kind!r}; only dynamic has more than one")
         if self.kind != "dynamic" and self.split != "items":

@@ -179,6 +179,7 @@ def _fewer_running(full: bool) -> Iterator[WorkersCase]:
             yield matmul("stream_k", 4, 3, bounds=bounds, running=running, k=2)
             for queues in (1, 2, 3):
                 yield matmul("dynamic", 3, 3, bounds=bounds, running=running, queues=queues)
+            yield matmul("dynamic", 3, 3, 2, bounds=bounds, running=running, queues=3, split="strides")
     if full:
         some = ((0,), (3,), (0, 1), (1, 3), (0, 1, 3), (1, 2, 3))
         for running in some:
