@@ -4,8 +4,8 @@
 
 Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
 lengths, every tile of the plan, with and without turns), ``lists`` (a log-normal mix of 64 sequences; pages of 16 and
-64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads). ``python tests/gpu/precompile_attention.py benchmark``
-before it saves compiling one by one.
+64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's part of a call).
+``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 
 Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
 missing or fails is named. What has not been measured when ``seconds`` are over is left out, and said to be.
@@ -38,8 +38,14 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DIMS = ((128, 16), (64, 32), (256, 8))
 #: Of each call; the first ones are not counted.
 ROUNDS, WARMUP = 11, 2
-#: Cycles that the GPU sleeps while a call is issued: its host time is no part of these figures.
+#: Cycles that the GPU sleeps at first while a call is issued: its host time is no part of these figures.
 _SLEEP = 1_000_000
+#: How often a sleep that was too short is doubled.
+_DOUBLINGS = 8
+#: Seconds of a cycle, at least: an H100's highest clock.
+_CYCLE = 1 / 1.98e9
+#: Calls between two looks at the host's clock, and how often.
+BATCH, BATCHES = 64, 30
 
 
 class Shape(NamedTuple):
@@ -81,22 +87,35 @@ class Timer:
 
     def __init__(self) -> None:
         self._flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+        self._sleep = _SLEEP
 
     def __call__(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
         """The median of each."""
         found: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(WARMUP + ROUNDS):
             for name, call in calls.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self._flush.zero_()
-                torch.cuda._sleep(_SLEEP)
-                begin.record()
-                call()
-                end.record()
-                end.synchronize()
+                milliseconds = self._once(call)
                 if i >= WARMUP:
-                    found[name].append(begin.elapsed_time(end))
+                    found[name].append(milliseconds)
         return {name: statistics.median(times) for name, times in found.items()}
+
+    def _once(self, call: Callable[[], Any]) -> float:
+        """Once more, with a longer sleep, if the GPU may have been awake before all was issued."""
+        for _ in range(_DOUBLINGS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            torch.cuda.synchronize()
+            since = time.perf_counter()
+            torch.cuda._sleep(self._sleep)
+            begin.record()
+            call()
+            end.record()
+            issued = time.perf_counter() - since
+            end.synchronize()
+            if issued < 0.8 * self._sleep * _CYCLE:
+                return begin.elapsed_time(end)
+            self._sleep *= 2
+        raise RuntimeError(f"a call took the host {issued:.3g} s to issue, longer than the GPU can be made to sleep")
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -177,11 +196,10 @@ def dense(run: Run, shapes: list[Shape] = SHAPES) -> None:
         if not run.left(name):
             continue
         q, k, v = operands_of(shape)
-        out = torch.full_like(q, math.nan)
         calls = {"cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c)}
         if run.flash is not None:
             calls["fa4"] = lambda q=q, k=k, v=v, c=shape.causal: run.flash(q, k, v, c)  # type: ignore[misc]
-        calls["ts"] = lambda q=q, k=k, v=v, c=shape.causal, out=out: ts.attention(q, k, v, causal=c, out=out)
+        calls["ts"] = lambda q=q, k=k, v=v, c=shape.causal: ts.attention(q, k, v, causal=c)
         run.row(name, shape.operations, calls, **shape._asdict())
 
 
@@ -225,6 +243,49 @@ def heads(run: Run) -> None:
                 "ts": lambda q=q, k=k, v=v, c=causal: ts.attention(q, k, v, causal=c),
             }
             run.row(name, shape.operations, calls, **shape._asdict())
+
+
+def host(run: Run) -> None:
+    """The host's microseconds of a call like the one before, beside torch's: batches in turn, no wait inside one."""
+    shape = Shape(128, 4, 128, True)
+    q, k, v = (torch.randn(1, shape.length, shape.heads, shape.dim, device="cuda", dtype=torch.bfloat16)
+               for _ in range(3))  # fmt: skip
+    swapped = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    bounds = torch.tensor([0, 50, shape.length], device="cuda", dtype=torch.int32)
+    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 128, "max_seqlen_k": 128}
+    out = torch.empty_like(q)
+
+    def torchs() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*swapped, is_causal=True)
+
+    def cudnns() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*swapped, is_causal=True)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "sdpa": torchs,
+        "sdpa, cudnn asked for": cudnns,
+        "ts": lambda: ts.attention(q, k, v, causal=True),
+        "ts, bhsd": lambda: ts.attention(*swapped, causal=True, layout="bhsd"),
+        "ts, log-sum-exp": lambda: ts.attention(q, k, v, causal=True, return_lse=True),
+        "ts, packed": lambda: ts.attention(q[0], k[0], v[0], causal=True, **packed),
+        "ts, out=": lambda: ts.attention(q, k, v, causal=True, out=out),
+    }
+    for call in calls.values():
+        for _ in range(20):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(BATCHES):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            since = time.perf_counter()
+            for _ in range(BATCH):
+                call()
+            samples[name].append((time.perf_counter() - since) / BATCH)
+    us = {name: round(1e6 * statistics.median(seconds), 2) for name, seconds in samples.items()}
+    run.record.rows.append({"name": "host", "us": us})
+    run.record.write()
+    print("host, us: " + "  ".join(f"{name} {value}" for name, value in us.items()), flush=True)
 
 
 def mix() -> list[int]:
@@ -274,7 +335,9 @@ def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
     return table, sum(needed)
 
 
-SECTIONS: dict[str, Callable[[Run], None]] = {"dense": dense, "variants": variants, "lists": lists, "heads": heads}
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host,
+}  # fmt: skip
 
 
 def chosen(given: list[str]) -> Iterator[Callable[[Run], None]]:

@@ -94,7 +94,7 @@ class DeviceWorkspace:
             self._listed = _pair(listed, self._device)
         base = self._base
         # `queues.next_base` for the largest queue.
-        self._base += schedule.full_tiles + schedule.num_shares + schedule.workers
+        self._base += schedule.most_tickets
         return Words(self._counters, counts, partials, base, 0, self._listed if listed else None)
 
 
