@@ -1,12 +1,12 @@
 """Run the GPU tests and write down what ran where: ``python tests/gpu/record.py RECORD.json [PASS ...] [-- ARGS]``.
 
 On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree
-is a copy without its history. ARGS are pytest's.
+is a copy without its history, JOBS the number of processes that share a pass (default 4: most of a test's time is the
+host's). ARGS are pytest's.
 
-Passes are ``hopper`` (that kernel's tests), ``sanitizers``, ``others``, and ``blocking``: numbers again, with
-CUDA_LAUNCH_BLOCKING=1. Each runs in a process of its own. Without a name all run. What is already in the record stays
-if it is of the same commit, machine and versions: so passes may be run by several commands, where a command's time is
-limited.
+Passes are ``hopper`` (that kernel's tests), ``attention``, ``sanitizers``, ``others``, and ``blocking``: numbers again,
+with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already in the record stays if it is of the same commit,
+machine and versions: so passes may be run by several commands, where a command's time is limited.
 """
 
 from __future__ import annotations
@@ -41,10 +41,24 @@ class Counts:
                 self.failed.append(report.nodeid)
 
 
-def one_pass(arguments: list[str]) -> dict[str, object]:
-    counts, begin = Counts(), time.monotonic()
-    pytest.main([*OPTIONS, *arguments], plugins=[counts])
-    return {**counts.outcomes, "failures": counts.failed, "seconds": round(time.monotonic() - begin, 1)}
+class Share:
+    """Every ``jobs``-th test; those that need most of the GPU's memory all go to the first process."""
+
+    def __init__(self, job: int, jobs: int) -> None:
+        self.job, self.jobs = job, jobs
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [
+            item
+            for index, item in enumerate(items)
+            if (0 if "2_to_the_31" in item.nodeid else index % self.jobs) == self.job
+        ]
+
+
+def part_of_pass(arguments: list[str], job: int, jobs: int) -> dict[str, Any]:
+    counts = Counts()
+    status = pytest.main([*OPTIONS, *arguments], plugins=[counts, Share(job, jobs)])
+    return {"outcomes": counts.outcomes, "failures": counts.failed, "status": int(status)}
 
 
 def commit() -> str:
@@ -58,11 +72,12 @@ def arguments_of(name: str) -> list[str]:
     def files(*names: str) -> list[str]:
         return [str(HERE / f"test_gpu_{name}.py") for name in names]
 
-    sanitizers = files("consan", "sanitize")
+    sanitizers, attention = files("consan", "sanitize"), files("attention", "hopper_attention")
     return {
         "hopper": files("hopper"),
+        "attention": attention,
         "sanitizers": sanitizers,
-        "others": [str(HERE), *(f"--ignore={path}" for path in (*files("hopper"), *sanitizers))],
+        "others": [str(HERE), *(f"--ignore={path}" for path in (*files("hopper"), *attention, *sanitizers))],
         "blocking": [
             *files("matmul", "arrival", "hopper"), "-k",
             "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
@@ -70,26 +85,41 @@ def arguments_of(name: str) -> list[str]:
     }[name]  # fmt: skip
 
 
-PASSES = ("hopper", "sanitizers", "others", "blocking")
+PASSES = ("hopper", "attention", "sanitizers", "others", "blocking")
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
-    """A pass, in a process of its own."""
-    part = target.with_suffix(f".{name}")
+    """A pass, shared by JOBS processes. One that did not reach its end counts as a failure."""
+    begin, jobs = time.monotonic(), int(os.environ.get("JOBS", "4"))
     environment = {**os.environ, "TILESTREAM_PASS": name}
     if name == "blocking":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
-    subprocess.run([sys.executable, __file__, str(part), *arguments], env=environment, check=False)
-    found: dict[str, object] = json.loads(part.read_text(encoding="utf-8"))
-    part.unlink()
-    return found
+    parts = [target.with_suffix(f".{name}.{job}") for job in range(jobs)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(part), *arguments], env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs}"}
+        )
+        for job, part in enumerate(parts)
+    ]
+    statuses = [process.wait() for process in started]
+    outcomes: collections.Counter[str] = collections.Counter()
+    failures: list[str] = []
+    for job, (part, status) in enumerate(zip(parts, statuses, strict=True)):
+        found = json.loads(part.read_text(encoding="utf-8")) if part.exists() else {}
+        part.unlink(missing_ok=True)
+        outcomes.update(found.get("outcomes", {}))
+        failures += found.get("failures", [])
+        if found.get("status", -1) not in (0, 1, 5):  # 5: no test fell to this process
+            failures.append(f"process {job} of {jobs} ended with status {status}")
+    return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def main() -> int:
     target, *rest = sys.argv[1:]
-    if os.environ.get("TILESTREAM_PASS"):  # that process
-        counts = one_pass([*arguments_of(os.environ["TILESTREAM_PASS"]), *rest])
-        Path(target).write_text(json.dumps(counts), encoding="utf-8")
+    if os.environ.get("TILESTREAM_PASS"):  # one of those processes
+        job, jobs = map(int, os.environ["TILESTREAM_SHARE"].split("/"))
+        part = part_of_pass([*arguments_of(os.environ["TILESTREAM_PASS"]), *rest], job, jobs)
+        Path(target).write_text(json.dumps(part), encoding="utf-8")
         return 0
     split = rest.index("--") if "--" in rest else len(rest)
     names, arguments = rest[:split] or PASSES, rest[split + 1 :]
