@@ -43,7 +43,7 @@ def launched(call: Callable[[], Any], device: DeviceProperties) -> list[Job]:
     """What a call on CPU tensors would launch of each kernel if they were on ``device``."""
     found: list[Job] = []
 
-    def note(x: Any, t: Any, s: Any, keys: Any, deadline: float) -> None:
+    def note(x: Any, t: Any, s: Any, keys: Any, deadline: float, limit: int = 0) -> None:
         problem, layout = problem_of(t, s, keys), layout_of(x)
         no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
         for backend in ("hopper", "portable"):

@@ -280,13 +280,52 @@ def test_quick_keys_that_arrive_while_the_kernel_runs(features, how, chunking, b
         call.check(out, lse)
 
 
-def test_quick_a_chunk_that_does_not_come(backend):
+@pytest.mark.parametrize("missing", [0, 4, 9])
+def test_quick_a_chunk_that_does_not_come(missing, backend):
+    """What was not computed is NaN, the rest is right; and the call after is."""
     call = call_of(_dense((300, 500), heads=(6, 2), dims=(64, 64), features="full", dtype=BF16), "cuda")
     arrival = ts.Arrival.uniform(100, 10, device="cuda")
-    for chunk in range(9):
-        arrival.signal(chunk)
-    out, _ = arriving(call, arrival, deadline=0.2)
+    for chunk in range(10):
+        if chunk != missing:
+            arrival.signal(chunk)
+    out, lse = arriving(call, arrival, deadline=0.2)
     torch.cuda.synchronize()
-    with pytest.raises(ts.ArrivalTimeout, match="attention: arrival's chunk 9 did not arrive"):
+    with pytest.raises(ts.ArrivalTimeout, match=f"attention: arrival's chunk {missing} did not arrive"):
         ts.check()
-    assert out[1].isnan().all(), "each tile of the second sequence reads the last chunk"
+    sequence = missing // 5
+    assert out[sequence].isnan().all(), "each tile of that sequence reads the chunk"
+    assert lse[sequence].isnan().all()
+    void = out.isnan()
+    whole, _ = ts.attention(**call.tensors, **call.options, return_lse=True)
+    assert torch.equal(void.all(-1), void.any(-1))
+    torch.testing.assert_close(out[~void], whole[~void], rtol=2e-2, atol=2e-2)
+    arrival = ts.Arrival.uniform(100, 10, device="cuda")
+    for chunk in range(10):
+        arrival.signal(chunk)
+    call.check(*arriving(call, arrival, deadline=20))
+    ts.check()
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+def test_quick_one_chunk_at_a_time_is_seen(dims, backend):
+    """A tile that reads many chunks waits for each of them: those not there yet are NaN."""
+    case = _dense((128, 1024), heads=(4, 4), dims=dims, features="full", dtype=BF16)
+    call = call_of(case, "cuda")
+    k, v = (call.tensors[name].reshape(2048, *call.tensors[name].shape[-2:]) for name in "kv")
+    source = [x.cpu().pin_memory() for x in (k, v)]
+    arrival = ts.Arrival.uniform(64, 32, device="cuda")
+    for x in (k, v):
+        x.fill_(math.nan)
+    torch.cuda.synchronize()
+    out, lse = arriving(call, arrival, deadline=20)
+    side = torch.cuda.Stream()
+    for chunk in torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist():
+        with torch.cuda.stream(side):
+            rows = slice(64 * chunk, 64 * chunk + 64)
+            for x, y in zip((k, v), source, strict=True):
+                x[rows].copy_(y[rows], non_blocking=True)
+            arrival.signal(chunk)
+        side.synchronize()
+    torch.cuda.synchronize()
+    ts.check()
+    call.check(out, lse)

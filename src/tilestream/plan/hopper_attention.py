@@ -85,14 +85,16 @@ TILES = (
 )
 
 
-def registers(consumers: int, columns: int) -> tuple[int, int]:
+def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int, int]:
     """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
     Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of
-    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences, and more for a gate.
     """
     if consumers == 3:
         return 160, 32
+    if arriving:
+        return 224, 56
     return (240, 32) if columns > 128 else (232, 48)
 
 
@@ -148,8 +150,8 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(DTYPES)}, not {p.dtype}"
     if p.scaled:
         return "q, k or v has scales, which it does not apply"
-    if p.keys is not None:
-        return "keys arrive, and it has no gate yet"
+    if p.keys is not None and columns_of(p) > 128:
+        return f"keys arrive, and sums of {p.head_dim_v} columns leave no registers for a gate"
     if not p.positive:
         return "a scale that is not positive: it takes the largest product for the largest score"
     if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
@@ -230,6 +232,8 @@ def candidates(
     for tile in TILES:
         stages = stages_of(problem, tile.consumers, tile.block, device.shared)
         if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy or stages < 2:
+            continue
+        if problem.keys is not None and tile.consumers == 3:  # whose load warp has 32 registers
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows)

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 
+from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.problem import Incoming
 
 
 def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
@@ -49,9 +51,13 @@ def fill(plan: AttentionPlan, layout: AttentionLayout) -> tuple[dict[str, Any], 
         Pointer("float32") if p.return_lse else None, Pointer("float32") if p.sinks else None,
         ints if p.varlen else None, ints if p.tokens_k else None, ints if p.lengths else None,
         ints if p.page_size else None, ints if p.varlen else None, ints if p.varlen else None,
-        None if plan.schedule.kind == "static" else Pointer("int64"),
+        None if plan.schedule.kind == "static" and p.keys is None else Pointer("int64"),
     )  # fmt: skip
-    return made.options, made.fill((*maps, *given, 0, 0, *made.scales(0.125)))
+    gate = NO_KEY_GATE
+    if p.keys is not None:
+        bounds = None if p.keys.chunks.rows_per_chunk else ints
+        gate = KeyGate(ints, ints, bounds, Pointer("int64"), Pointer("int64"), 2, 3, 4, 5)
+    return made.options, made.fill((*maps, *given, 0, 0, *made.scales(0.125)), gate)
 
 
 class Configuration(NamedTuple):
@@ -67,6 +73,11 @@ HOWS: dict[str, dict[str, Any]] = {
     "varlen": {"causal": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192, "return_lse": True},
     "paged": {"causal": True, "page_size": 16, "pages": 1024, "lengths": True},
     "packed": {"heads_q": 32, "heads_kv": 4, "seqlen_q": 16, "causal": True, "return_lse": True},
+    "arriving": {"causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(4 * 2048, 100))},
+    "arriving, window": {
+        "window": (300, 20), "softcap": 30.0, "sinks": True, "return_lse": True, "varlen": True, "tokens_q": 8192,
+        "tokens_k": 8192, "keys": Incoming(Chunks((0, 5, 8192))),
+    },
     "worst": {
         "causal": True, "window": (300, None), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192,
         "page_size": 8, "pages": 4096, "lengths": True, "return_lse": True, "heads_q": 24, "heads_kv": 8,
@@ -116,11 +127,12 @@ def expected(made: Configuration) -> dict[str, Any]:
     plan, p = made.plan, made.plan.problem
     consumers, block = plan.block[0] // hopper_attention.ROWS, plan.block[1]
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
-    math, load = hopper_attention.registers(consumers, columns)
+    math, load = hopper_attention.registers(consumers, columns, p.keys is not None)
     boxes = parts + columns // 64
     queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared)
     shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries)
-    softmaxes = 2 + (p.right is not None) + (p.left is not None)  # the first block's, and a loop for each run
+    # The first block's, and a loop for each run; where blocks are taken from the first on, the last may be ragged.
+    softmaxes = 2 + (p.right is not None or p.keys is not None) + (p.left is not None)
     scores = hopper_attention.ROWS * block // 128
     # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.device import GateWords
 from tilestream.kernels.attention import Operands
 from tilestream.kernels.hopper import attention_launch as launching
 from tilestream.kernels.hopper.arguments import Map
@@ -24,6 +26,7 @@ from tilestream.plan import hopper_attention as policy
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import Incoming
 from tilestream.runtime.launcher import VARIES, Descriptor
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
@@ -248,11 +251,32 @@ def test_a_launch_of_packed_sequences_makes_their_list_first(written):
     assert first["starts"].numel() >= B + 2
 
 
-def test_keys_that_arrive_are_the_portable_kernel_s(written):
+class Arrived:
+    """Signals of a chunk each."""
+
+    def use(self) -> GateWords:
+        return GateWords(torch.ones(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 7, 3)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_launch_is_told_how_keys_arrive(written, kind, ragged):
+    chunks = Chunks((0, 100, B * S)) if ragged else Chunks.uniform(B * S, 200)
+    plan = make(kind, keys=Incoming(chunks))
     x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
-    with pytest.raises(ValueError, match="keys arrive, and the Hopper kernel has no gate"):
-        HopperAttentionLaunch(make(), attention_gpu.layout_of(x))(x, portable.IncomingKeys(None, 1.0))
-    assert not written[0]
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    for _ in range(2):
+        launch(x, portable.IncomingKeys(Arrived(), 2.5))
+    (launcher,) = written[0]
+    call = launcher.calls[1]
+    assert (call["epoch"], call["key"], call["allowed"]) == (7, 3, 2_500_000_000)
+    assert call["counters"], "the abort word lies behind them"
+    assert ("bounds" in call) == ragged
+    assert {"signals", "quarantine", "records", "claims", "op"} <= set(call)
+    given = named(HopperAttentionArguments(plan, attention_gpu.layout_of(x)))
+    assert (given["KEYS"], given["chunks"]) == (("ragged", 2) if ragged else ("uniform", 8))
+    assert given["rows_per_chunk"] == (1 if ragged else 200)
+    assert not given["CHAINED"], "a launch that waits for others lets none begin beside it"
 
 
 def test_the_plan_s_backend_launches():

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from tilestream.kernels.hopper.arguments import Map
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate, chunk_kind
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.hopper_attention import (
     BEYOND,
@@ -23,7 +23,7 @@ from tilestream.plan.hopper_attention import (
 )
 from tilestream.plan.problem import ITEMSIZE
 
-#: Whether launches may begin before the kernel ahead has ended.
+#: Whether launches may begin before the kernel ahead has ended. Not with a gate: see `tilestream.kernels.hopper.gemm`.
 _CHAINED = True
 #: The extents of the two dimensions that bring a clipped copy's address back: more than any coordinate, less than
 #: 2**31, as which kernels are passed them.
@@ -48,6 +48,7 @@ class HopperAttentionArguments:
         self.plan, self.layout = plan, layout
         p = plan.problem
         self._consumers = plan.block[0] // ROWS
+        self._chained = _CHAINED and p.keys is None
         self._ragged_q = p.varlen
         self._ragged_k = bool(p.tokens_k or p.page_size or p.lengths)
         wide = width(p)
@@ -59,14 +60,14 @@ class HopperAttentionArguments:
         self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, wide), self._ragged_k)
         strip = 128 // ITEMSIZE[p.out_dtype]
         self.out = _map(layout.out, (p.batch, p.seqlen_q, p.heads_q), p.head_dim_v, (*tile, strip), self._ragged_q)
-        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": _CHAINED}
+        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
 
     def scales(self, scale: float) -> tuple[float, float]:
         """The kernel's ``scale`` and ``inner`` for a scale of scores."""
         cap = self.plan.problem.softcap
         return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
 
-    def fill(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    def fill(self, operands: tuple[Any, ...], gate: KeyGate = NO_KEY_GATE) -> tuple[Any, ...]:
         """All of them, in the kernel's order.
 
         Parameters
@@ -76,7 +77,9 @@ class HopperAttentionArguments:
             counters, base, reset, scale, inner: values, or whatever stands in for them.
         """
         *given, scale, inner = operands
-        return (*given, *self._extents(), scale, inner, *self._constants().values())
+        keys = self.plan.problem.keys
+        chunks = (1, 0) if keys is None else (keys.chunks.rows_per_chunk or 1, keys.chunks.count)
+        return (*given, *self._extents(), scale, inner, *gate, *chunks, *self._constants().values())
 
     def _extents(self) -> tuple[int, ...]:
         plan, p, s = self.plan, self.plan.problem, self.layout
@@ -96,7 +99,7 @@ class HopperAttentionArguments:
     def _constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         plan, p = self.plan, self.plan.problem
-        math_registers, load_registers = registers(self._consumers, columns_of(p))
+        math_registers, load_registers = registers(self._consumers, columns_of(p), p.keys is not None)
         return {
             "CONSUMERS": self._consumers,
             "PACK": plan.pack,
@@ -116,7 +119,8 @@ class HopperAttentionArguments:
             "RIGHT": p.right is not None,
             "CAPPED": p.softcap > 0,
             "ORDERED": plan.variant == "turns",
-            "CHAINED": _CHAINED,
+            "KEYS": chunk_kind(p),
+            "CHAINED": self._chained,
             "MATH_REGISTERS": math_registers,
             "LOAD_REGISTERS": load_registers,
         }

@@ -151,8 +151,13 @@ def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
         "POSITIVE": problem.positive and not scaled,
         "PRECISION": "tf32" if problem.dtype == "float32" and problem.tf32 else "ieee",
         "CONVERT": problem.dtype == "float8_e4m3fn" and not has_fp8_units(plan.device.arch),
-        "KEYS": "none" if problem.keys is None else "uniform" if problem.keys.chunks.rows_per_chunk else "ragged",
+        "KEYS": chunk_kind(problem),
     }
+
+
+def chunk_kind(problem: AttentionProblem) -> str:
+    """How keys arrive: ``"none"``: they are there; in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
+    return "none" if problem.keys is None else "uniform" if problem.keys.chunks.rows_per_chunk else "ragged"
 
 
 def padded(columns: int) -> int:

@@ -74,6 +74,26 @@ class ListLaunch:
         return words.listed
 
 
+class KeyGateLaunch:
+    """What the launches of a plan are told of keys that arrive."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        keys = plan.problem.keys
+        ragged = keys is not None and not keys.chunks.rows_per_chunk
+        self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
+
+    def __call__(self, device: torch.device, incoming: IncomingKeys | None) -> KeyGate:
+        """For a launch on the current stream of ``device``."""
+        if incoming is None:
+            return NO_KEY_GATE
+        words = incoming.signals.use()
+        report = channel(device)
+        return KeyGate(
+            words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
+            words.key, int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
+        )  # fmt: skip
+
+
 class AttentionLaunch:
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
 
@@ -84,11 +104,9 @@ class AttentionLaunch:
         self.plan = plan
         self._arguments = AttentionArguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
-        keys = plan.problem.keys
-        ragged = keys is not None and not keys.chunks.rows_per_chunk
-        self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
+        self._gate = KeyGateLaunch(plan)
         self._list = ListLaunch(plan)
-        wordless = plan.schedule.kind == "static" and keys is None and not plan.problem.varlen
+        wordless = plan.schedule.kind == "static" and plan.problem.keys is None and not plan.problem.varlen
         self._schedule = None if wordless else plan.schedule
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
 
@@ -102,7 +120,7 @@ class AttentionLaunch:
 
     def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
         starts, order = self._list(stream, x, words)
-        gate = NO_KEY_GATE if incoming is None else self._gate(x.q.device, incoming)
+        gate = self._gate(x.q.device, incoming)
         operands = (
             x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
             x.block_table, x.seqlens_k, starts, order, words.counters,
@@ -117,11 +135,3 @@ class AttentionLaunch:
         filled = self._arguments.fill(*operands, words.base, words.reset, x.scale, gate=gate)
         kernel = attention[self._grid](*filled, **self._arguments.options)
         self._compiled = None if INTERPRETED else direct(kernel, self._grid)
-
-    def _gate(self, device: torch.device, incoming: IncomingKeys) -> KeyGate:
-        words = incoming.signals.use()
-        report = channel(device)
-        return KeyGate(
-            words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
-            words.key, int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
-        )  # fmt: skip
