@@ -4,7 +4,8 @@
 
 Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
 lengths, every tile of the plan, with and without turns), ``lists`` (a log-normal mix of 64 sequences; pages of 16 and
-64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's part of a call).
+64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's part of a call), ``arrival``
+(keys that come from pinned memory while the kernel runs), ``neighbour`` (16 SMs held by another kernel).
 ``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 
 Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
@@ -104,7 +105,7 @@ class Timer:
         for _ in range(_DOUBLINGS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the device: a neighbour may be at work
             since = time.perf_counter()
             torch.cuda._sleep(self._sleep)
             begin.record()
@@ -288,6 +289,94 @@ def host(run: Run) -> None:
     print("host, us: " + "  ".join(f"{name} {value}" for name, value in us.items()), flush=True)
 
 
+def arrival(run: Run) -> None:
+    """A chunk of a prefill whose cache comes from the host's memory: milliseconds of the copy, of attention, of both.
+
+    ``over the larger``: what both take together, in units of the longer of the two; 1 is all that can be had.
+    """
+    batch, heads_q, heads_kv, dim = 1, 32, 8, 128
+    for rows, keys, count in ((4096, 32768, 8), (4096, 32768, 32), (2048, 65536, 32), (8192, 16384, 16)):
+        name = f"arrival {rows} x {keys} in {count} chunks"
+        if not run.left(name):
+            continue
+        q = torch.randn(batch, rows, heads_q, dim, device="cuda", dtype=torch.bfloat16)
+        kept = [torch.randn(batch, keys, heads_kv, dim, dtype=torch.bfloat16).pin_memory() for _ in range(2)]
+        k, v = (x.cuda() for x in kept)
+        right = ts.attention(q, k, v, causal=True)
+        coming = ts.Arrival.uniform(keys // count, count, device="cuda")
+        side = torch.cuda.Stream()
+
+        def copy(k=k, v=v, kept=kept, side=side, coming=coming, count=count, keys=keys) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for chunk in range(count):
+                    part = slice(chunk * keys // count, (chunk + 1) * keys // count)
+                    for x, y in zip((k, v), kept, strict=True):
+                        x[:, part].copy_(y[:, part], non_blocking=True)
+                    coming.signal(chunk)
+
+        def joined(copy=copy, side=side) -> None:
+            copy()
+            torch.cuda.current_stream().wait_stream(side)
+
+        def attend(q=q, k=k, v=v) -> torch.Tensor:
+            return ts.attention(q, k, v, causal=True)
+
+        def both(q=q, k=k, v=v, copy=copy, coming=coming, side=side) -> torch.Tensor:
+            coming.advance()
+            copy()
+            out = ts.attention(q, k, v, causal=True, arrival=coming, deadline=10.0)
+            torch.cuda.current_stream().wait_stream(side)
+            return out
+
+        def in_turn(joined=joined, attend=attend) -> torch.Tensor:
+            joined()
+            return attend()
+
+        coming.advance()
+        for x in (k, v):
+            x.fill_(math.nan)
+        both()
+        error = ((both().float() - right.float()).norm() / right.float().norm()).item()
+        ts.check()
+        if not error < 1e-2:
+            run.record.data["failures"].append(f"{name}: differs by {error:.3g}")
+            continue
+        ms = run.time({"copy": joined, "attention": attend, "one after the other": in_turn, "overlapped": both})
+        over = ms["overlapped"] / max(ms["copy"], ms["attention"])
+        found = {what: round(value, 3) for what, value in ms.items()} | {"over the larger": round(over, 3)}
+        run.record.rows.append({"name": name, "ms": found, "backend": ts.attention_plan(
+            rows, keys, heads_q=heads_q, heads_kv=heads_kv, head_dim=dim, causal=True, arrival=coming, device="cuda"
+        ).backend})  # fmt: skip
+        run.record.write()
+        print(f"{name}: " + "  ".join(f"{what} {value}" for what, value in found.items()), flush=True)
+
+
+def neighbour(run: Run) -> None:
+    """Beside a kernel that holds 16 SMs: the share of the idle GPU's rate that is left, of what is proportional."""
+    from tilestream.runtime.properties import cuda_properties
+    from tilestream.sweep.takers import taker
+
+    held, device = 16, cuda_properties(torch.cuda.current_device())
+    for shape in (Shape(128, 16, 2048, True), Shape(128, 16, 8192, True), Shape(64, 32, 8192, False)):
+        name = f"neighbour D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
+        if not run.left(name):
+            continue
+        q, k, v = operands_of(shape)
+        calls = {
+            "cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c),
+            "ts": lambda q=q, k=k, v=v, c=shape.causal: ts.attention(q, k, v, causal=c),
+        }
+        idle = run.time(calls)
+        with taker("neighbour", device).taking(held):
+            beside = run.time(calls)
+        fair = (device.workers - held) / device.workers
+        shares = {what: round(idle[what] / beside[what] / fair, 3) for what in calls}
+        run.record.rows.append({"name": name, "share": shares, "held": held, **shape._asdict()})
+        run.record.write()
+        print(f"{name}: " + "  ".join(f"{what} {share}" for what, share in shares.items()), flush=True)
+
+
 def mix() -> list[int]:
     """64 sequences of a log-normal mix of lengths, 1 to 8k."""
     generator = torch.Generator().manual_seed(0)
@@ -336,7 +425,8 @@ def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
-    "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host,
+    "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host, "arrival": arrival,
+    "neighbour": neighbour,
 }  # fmt: skip
 
 
