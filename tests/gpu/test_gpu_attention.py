@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
 from attention_maths import FEATURES, MIXES, Case, call_of
-from tilestream.ops import attention_gpu
+from tilestream.ops import attention_again, attention_gpu
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.device import DeviceProperties
@@ -127,6 +127,7 @@ def backend(request, monkeypatch):
             pytest.skip(str(error))
 
     attention_gpu._launches.clear()
+    attention_again._known.clear()
     monkeypatch.setattr(attention_gpu, "plan_attention", plan)
     yield request.param
     attention_gpu._launches.clear()
