@@ -5,7 +5,8 @@
 Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
 lengths, every tile of the plan, with and without turns), ``lists`` (a log-normal mix of 64 sequences; pages of 16 and
 64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's part of a call), ``arrival``
-(keys that come from pinned memory while the kernel runs), ``neighbour`` (16 SMs held by another kernel).
+(keys that come from pinned memory while the kernel runs), ``neighbour`` (16 SMs held by another kernel), ``split`` (few
+queries over many keys).
 ``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 
 Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
@@ -377,6 +378,44 @@ def neighbour(run: Run) -> None:
         print(f"{name}: " + "  ".join(f"{what} {share}" for what, share in shares.items()), flush=True)
 
 
+def split(run: Run) -> None:
+    """Few queries over many keys: with keys in shares, with none, and cuDNN; GB/s of K and V."""
+    heads_q, heads_kv, dim = 32, 8, 128
+    for batch, rows, keys in ((1, 1, 32768), (1, 1, 131072), (4, 1, 16384), (16, 1, 8192), (1, 64, 32768),
+                              (1, 256, 32768), (2, 128, 8192)):  # fmt: skip
+        name = f"split {batch} x {rows} queries, {keys} keys"
+        if not run.left(name):
+            continue
+        q = torch.randn(batch, rows, heads_q, dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, keys, heads_kv, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        plan = ts.attention_plan(rows, keys, batch=batch, heads_q=heads_q, heads_kv=heads_kv, head_dim=dim,
+                                 device="cuda")  # fmt: skip
+        right = ts.attention(q, k, v, splits=1).float()
+        fewer, more = max(2, plan.shares // 2), min(128, 2 * plan.shares)
+        calls: dict[str, Callable[[], torch.Tensor]] = {
+            "cudnn": lambda q=q, k=k, v=v: cudnn(q, k, v, False),
+            "ts": lambda q=q, k=k, v=v: ts.attention(q, k, v),
+            "ts, not split": lambda q=q, k=k, v=v: ts.attention(q, k, v, splits=1),
+            "ts, half the shares": lambda q=q, k=k, v=v, n=fewer: ts.attention(q, k, v, splits=n),
+            "ts, twice the shares": lambda q=q, k=k, v=v, n=more: ts.attention(q, k, v, splits=n),
+        }
+        for what, call in list(calls.items()):
+            try:
+                error = ((call().float() - right).norm() / right.norm()).item()
+            except RuntimeError as failure:
+                run.record.data["failures"].append(f"{name} {what}: {failure}"[:200])
+                del calls[what]
+                continue
+            if not error < 1e-2:
+                run.record.data["failures"].append(f"{name} {what}: differs by {error:.3g}")
+        us = {what: round(1e3 * ms, 1) for what, ms in run.time(calls).items()}
+        rate = round(4 * batch * keys * heads_kv * dim / us["ts"] * 1e-3)
+        run.record.rows.append({"name": name, "us": us, "shares": plan.shares, "GB/s": rate})
+        run.record.write()
+        print(f"{name}: " + "  ".join(f"{what} {value}" for what, value in us.items())
+              + f"  us, {plan.shares} shares, {rate} GB/s", flush=True)  # fmt: skip
+
+
 def mix() -> list[int]:
     """64 sequences of a log-normal mix of lengths, 1 to 8k."""
     generator = torch.Generator().manual_seed(0)
@@ -426,7 +465,7 @@ def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host, "arrival": arrival,
-    "neighbour": neighbour,
+    "neighbour": neighbour, "split": split,
 }  # fmt: skip
 
 

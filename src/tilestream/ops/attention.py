@@ -35,7 +35,7 @@ from tilestream.ops.library import clear_signals_op
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, refuse_tangents
 from tilestream.plan.attention import AttentionLayout
-from tilestream.plan.attention_choose import ATTENTION_SCHEDULES
+from tilestream.plan.attention_choose import ATTENTION_SCHEDULES, check_splits
 from tilestream.runtime import exit
 
 Causal = bool | Literal["bottom_right", "top_left"]
@@ -50,7 +50,7 @@ def attention(
     cu_seqlens_q: torch.Tensor | None = ..., cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ..., block_table: torch.Tensor | None = ..., seqlens_k: torch.Tensor | None = ...,
     arrival: Arrival | None = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...,
-    deadline: float | None = ..., workers: int | None = ..., schedule: str = ...,
+    deadline: float | None = ..., workers: int | None = ..., schedule: str = ..., splits: int | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def attention(
     cu_seqlens_q: torch.Tensor | None = ..., cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ..., block_table: torch.Tensor | None = ..., seqlens_k: torch.Tensor | None = ...,
     arrival: Arrival | None = ..., return_lse: Literal[True], out: torch.Tensor | None = ...,
-    deadline: float | None = ..., workers: int | None = ..., schedule: str = ...,
+    deadline: float | None = ..., workers: int | None = ..., schedule: str = ..., splits: int | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -92,6 +92,7 @@ def attention(
     deadline: float | None = None,
     workers: int | None = None,
     schedule: str = "auto",
+    splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time.
 
@@ -137,6 +138,10 @@ def attention(
         Where to write the result. No gradient flows through it.
     deadline, workers, schedule
         As for `tilestream.matmul`; the schedule is ``"static"``, ``"dynamic"`` or ``"auto"``.
+    splits
+        Into how many shares the keys of a tile are split, which are then computed side by side and joined; None: the
+        plan splits them where few queries over many keys leave workers idle. 1: not at all. Where that is not done,
+        ``attention_plan(...).explain()`` says why.
 
     Returns
     -------
@@ -173,7 +178,8 @@ def attention(
     if arrival is None and out is None and deadline is None and not torch.compiler.is_compiling():
         q_given, others = q, (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k)
         said = (
-            layout, causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule
+            layout, causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule,
+            splits,
         )  # fmt: skip
         key = attention_again.key_of(q, k, v, others, said)
         done = None if key is None else attention_again.run(key, q, k, v, others)
@@ -182,6 +188,7 @@ def attention(
     Options(op, arrival=arrival, workers=workers, deadline=deadline).check()
     if schedule not in ATTENTION_SCHEDULES:
         raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
+    check_splits(f"{op}: ", splits)
     lists = {
         "sinks": sinks, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
@@ -212,7 +219,7 @@ def attention(
         1 / math.sqrt(q.shape[-1]) if scale is None else number(op, "scale", scale, positive=False),
         most(op, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, "cu_seqlens_q"),
         most(op, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, "cu_seqlens_k"),
-        layout, return_lse or needs_gradient, schedule, workers or 0,
+        layout, return_lse or needs_gradient, schedule, workers or 0, splits or 0,
     )  # fmt: skip
     into = None if out is None else _into(op, out, t, layout)
     if torch.compiler.is_compiling():

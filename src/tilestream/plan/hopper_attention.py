@@ -51,6 +51,12 @@ NOT_HIDDEN = {2: 0.33, 3: 0.32}
 DIAGONAL_LOSS = 1.1
 #: Seconds of a tile's start and end that nothing hides; of a launch; of a key block's barriers.
 TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 10e-9
+#: Seconds of the launch that joins shares of keys.
+MERGE_SECONDS = 4e-6
+#: How much of the memory's bandwidth a worker can have, in units of its fair part.
+MOST_OF_BANDWIDTH = 2.0
+#: Shares that a tile's keys are split into without being asked to, at most; and blocks of a share, at least.
+MOST_SHARES, _LEAST_BLOCKS = 128, 2
 #: Share of the nominal rates that kernels reach.
 EFFICIENCY, MEMORY_EFFICIENCY = 0.92, 0.86
 
@@ -116,29 +122,58 @@ def columns_of(problem: AttentionProblem) -> int:
     return columns
 
 
-def out_buffers(problem: AttentionProblem) -> int:
+def share_dtype(problem: AttentionProblem, shares: int) -> str:
+    """What a tile's output is stored as: shares of keys are joined in float32."""
+    return "float32" if shares > 1 else problem.out_dtype
+
+
+def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
     """C buffers of a consumer: two, if there are strips to take turns."""
-    return min(2, columns_of(problem) * ITEMSIZE[problem.out_dtype] // LINE)
+    return min(2, columns_of(problem) * ITEMSIZE[share_dtype(problem, shares)] // LINE)
 
 
-def shared_bytes(problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int) -> int:
+def shared_bytes(
+    problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int, shares: int = 1
+) -> int:
     """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
     parts = parts_of(problem)
-    rows = consumers * ROWS * (queries * parts + out_buffers(problem))
+    rows = consumers * ROWS * (queries * parts + out_buffers(problem, shares))
     return LINE * (rows + stages * block * (parts + columns_of(problem) // width(problem))) + _BARRIER_BYTES
 
 
-def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int) -> int:
+def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int, shares: int = 1) -> int:
     """Stages that fit the shared memory, beside the queries of one item."""
     stages = _MOST_STAGES
-    while stages and shared_bytes(problem, consumers, block, stages, 1) > shared:
+    while stages and shared_bytes(problem, consumers, block, stages, 1, shares) > shared:
         stages -= 1
     return stages
 
 
-def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int) -> int:
+def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int, shares: int = 1) -> int:
     """Items whose queries fit beside the stages: two, if there is room, so that the next item's come early."""
-    return 2 if shared_bytes(problem, consumers, block, stages, 2) <= shared else 1
+    return 2 if shared_bytes(problem, consumers, block, stages, 2, shares) <= shared else 1
+
+
+def unsplit(problem: AttentionProblem, shares: int) -> str:
+    """Why a tile's keys are not split into so many shares; empty if they may be."""
+    if problem.keys is not None:
+        return "keys arrive: a tile waits for few of them at a time, and does what is there meanwhile"
+    if shares * problem.rows * problem.heads_q >= 2**30:
+        return f"{problem.rows} rows of {problem.heads_q} heads; it counts those of all shares in 30 bits"
+    return ""
+
+
+def shares_of(problem: AttentionProblem, tiles: int, blocks: float, workers: int, splits: int | None) -> list[int]:
+    """Into how many shares a tile's keys may be split: one, and where workers are idle what fills them once or twice.
+
+    ``blocks``: of a tile. ``splits``: what the caller asks for; None: nothing.
+    """
+    if splits is not None:
+        return [1 if unsplit(problem, splits) else splits]
+    most = min(int(blocks) // _LEAST_BLOCKS, MOST_SHARES)
+    wanted = (waves * workers // max(tiles, 1) for waves in (1, 2))
+    found = {max(1, min(most, shares)) for shares in wanted}
+    return [1, *sorted(shares for shares in found if shares > 1 and not unsplit(problem, shares))]
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
@@ -203,14 +238,17 @@ def packed_heads(problem: AttentionProblem, rows: int) -> int:
 
 
 def candidates(
-    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None
-) -> Iterator[AttentionCandidate]:
+    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None,
+    splits: int | None = None,
+) -> Iterator[AttentionCandidate]:  # fmt: skip
     """Every way the model knows.
 
     Parameters
     ----------
     variant
         ``turns`` or ``apart``: whether consumers take turns at starting their multiplications. None: by the model.
+    splits
+        Into how many shares a tile's keys are split. None: by the model.
 
     Raises
     ------
@@ -230,26 +268,41 @@ def candidates(
     busy = problem.left is not None or problem.softcap > 0
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
-        stages = stages_of(problem, tile.consumers, tile.block, device.shared)
-        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy or stages < 2:
+        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy:
             continue
         if problem.keys is not None and tile.consumers == 3:  # whose load warp has 32 registers
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows)
         group = max(1, int(L2_BYTES // bytes_of_head)) * max(1, problem.ratio // pack)
-        schedule = schedule_of(problem, rows // pack, pack, group, kind, workers)
-        seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers)
-        yield AttentionCandidate(
-            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4,
-            stages,
-        )  # fmt: skip
+        tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
+        for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):
+            stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)
+            if stages < 2:
+                continue
+            schedule = schedule_of(problem, rows // pack, pack, group, kind, workers, shares=shares)
+            seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers, shares)
+            yield AttentionCandidate(
+                variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack,
+                4, stages, shares,
+            )  # fmt: skip
+
+
+def _blocks(problem: AttentionProblem, tile: Tile, pack: int) -> float:
+    """Key blocks of a tile.
+
+    Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
+    """
+    rows = tile.consumers * ROWS
+    keys = cdiv(problem.pairs, max(problem.rows, 1))
+    ends = (problem.left is not None) + (problem.right is not None)
+    return (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
 
 
 def _seconds(
-    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, tiles: int, workers: int
+    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, items: int, workers: int, shares: int
 ) -> float:
-    """What a launch takes: tiles in waves, or memory, whichever is the longer."""
+    """What a launch takes: items in waves, or memory, whichever is the longer; and the launch that joins shares."""
     rate = device.peak(problem.dtype, 1)
     clock = rate / 4096
     rows = tile.consumers * ROWS
@@ -259,11 +312,15 @@ def _seconds(
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
     if tile.consumers == 3 and problem.right is not None:
         step *= DIAGONAL_LOSS
-    # Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
-    keys = cdiv(problem.pairs, max(problem.rows, 1))
-    ends = (problem.left is not None) + (problem.right is not None)
-    blocks = (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
-    total = (max(blocks, 1.0) * step + TILE_SECONDS) * tiles / min(workers, tiles)
-    # Tiles differ: what the last of them leaves undone is on average half of one.
-    tail = 0.5 * step * blocks if tiles > workers else 0.0
-    return LAUNCH_SECONDS + max(total + tail, problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY))
+    blocks = _blocks(problem, tile, pack) / shares
+    busy = min(workers, items)
+    total = (max(blocks, 1.0) * step + TILE_SECONDS) * items / busy
+    # Items differ: what the last of them leaves undone is on average half of one.
+    tail = 0.5 * step * blocks if items > workers else 0.0
+    reach = min(1.0, MOST_OF_BANDWIDTH * busy / device.workers)
+    memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY * reach)
+    merge = 0.0
+    if shares > 1:  # written and read, mostly in L2
+        floats = shares * problem.rows * problem.heads_q * (problem.head_dim_v + 1)
+        merge = MERGE_SECONDS + 8 * floats / device.bandwidth
+    return LAUNCH_SECONDS + max(total + tail, memory) + merge

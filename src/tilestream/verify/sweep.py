@@ -354,7 +354,7 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
         yield AttentionCase(AttentionRing(2, 2, ordered=True), (1, 3))
         yield AttentionCase(AttentionRing(2), (0, 1, 2))
         yield AttentionCase(AttentionRing(2, arriving=True), (2,))
-        yield AttentionCase(AttentionRing(2, 2, arriving=True), (0, 2))
+        yield AttentionCase(AttentionRing(2, 2, arriving=True), (1,))
         yield AttentionCase(AttentionRing(2, ordered=True, arriving=True), (2,))
 
 

@@ -155,7 +155,10 @@ def test_what_varies_is_not_compiled_in():
     assert set(UNSPECIALISED) <= set(NAMES)
     assert set(UNALIGNED) <= set(NAMES)
     numbers = NAMES[NAMES.index("base") : NAMES.index("CONSUMERS")]
-    assert set(numbers) == set(UNSPECIALISED)
+    pointers = {"signals", "quarantine", "bounds", "records", "claims"}
+    assert set(numbers) - pointers == set(UNSPECIALISED)
+    # A deadline of seconds leaves 31 bits, whatever the first one was; so does a base in time.
+    assert {p.name for p in attend.params if p.annotation_type == "i64"} == {"base", "allowed"}
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class Lists:
         self.launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid):
-        return lambda *filled: self.launches.append((grid, *filled))
+        return lambda *filled, **_: self.launches.append((grid, *filled))
 
 
 @pytest.fixture
@@ -277,6 +280,31 @@ def test_a_launch_is_told_how_keys_arrive(written, kind, ragged):
     assert (given["KEYS"], given["chunks"]) == (("ragged", 2) if ragged else ("uniform", 8))
     assert given["rows_per_chunk"] == (1 if ragged else 200)
     assert not given["CHAINED"], "a launch that waits for others lets none begin beside it"
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_shares_are_joined_by_a_second_launch(written, monkeypatch, kind):
+    merges = Lists()
+    monkeypatch.setattr(portable, "merge_shares", merges)
+    problem = AttentionProblem(B, H, KV, 5, S, D, return_lse=True, sinks=True)
+    found = next(policy.candidates(problem, H100, 7, kind=kind, splits=3))
+    plan = of_candidate(problem, H100, "hopper", found, "a test's", ())
+    x = Operands(bf16(B, 5, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, 5, H, D), 0.1,
+                 torch.zeros(B, H, 5), torch.zeros(H))  # fmt: skip
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    launch(x)
+    (launcher,) = written[0]
+    (call,) = launcher.calls
+    ((_, partials, sums, out, lse, sinks, shares, rows, *_),) = merges.launches
+    assert (out, lse, sinks) == (x.out, x.lse, x.sinks)
+    assert (shares, rows) == (3, B * 5 * H)
+    assert call["out_map"] == partials.data_ptr()
+    assert call["lse"] == sums.data_ptr() == partials.data_ptr() + 4 * 3 * B * 5 * H * D
+    assert "sinks" not in call, "a sink counts once"
+    given = launcher.arguments
+    assert (given["SPLIT"], given["shares"], given["num_n"]) == (True, 3, B * H // plan.pack * 3)
+    assert (given["stride_lb"], given["stride_lr"], given["stride_lh"]) == (5 * H, H, 1)
+    assert given["out_map"].shape == (3 * B, 5, H, D)
 
 
 def test_the_plan_s_backend_launches():

@@ -113,15 +113,15 @@ def run(
     operands: dict[str, Any] = {}
     if p.varlen:
         q, q_strides = dense([np.concatenate(case.q)], sum(len(x) for x in case.q))
-        out = np.full(p.tokens_q * p.heads_q * p.head_dim_v, np.nan)
-        lse = np.full(p.tokens_q * p.heads_q, np.nan)
+        out = np.full(plan.shares * p.tokens_q * p.heads_q * p.head_dim_v, np.nan)
+        lse = np.full(plan.shares * p.tokens_q * p.heads_q, np.nan)
         q_strides, out_strides = (0, *q_strides[1:]), (0, p.heads_q * p.head_dim_v, p.head_dim_v)
         lse_strides = (0, p.heads_q, 1)
         operands["cu_queries"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
     else:
         q, q_strides = dense(case.q, p.seqlen_q)
-        out = np.full(p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
-        lse = np.full(p.batch * p.heads_q * p.seqlen_q, np.nan)
+        out = np.full(plan.shares * p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
+        lse = np.full(plan.shares * p.batch * p.heads_q * p.seqlen_q, np.nan)
         out_strides = (p.seqlen_q * p.heads_q * p.head_dim_v, p.heads_q * p.head_dim_v, p.head_dim_v)
         lse_strides = (p.heads_q * p.seqlen_q, 1, p.seqlen_q)
     table = 0
@@ -158,14 +158,14 @@ def run(
         keys = [len(x) for x in case.k] + [0]
         rows = [len(x) for x in case.q] + [p.tokens_q - sum(len(x) for x in case.q)]
         order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
-        tiles = [packs * cdiv(rows[i], plan.positions) for i in order]
+        tiles = [plan.shares * packs * cdiv(rows[i], plan.positions) for i in order]
         operands["starts"] = np.cumsum([0, *tiles]).astype(np.int32)
         operands["order_of"] = np.array(order, np.int32)
         assert operands["starts"][-1] <= plan.schedule.full_tiles, "the grid holds the list"
     operands |= {"q": q, "k": k, "v": v, "out": out}
     if p.return_lse:
         operands["lse"] = lse
-    if case.sinks is not None:
+    if case.sinks is not None and plan.shares == 1:
         operands["sinks"] = case.sinks
     layout = AttentionLayout(
         q_strides, k_strides, v_strides, out_strides, lse_strides if p.return_lse else None, table
@@ -178,6 +178,8 @@ def run(
         machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change, over_at)
         if machines is not None:
             machines.append(machine)
+    if plan.shares > 1:
+        out, lse = joined(case, out.reshape(plan.shares, -1, p.heads_q, p.head_dim_v), lse.reshape(plan.shares, -1))
     outs, lses = [], []
     first = 0
     for i, (sq, _) in enumerate(case.lengths):
@@ -192,6 +194,21 @@ def run(
     if p.varlen and first < p.tokens_q:
         assert (out.reshape(p.tokens_q, -1)[first:] == 0).all(), "rows of no sequence are 0"
     return outs, lses
+
+
+def joined(case: Case, outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the launch behind makes of shares: flat, and laid out as `run` lays out what is not split."""
+    p = case.problem
+    lse = lses.reshape(*outs.shape[:-1]).astype(np.float64)  # shares, rows, heads
+    with np.errstate(divide="ignore"):
+        own = np.log(np.exp(lse).sum(0))
+        sink = -np.inf if case.sinks is None else case.sinks
+        whole = np.logaddexp(own, sink)
+    weights = np.where(np.isfinite(whole), np.exp(lse - np.where(np.isfinite(whole), whole, 0.0)), 0.0)
+    out = (weights[..., None] * outs).sum(0)
+    if not p.varlen:
+        whole = whole.reshape(p.batch, p.seqlen_q, p.heads_q).transpose(0, 2, 1)
+    return out.reshape(-1), whole.reshape(-1)
 
 
 def check(case: Case, **how: Any) -> None:
@@ -326,6 +343,20 @@ def test_what_the_launchs_end_leaves_undone_is_nan(name, over_at):
         assert (np.isnan(lse) == void.all(-1)).all()
         assert np.array_equal(out[~void], right[~void])
         assert np.array_equal(lse[~np.isnan(lse)], right_lse[~np.isnan(lse)])
+
+
+SPLIT = ("one row", "more keys", "window", "sinks", "packed heads", "256", "varlen", "varlen, pages of 16", "lengths")
+
+
+@pytest.mark.parametrize("splits", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SPLIT)
+def test_keys_in_shares(name, splits):
+    case = {**DENSE, **RAGGED}[name]
+    case = copy.copy(case)
+    case.problem = replace(case.problem, return_lse=True)
+    plan = plan_of(case.problem, splits=splits)
+    assert plan.shares == splits
+    check(case, plan=plan, seed=len(name))
 
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])

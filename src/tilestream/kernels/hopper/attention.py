@@ -63,7 +63,8 @@ ROWS: gl.constexpr = gl.constexpr(64)
 UNSPECIALISED = (
     "base", "reset", "sequences", "rows_q", "rows_k", "queries", "keys", "columns", "shared_by", "left", "right",
     "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "stride_lb", "stride_lh", "stride_lr",
-    "tiles", "num_m", "num_n", "group", "scale", "inner", "epoch", "key", "allowed", "op", "rows_per_chunk", "chunks",
+    "tiles", "num_m", "num_n", "group", "shares", "scale", "inner", "epoch", "key", "allowed", "op",
+    "rows_per_chunk", "chunks",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
 UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "signals", "quarantine")
@@ -268,13 +269,13 @@ def attend(
     q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters,
     base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
-    tiles, num_m, num_n, group, scale, inner,
-    signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks,
+    tiles, num_m, num_n, group, shares, scale, inner,
+    signals, quarantine, bounds, records, claims, epoch, key, allowed: tl.int64, op, rows_per_chunk, chunks,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
-    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, KEYS: gl.constexpr, CHAINED: gl.constexpr,
-    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, KEYS: gl.constexpr,
+    CHAINED: gl.constexpr, MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
@@ -296,6 +297,9 @@ def attend(
         Rows from one sequence, or page, to the next, where a map counts rows of the whole tensor (``RAGGED_K``).
     table_stride
         From the pages of a sequence to those of the next.
+    shares
+        Into how many a tile's keys are split, where ``SPLIT`` says that they are. Then ``out`` and ``lse`` are those of
+        shares, with as many sequences (rows) for each: see `tilestream.kernels.portable.attention_merge`.
     scale, inner
         Of scores, in base 2: ``softcap`` and ``scale / softcap``, where there is a cap.
     signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
@@ -353,10 +357,10 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
                 arriving,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
-                RIGHT, KEYS, CHAINED,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -387,9 +391,9 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
                 arriving,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
-                RIGHT, KEYS, CHAINED,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED,
             )),
         ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -9,16 +9,24 @@ import math
 from typing import Any
 
 from tilestream.kernels.hopper.arguments import Map
-from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate, chunk_kind
+from tilestream.kernels.portable.attention_arguments import (
+    NO_KEY_GATE,
+    AttentionLayout,
+    KeyGate,
+    chunk_kind,
+    share_layout,
+)
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.hopper_attention import (
     BEYOND,
+    LINE,
     ROWS,
     columns_of,
     out_buffers,
     parts_of,
     queries_of,
     registers,
+    share_dtype,
     width,
 )
 from tilestream.plan.problem import ITEMSIZE
@@ -45,8 +53,10 @@ class HopperAttentionArguments:
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        self.plan, self.layout = plan, layout
         p = plan.problem
+        self.plan = plan
+        #: What a share gives is float32, and lies elsewhere.
+        self.layout = share_layout(p, layout) if plan.shares > 1 else layout
         self._consumers = plan.block[0] // ROWS
         self._chained = _CHAINED and p.keys is None
         self._ragged_q = p.varlen
@@ -58,8 +68,9 @@ class HopperAttentionArguments:
         self.q = _map(layout.q, (p.batch, p.seqlen_q, p.heads_q), p.head_dim, (*tile, wide), self._ragged_q)
         self.k = _map(layout.k, keys, p.head_dim, (high, 1, wide), self._ragged_k)
         self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, wide), self._ragged_k)
-        strip = 128 // ITEMSIZE[p.out_dtype]
-        self.out = _map(layout.out, (p.batch, p.seqlen_q, p.heads_q), p.head_dim_v, (*tile, strip), self._ragged_q)
+        out = plan.shares * p.batch, p.seqlen_q, p.heads_q
+        strip = LINE // ITEMSIZE[share_dtype(p, plan.shares)]
+        self.out = _map(self.layout.out, out, p.head_dim_v, (*tile, strip), self._ragged_q)
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
 
     def scales(self, scale: float) -> tuple[float, float]:
@@ -93,7 +104,7 @@ class HopperAttentionArguments:
         return (
             p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k, columns, max(1, p.ratio // plan.pack),
             p.left or 0, p.right or 0, rows[0][0], rows[1][0], rows[0][1], rows[1][1], s.table,
-            lse[0], lse[2], lse[1], plan.schedule.full_tiles, grid.num_m, grid.num_n, plan.group,
+            lse[0], lse[2], lse[1], plan.schedule.full_tiles, grid.num_m, grid.num_n, plan.group, plan.shares,
         )  # fmt: skip
 
     def _constants(self) -> dict[str, Any]:
@@ -107,13 +118,14 @@ class HopperAttentionArguments:
             "BLOCK": plan.block[1],
             "COLUMNS": columns_of(p),
             "STAGES": plan.stages,
-            "QUERIES": queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared),
-            "BUFFERS": out_buffers(p),
+            "QUERIES": queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared, plan.shares),
+            "BUFFERS": out_buffers(p, plan.shares),
             "KIND": plan.schedule.kind,
             "ORDER": plan.schedule.raster.order,
             "PAGE": p.page_size,
             "RAGGED_Q": self._ragged_q,
             "RAGGED_K": self._ragged_k,
+            "SPLIT": plan.shares > 1,
             "TOP_LEFT": p.alignment == "top_left",
             "LEFT": p.left is not None,
             "RIGHT": p.right is not None,

@@ -12,7 +12,7 @@ from tilestream.kernels.hopper.attention_arguments import HopperAttentionArgumen
 from tilestream.kernels.hopper.launch import described_by
 from tilestream.kernels.launch import address, with_words
 from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.kernels.portable.attention_launch import IncomingKeys, KeyGateLaunch, ListLaunch
+from tilestream.kernels.portable.attention_launch import IncomingKeys, KeyGateLaunch, ListLaunch, MergeLaunch
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.launcher import VARIES, Descriptor, Launcher
@@ -30,9 +30,10 @@ class HopperAttentionLaunch:
         self._arguments = HopperAttentionArguments(plan, layout)
         self._list = ListLaunch(plan)
         self._gate = KeyGateLaunch(plan)
+        self._merge = MergeLaunch(plan, layout)
         #: Static tickets are nobody's; the abort word is a counter's neighbour all the same.
         self._counts = plan.schedule.kind != "static" or plan.problem.keys is not None
-        self._schedule = plan.schedule if self._counts or plan.problem.varlen else None
+        self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._merge.floats else None
         self._launcher: Launcher | None = None
 
     def __call__(self, operands: Operands, incoming: IncomingKeys | None = None) -> None:
@@ -44,9 +45,19 @@ class HopperAttentionLaunch:
         def issue(stream: int, words: Words) -> None:
             self._issue(stream, operands, words, incoming)
 
-        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed)
+        device, floats = operands.q.device, self._merge.floats
+        with_words(device, self._schedule, self.plan.block, issue, self._list.listed, floats)
 
     def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
+        if words.partials is not None and self._merge.floats:
+            shares = self._merge.scratch(words.partials)
+            # A sink counts once: where shares are joined.
+            self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, incoming)
+            self._merge(stream, shares, x)
+        else:
+            self._attend(stream, x, words, incoming)
+
+    def _attend(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
         starts, order = self._list(stream, x, words)
         gate = self._gate(x.q.device, incoming)
         given = (

@@ -37,6 +37,7 @@ from tilestream.kernels.portable.schedule import LINE, cdiv, enter, leave, longe
 from tilestream.schedule import attention
 
 diagonal = device(attention.diagonal)
+share_of_keys = device(attention.share_of_keys)
 key_blocks = device(attention.key_blocks)
 
 #: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
@@ -102,22 +103,25 @@ def load_block(
 @gluon.jit
 def item_of(
     found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-    queries, keys, columns, group, batch_rows_k, batch_rows_v, left, right,
-    POSITIONS: gl.constexpr, BLOCK: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
+    POSITIONS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     """What a tile is: its sequence, rows, head, keys and key blocks.
 
     Returns
     -------
-    (found, batch, first, head, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end, end, until,
-    since)
+    (found, batch, first, head, share, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end, end,
+    until, since)
         ``found`` is 0 from the end of a packed call's list on: how long it is, only the device knows. ``head`` counts
-        columns of tiles: heads, or packs of them. Origins are rows of the tensors. For the last two see
-        `tilestream.kernels.hopper.attention_softmax.masked`.
+        columns of tiles: heads, or packs of them; ``share`` the shares of its keys, where they are split. Origins are
+        rows of the tensors. For the last two see `tilestream.kernels.hopper.attention_softmax.masked`.
     """
     zero = tl.cast(0, tl.int32)
     origin, origin_k, origin_v, begin, plain_begin, plain_end, end = zero, zero, zero, zero, zero, zero, zero
-    until, since = zero, zero
+    until, since, share = zero, zero, zero
+    if SPLIT:
+        columns = columns * shares
     batch = pn // columns
     head = pn % columns
     if cu_queries is not None:
@@ -152,11 +156,15 @@ def item_of(
         begin, plain_begin, plain_end, end = key_blocks(
             pm * POSITIONS, gl.minimum((pm + 1) * POSITIONS, queries) - 1, ahead, behind, left, right, keys, BLOCK
         )  # fmt: skip
+        if SPLIT:
+            share = head % shares
+            head = head // shares
+            begin, plain_begin, plain_end, end = share_of_keys(begin, plain_begin, plain_end, end, shares, share)
         until = ahead - behind + right + 1
         since = ahead - behind - left
     return (
-        found, batch, pm * POSITIONS, head, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end,
-        end, until, since,
+        found, batch, pm * POSITIONS, head, share, origin, queries, origin_k, origin_v, keys, begin, plain_begin,
+        plain_end, end, until, since,
     )  # fmt: skip
 
 
@@ -166,11 +174,11 @@ def load_loop(
     q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
     starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
     rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v, page_rows_k,
-    page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, arriving,
+    page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares, arriving,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
-    RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, KEYS: gl.constexpr,
-    CHAINED: gl.constexpr,
+    RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    KEYS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their queries, keys and values.
 
@@ -213,12 +221,12 @@ def load_loop(
             None, zero, zero, KIND, "items", False, ORDER, False, False,
         )  # fmt: skip
         (
-            found, batch, first, head, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
+            found, batch, first, head, share, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
             plain_end, end, until, since,
         ) = item_of(
             found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-            queries, keys, columns, group, batch_rows_k, batch_rows_v, left, right,
-            POSITIONS, BLOCK, TOP_LEFT, LEFT, RIGHT,
+            queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
+            POSITIONS, BLOCK, SPLIT, TOP_LEFT, LEFT, RIGHT,
         )  # fmt: skip
         if KEYS != "none":
             if over == 0:
@@ -234,10 +242,17 @@ def load_loop(
         put(slots, slot, 6, until, 1)
         put(slots, slot, 7, since, 1)
         put(slots, slot, 8, head * PACK, 1)
-        put(slots, slot, 9, batch, 1)
-        put(slots, slot, 10, origin, 1)
+        # Shares have outputs of their own: as many sequences, or rows of packed ones, once more for each.
+        to_batch, to_row = batch, origin
+        if SPLIT:
+            if RAGGED_Q:
+                to_row = origin + share * rows_q
+            else:
+                to_batch = batch + share * (sequences - 1)
+        put(slots, slot, 9, to_batch, 1)
+        put(slots, slot, 10, to_row, 1)
         put(slots, slot, 11, own_queries, 1)
-        put(slots, slot, 12, batch * stride_lb + origin * stride_lr + head * PACK * stride_lh, 1)
+        put(slots, slot, 12, to_batch * stride_lb + to_row * stride_lr + head * PACK * stride_lh, 1)
         put(slots, slot, 13, stride_lr, 1)
         put(slots, slot, 14, stride_lh, 1)
         if KEYS != "none":
