@@ -3,10 +3,10 @@
 ``python benchmarks/gpu_attention.py [section,section] [folder] [seconds]``
 
 Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
-lengths, every tile of the plan, with and without turns), ``lists`` (a log-normal mix of 64 sequences; pages of 16 and
-64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's part of a call), ``arrival``
-(keys that come from pinned memory while the kernel runs), ``neighbour`` (16 SMs held by another kernel), ``split`` (few
-queries over many keys).
+lengths, every tile of the plan, with and without turns; ``short``: at short ones, without), ``lists`` (a log-normal mix
+of 64 sequences; pages of 16 and 64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's
+part of a call), ``arrival`` (keys that come from pinned memory while the kernel runs), ``neighbour`` (16 SMs held by
+another kernel), ``split`` (few queries over many keys).
 ``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 
 Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
@@ -15,11 +15,12 @@ missing or fails is named. What has not been measured when ``seconds`` are over 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,20 +206,20 @@ def dense(run: Run, shapes: list[Shape] = SHAPES) -> None:
         run.row(name, shape.operations, calls, **shape._asdict())
 
 
-def variants(run: Run) -> None:
+def variants(run: Run, lengths: Sequence[int] = (512, 2048, 16384), kinds: Sequence[str] = ("turns", "apart")) -> None:
     """Every tile of the plan, with turns and without, beside cuDNN."""
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.runtime.properties import cuda_properties
 
     device = cuda_properties(torch.cuda.current_device())
-    for shape in (s for s in SHAPES if s.length in (512, 2048, 16384)):
+    for shape in (s for s in SHAPES if s.length in lengths):
         name = f"D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
         if not run.left(f"variants {name}"):
             continue
         q, k, v = operands_of(shape)
         problem, layout = problem_of_shape(shape)
         calls = {"cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c)}
-        for variant in ("turns", "apart"):
+        for variant in kinds:
             made = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
             for found in made:
                 plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
@@ -466,6 +467,7 @@ def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host, "arrival": arrival,
     "neighbour": neighbour, "split": split,
+    "short": functools.partial(variants, lengths=(512, 1024, 2048), kinds=("apart",)),
 }  # fmt: skip
 
 

@@ -82,11 +82,14 @@ class Tile(NamedTuple):
 #: keys, their weights half of that, the accumulator one for each two columns of V.
 TILES = (
     Tile(64, 2, 128),
+    Tile(64, 2, 64),
     Tile(64, 3, 64),
     Tile(64, 2, 64, busy=True),
     Tile(128, 2, 128),
+    Tile(128, 2, 64),
     Tile(128, 2, 64, busy=True),
     Tile(256, 2, 64),
+    Tile(256, 2, 32),
     Tile(256, 2, 32, busy=True),
 )
 
