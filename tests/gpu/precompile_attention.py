@@ -49,8 +49,9 @@ def launched(call: Callable[[], Any], device: DeviceProperties) -> list[Job]:
         for backend in ("hopper", "portable"):
             try:
                 plan = plan_attention(
-                    replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend=backend
-                )
+                    replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend=backend,
+                    splits=s.splits or None,
+                )  # fmt: skip
             except NotImplementedError:
                 continue
             found.append((plan, layout))

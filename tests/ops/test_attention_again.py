@@ -118,8 +118,9 @@ def test_what_always_goes_the_long_way(calls, monkeypatch, name):
         how["sinks"] = on_gpu(4)
     if name == "a list":
         how["window"] = [3, 0]
-    if name == "out":  # which may overlap
-        how["out"] = torch.empty_like(q)
+    if name == "out":  # in the columns that q leaves free, which only the long way sees
+        room = on_gpu(2, 5, 4, 16)
+        q, how["out"] = room[..., :8], room[..., 8:]
     if name == "a gradient":
         q.requires_grad_()
     if name == "autocast":
@@ -134,6 +135,20 @@ def test_what_always_goes_the_long_way(calls, monkeypatch, name):
         else:
             ts.attention(q, k, v, **how)
     assert calls == ["long", "long"]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_an_output_that_is_given(calls, layout):
+    q, k, v = qkv(layout)
+    outs = [torch.empty_like(q) for _ in range(3)]
+    for out in outs:
+        found, lse = ts.attention(q, k, v, layout=layout, out=out, return_lse=True)
+        assert found is out
+        assert lse.shape == (2, 4, 5)
+    assert calls[0] == "long"
+    assert [call.out is out for call, out in zip(calls[1:], outs[1:], strict=True)] == [True, True]
+    with pytest.raises(ValueError, match="out: overlaps q in memory"):
+        ts.attention(q, k, v, layout=layout, out=q)
 
 
 def test_wrong_arguments_raise_behind_right_ones(calls):

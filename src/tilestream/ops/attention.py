@@ -175,8 +175,9 @@ def attention(
     """
     op = "attention"
     key = None
-    if arrival is None and out is None and deadline is None and not torch.compiler.is_compiling():
-        q_given, others = q, (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k)
+    if arrival is None and deadline is None and not torch.compiler.is_compiling():
+        q_given = q
+        others = (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out)
         said = (
             layout, causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule,
             splits,

@@ -14,6 +14,7 @@ from tilestream.kernels.attention import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.again import Known, is_plain, unwatched
 from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.ops.overlap import span
 from tilestream.plan import limit as limits
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, context_units
@@ -21,7 +22,7 @@ from tilestream.runtime.properties import allows_tf32, context_units
 if TYPE_CHECKING:
     from tilestream.ops.attention_gpu import AnyLaunch
 
-#: The tensors of a call behind q, k and v, in the order of `Tensors`, as the caller gives them.
+#: The tensors of a call behind q, k and v, in the order of `Tensors`, then the output, as the caller gives them.
 Others = tuple[torch.Tensor | None, ...]
 
 
@@ -36,6 +37,8 @@ class _Decided(NamedTuple):
         Whether it lies as q does: torch makes such a one in half the time.
     lse
         The log-sum-exp's shape, where the caller asks for it.
+    spans
+        Of an output that is given, and of the tensors that are read: bytes from the first to the last.
     """
 
     launch: AnyLaunch
@@ -44,6 +47,7 @@ class _Decided(NamedTuple):
     dtype: torch.dtype
     like: bool
     lse: torch.Size | None
+    spans: tuple[int, ...]
 
 
 _known: Known[_Decided] = Known()
@@ -94,11 +98,25 @@ def run(
     found = _known.get(key)
     if found is None:
         return None
+    out = others[-1]
+    if out is not None and _may_meet(out, (q, k, v, *others[:-1]), found.spans):
+        return None
     check_device(q.device.index)
-    out = torch.empty_like(q) if found.like else q.new_empty(found.shape, dtype=found.dtype)
+    if out is None:
+        out = torch.empty_like(q) if found.like else q.new_empty(found.shape, dtype=found.dtype)
     lse = None if found.lse is None else q.new_empty(found.lse, dtype=torch.float32)
-    found.launch(Operands(q, k, v, out, found.scale, lse, *others), None)
+    found.launch(Operands(q, k, v, out, found.scale, lse, *others[:-1]), None)
     return out if lse is None else (out, lse)
+
+
+def _may_meet(out: torch.Tensor, read: tuple[torch.Tensor | None, ...], spans: tuple[int, ...]) -> bool:
+    """Whether one of them begins before the output ends, and the other way round: the long way looks closer."""
+    begin = out.data_ptr()
+    end = begin + spans[0]
+    return any(
+        x is not None and x.data_ptr() < end and begin < x.data_ptr() + length
+        for x, length in zip(read, spans[1:], strict=True)
+    )
 
 
 def remember(
@@ -119,4 +137,7 @@ def remember(
     operands = Operands(t.q, t.k, t.v, out, s.scale, lse, *t[3:])
     launch = attention_gpu.find(operands, t, s, None, limits.limit())
     like = q.shape == answer.shape and q.dtype == answer.dtype and q.is_contiguous()
-    _known.keep(key, _Decided(launch, s.scale, answer.shape, answer.dtype, like, None if lse is None else lse.shape))
+    spans = tuple(0 if x is None else span(x) for x in (out, *t))
+    _known.keep(
+        key, _Decided(launch, s.scale, answer.shape, answer.dtype, like, None if lse is None else lse.shape, spans)
+    )
