@@ -2,8 +2,8 @@
 
 What a call on GPU operands may do, and which kernel it launches, depends on what its arguments are, not on what is in
 them. The first call with such arguments goes the long way: it is checked, dispatched by torch, planned. Once it has
-gone through, its like goes straight to the launch: with nothing arriving, and only if nobody watches torch's dispatcher:
-a mode, a transform, autograd, a compiler, autocast.
+gone through, its like goes straight to the launch, with nothing arriving, and only if nobody watches torch's
+dispatcher: a mode, a transform, autograd, a compiler, autocast.
 
 Here are what all ops need for that, and the products of two matrices, without a residual and without an output given
 (which must be checked for overlap each time); `tilestream.ops.attention_again` has attention.
