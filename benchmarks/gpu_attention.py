@@ -206,7 +206,10 @@ def dense(run: Run, shapes: list[Shape] = SHAPES) -> None:
         run.row(name, shape.operations, calls, **shape._asdict())
 
 
-def variants(run: Run, lengths: Sequence[int] = (512, 2048, 16384), kinds: Sequence[str] = ("turns", "apart")) -> None:
+def variants(
+    run: Run, what: str = "variants", lengths: Sequence[int] = (512, 2048, 16384),
+    kinds: Sequence[str] = ("turns", "apart"),
+) -> None:  # fmt: skip
     """Every tile of the plan, with turns and without, beside cuDNN."""
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.runtime.properties import cuda_properties
@@ -214,7 +217,7 @@ def variants(run: Run, lengths: Sequence[int] = (512, 2048, 16384), kinds: Seque
     device = cuda_properties(torch.cuda.current_device())
     for shape in (s for s in SHAPES if s.length in lengths):
         name = f"D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
-        if not run.left(f"variants {name}"):
+        if not run.left(f"{what} {name}"):
             continue
         q, k, v = operands_of(shape)
         problem, layout = problem_of_shape(shape)
@@ -231,7 +234,7 @@ def variants(run: Run, lengths: Sequence[int] = (512, 2048, 16384), kinds: Seque
                     return x.out
 
                 calls[f"{variant} {found.block[0]}x{found.block[1]}"] = call
-        run.row(f"variants {name}", shape.operations, calls, **shape._asdict())
+        run.row(f"{what} {name}", shape.operations, calls, **shape._asdict())
 
 
 def heads(run: Run) -> None:
@@ -324,10 +327,10 @@ def arrival(run: Run) -> None:
         def attend(q=q, k=k, v=v) -> torch.Tensor:
             return ts.attention(q, k, v, causal=True)
 
-        def both(q=q, k=k, v=v, copy=copy, coming=coming, side=side) -> torch.Tensor:
+        def both(q=q, k=k, v=v, copy=copy, coming=coming, side=side, splits=None) -> torch.Tensor:
             coming.advance()
             copy()
-            out = ts.attention(q, k, v, causal=True, arrival=coming, deadline=10.0)
+            out = ts.attention(q, k, v, causal=True, arrival=coming, deadline=10.0, splits=splits)
             torch.cuda.current_stream().wait_stream(side)
             return out
 
@@ -344,7 +347,10 @@ def arrival(run: Run) -> None:
         if not error < 1e-2:
             run.record.data["failures"].append(f"{name}: differs by {error:.3g}")
             continue
-        ms = run.time({"copy": joined, "attention": attend, "one after the other": in_turn, "overlapped": both})
+        ms = run.time({
+            "copy": joined, "attention": attend, "one after the other": in_turn, "overlapped": both,
+            "overlapped, tiles whole": functools.partial(both, splits=1),
+        })  # fmt: skip
         over = ms["overlapped"] / max(ms["copy"], ms["attention"])
         found = {what: round(value, 3) for what, value in ms.items()} | {"over the larger": round(over, 3)}
         run.record.rows.append({"name": name, "ms": found, "backend": ts.attention_plan(
@@ -467,7 +473,7 @@ def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host, "arrival": arrival,
     "neighbour": neighbour, "split": split,
-    "short": functools.partial(variants, lengths=(512, 1024, 2048), kinds=("apart",)),
+    "short": functools.partial(variants, what="blocks", lengths=(512, 1024, 2048), kinds=("apart",)),
 }  # fmt: skip
 
 

@@ -306,7 +306,8 @@ CHUNKINGS = {
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("how", ["dense", "packed"])
 @pytest.mark.parametrize("features", ["full", "causal", "window"])
-def test_quick_keys_that_arrive_while_the_kernel_runs(features, how, chunking, backend):
+@pytest.mark.parametrize("splits", [None, 1], ids=["split", "whole"])
+def test_quick_keys_that_arrive_while_the_kernel_runs(splits, features, how, chunking, backend):
     case = Case((300, 70), (500, 300), (6, 2), (64, 64), features, how, dtype=BF16)
     if how == "dense":
         case = _dense((300, 500), heads=(6, 2), dims=(64, 64), features=features, dtype=BF16)
@@ -323,7 +324,7 @@ def test_quick_keys_that_arrive_while_the_kernel_runs(features, how, chunking, b
         for x in flat:
             x.fill_(math.nan)
         torch.cuda.synchronize()
-        out, lse = arriving(call, arrival, deadline=PATIENCE)
+        out, lse = arriving(call, arrival, deadline=PATIENCE, splits=splits)
         with torch.cuda.stream(side):
             for chunk in range(chunks.count):
                 begin, end = chunks.range_of(chunk)
@@ -335,15 +336,16 @@ def test_quick_keys_that_arrive_while_the_kernel_runs(features, how, chunking, b
         call.check(out, lse)
 
 
+@pytest.mark.parametrize("splits", [None, 1], ids=["split", "whole"])
 @pytest.mark.parametrize("missing", [0, 4, 9])
-def test_quick_a_chunk_that_does_not_come(missing, backend):
+def test_quick_a_chunk_that_does_not_come(missing, splits, backend):
     """What was not computed is NaN, the rest is right; and the call after is."""
     call = call_of(_dense((300, 500), heads=(6, 2), dims=(64, 64), features="full", dtype=BF16), "cuda")
     arrival = ts.Arrival.uniform(100, 10, device="cuda")
     for chunk in range(10):
         if chunk != missing:
             arrival.signal(chunk)
-    out, lse = arriving(call, arrival, deadline=0.2)
+    out, lse = arriving(call, arrival, deadline=0.2, splits=splits)
     torch.cuda.synchronize()
     with pytest.raises(ts.ArrivalTimeout, match=f"attention: arrival's chunk {missing} did not arrive"):
         ts.check()

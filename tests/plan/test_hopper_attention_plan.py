@@ -197,9 +197,13 @@ def test_keys_are_split_where_it_pays(change, shares):
 def test_what_the_caller_asks_for():
     assert plan(DECODE, splits=5).shares == 5
     assert plan(replace(DECODE, seqlen_q=4096), splits=2).shares == 2
-    keys = Incoming(Chunks.uniform(32768, 512))
+    assert plan(replace(DECODE, keys=Incoming(Chunks.uniform(32768, 512))), splits=5).shares == 5
     for problem, how, why in (
-        (replace(DECODE, keys=keys), {}, "refused   splits=5: keys arrive: a tile waits for few of them at a time"),
+        (
+            replace(DECODE, seqlen_q=8_000_000),
+            {},
+            "refused   splits=5: 8000000 rows of 32 heads; it counts those of all",
+        ),
         (DECODE, {"backend": "portable"}, "refused   splits=5: the portable kernel takes a tile's keys one after"),
     ):
         made = plan(problem, splits=5, **how)
@@ -212,3 +216,23 @@ def test_what_the_caller_asks_for():
 def test_splits_out_of_range(splits):
     with pytest.raises(ValueError, match=r"splits=.*; it is how many shares .* from 1 to 128, or None"):
         attention_plan(1, 4096, splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("change", "shares"),
+    [
+        ({}, 4),  # 68 MB of scratch each
+        ({"heads_q": 8}, 8),
+        ({"seqlen_q": 32768}, 1),  # too much scratch for two
+        ({"keys": Incoming(Chunks.uniform(32768, 16384))}, 2),
+        ({"keys": Incoming(Chunks.uniform(32768, 32768))}, 1),
+        ({"keys": None}, 1),
+        ({"head_dim": 256}, 1),  # the portable kernel's
+    ],
+)
+def test_keys_that_arrive_are_split(change, shares):
+    base = replace(DECODE, seqlen_q=4096, heads_q=32, keys=Incoming(Chunks.uniform(32768, 1024)))
+    made = plan(replace(base, **{"head_dim_v": change.get("head_dim", 128), **change}))
+    assert made.shares == shares
+    if shares > 1:
+        assert made.group <= made.schedule.grid.num_n // shares, "the first keys of all heads before later ones"

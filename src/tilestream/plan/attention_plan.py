@@ -123,11 +123,13 @@ def schedule_of(
 ) -> Schedule:  # fmt: skip
     """The schedule of tiles of ``positions`` query positions and ``pack`` heads: see `AttentionPlan`.
 
-    Several queues split the heads, so that what shares K and V shares a queue. The ``shares`` of a tile's keys are
-    neighbouring columns.
+    Several queues split the heads, so that what shares K and V shares a queue. Shares of a sequence's keys are columns
+    of their own: those of the first keys, of all heads, before those of the next.
     """
-    heads = problem.heads_q // pack * shares
-    group = group * shares
+    heads = problem.heads_q // pack
+    if shares > 1:
+        group = min(group, heads)
+    heads *= shares
     if problem.varlen:
         # Each sequence has at most one tile that is not full; so have the rows that belong to none.
         bound = (problem.tokens_q + (problem.batch + 1) * (positions - 1)) // positions
@@ -213,7 +215,7 @@ def _schedule(plan: AttentionPlan) -> list[tuple[str, str]]:
         ("tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"),
         *split,
         ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}"),
-        ("raster", f"longest first, {plan.group // plan.shares} {'packs' if plan.pack > 1 else 'heads'} at a time"),
+        ("raster", f"longest first, {plan.group} {'packs' if plan.pack > 1 else 'heads'} at a time"),
     ]
 
 

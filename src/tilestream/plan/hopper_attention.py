@@ -55,8 +55,10 @@ TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 10e-9
 MERGE_SECONDS = 4e-6
 #: How much of the memory's bandwidth a worker can have, in units of its fair part.
 MOST_OF_BANDWIDTH = 2.0
-#: Shares that a tile's keys are split into without being asked to, at most; and blocks of a share, at least.
+#: Shares that a tile's keys are split into, at most; blocks of a share, at least, where nobody asks for shares.
 MOST_SHARES, _LEAST_BLOCKS = 128, 2
+#: Shares where keys arrive, at most, and the bytes of scratch that they may take: written and read once more.
+ARRIVING_SHARES, SCRATCH_BYTES = 8, 320 * 2**20
 #: Share of the nominal rates that kernels reach.
 EFFICIENCY, MEMORY_EFFICIENCY = 0.92, 0.86
 
@@ -79,17 +81,16 @@ class Tile(NamedTuple):
 
 
 #: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
-#: keys, their weights half of that, the accumulator one for each two columns of V.
+#: keys, their weights half of that, the accumulator one for each two columns of V. Blocks are as large as that leaves
+#: room for: of half the keys they were 3 % faster at S = 512, causal, D = 128 (1 % at D = 64), and 2 to 26 % slower at
+#: all else (H100, benchmarks/results/gpu_attention_split.json).
 TILES = (
     Tile(64, 2, 128),
-    Tile(64, 2, 64),
     Tile(64, 3, 64),
     Tile(64, 2, 64, busy=True),
     Tile(128, 2, 128),
-    Tile(128, 2, 64),
     Tile(128, 2, 64, busy=True),
     Tile(256, 2, 64),
-    Tile(256, 2, 32),
     Tile(256, 2, 32, busy=True),
 )
 
@@ -159,8 +160,6 @@ def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: in
 
 def unsplit(problem: AttentionProblem, shares: int) -> str:
     """Why a tile's keys are not split into so many shares; empty if they may be."""
-    if problem.keys is not None:
-        return "keys arrive: a tile waits for few of them at a time, and does what is there meanwhile"
     if shares * problem.rows * problem.heads_q >= 2**30:
         return f"{problem.rows} rows of {problem.heads_q} heads; it counts those of all shares in 30 bits"
     return ""
@@ -169,11 +168,24 @@ def unsplit(problem: AttentionProblem, shares: int) -> str:
 def shares_of(problem: AttentionProblem, tiles: int, blocks: float, workers: int, splits: int | None) -> list[int]:
     """Into how many shares a tile's keys may be split: one, and where workers are idle what fills them once or twice.
 
-    ``blocks``: of a tile. ``splits``: what the caller asks for; None: nothing.
+    Where keys arrive, the shares of the first keys are done before the later ones come; whole, a tile would hold its
+    worker until the last of them. So they are split there whatever the tiles, while scratch for that is not too large.
+
+    Parameters
+    ----------
+    blocks
+        Of a tile.
+    splits
+        What the caller asks for; None: nothing.
     """
     if splits is not None:
         return [1 if unsplit(problem, splits) else splits]
     most = min(int(blocks) // _LEAST_BLOCKS, MOST_SHARES)
+    if problem.keys is not None:
+        bytes_of_share = 4 * problem.rows * problem.heads_q * (problem.head_dim_v + 1)
+        late = min(most, ARRIVING_SHARES, problem.keys.chunks.count, SCRATCH_BYTES // bytes_of_share)
+        if late > 1 and not unsplit(problem, late):
+            return [late]
     wanted = (waves * workers // max(tiles, 1) for waves in (1, 2))
     found = {max(1, min(most, shares)) for shares in wanted}
     return [1, *sorted(shares for shares in found if shares > 1 and not unsplit(problem, shares))]

@@ -85,6 +85,10 @@ HOWS: dict[str, dict[str, Any]] = {
         "window": (300, 20), "softcap": 30.0, "sinks": True, "return_lse": True, "varlen": True, "tokens_q": 8192,
         "tokens_k": 8192, "keys": Incoming(Chunks((0, 5, 8192))),
     },
+    "arriving, split": {
+        "window": (300, 20), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192,
+        "keys": Incoming(Chunks((0, 5, 8192))), "splits": 3,
+    },
     "worst": {
         "causal": True, "window": (300, None), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192,
         "page_size": 8, "pages": 4096, "lengths": True, "return_lse": True, "heads_q": 24, "heads_kv": 8,

@@ -200,11 +200,11 @@ def joined(case: Case, outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, 
     """What the launch behind makes of shares: flat, and laid out as `run` lays out what is not split."""
     p = case.problem
     lse = lses.reshape(*outs.shape[:-1]).astype(np.float64)  # shares, rows, heads
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # of what sees nothing, and of what is void
         own = np.log(np.exp(lse).sum(0))
         sink = -np.inf if case.sinks is None else case.sinks
         whole = np.logaddexp(own, sink)
-    weights = np.where(np.isfinite(whole), np.exp(lse - np.where(np.isfinite(whole), whole, 0.0)), 0.0)
+    weights = np.where(whole == -np.inf, 0.0, np.exp(lse - np.where(whole == -np.inf, 0.0, whole)))
     out = (weights[..., None] * outs).sum(0)
     if not p.varlen:
         whole = whole.reshape(p.batch, p.seqlen_q, p.heads_q).transpose(0, 2, 1)
@@ -357,6 +357,28 @@ def test_keys_in_shares(name, splits):
     plan = plan_of(case.problem, splits=splits)
     assert plan.shares == splits
     check(case, plan=plan, seed=len(name))
+
+
+@pytest.mark.parametrize("over_at", [None, 2])
+@pytest.mark.parametrize(
+    "name", [name if name in ("causal", "varlen") else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+)
+def test_shares_of_keys_that_arrive(name, over_at):
+    case = LATE[name]
+    plan = plan_of(case.problem, splits=3)
+    assert plan.shares == 3
+    outs, lses = run(case, plan=plan, over_at=over_at, seed=len(name))
+    if over_at is None:
+        check(case, plan=plan, seed=len(name))
+    else:
+        assert any(np.isnan(out).any() for out in outs)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        right, _ = case.reference(i)
+        void = np.isnan(out)
+        assert (void.all(-1) == void.any(-1)).all()
+        assert (np.isnan(lse) == void.all(-1)).all()
+        assert over_at is not None or not void.any()
+        assert np.abs(out - right)[~void].max(initial=0.0) < 3e-3 * max(1.0, np.abs(right).max(initial=0.0))
 
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])

@@ -120,6 +120,7 @@ def item_of(
     zero = tl.cast(0, tl.int32)
     origin, origin_k, origin_v, begin, plain_begin, plain_end, end = zero, zero, zero, zero, zero, zero, zero
     until, since, share = zero, zero, zero
+    heads = columns
     if SPLIT:
         columns = columns * shares
     batch = pn // columns
@@ -157,8 +158,9 @@ def item_of(
             pm * POSITIONS, gl.minimum((pm + 1) * POSITIONS, queries) - 1, ahead, behind, left, right, keys, BLOCK
         )  # fmt: skip
         if SPLIT:
-            share = head % shares
-            head = head // shares
+            # A sequence's first keys before its later ones, which may not have arrived.
+            share = head // heads
+            head = head % heads
             begin, plain_begin, plain_end, end = share_of_keys(begin, plain_begin, plain_end, end, shares, share)
         until = ahead - behind + right + 1
         since = ahead - behind - left
