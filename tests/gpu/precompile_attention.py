@@ -48,8 +48,8 @@ def launched(call: Callable[[], Any], device: DeviceProperties, backend: str) ->
         no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
         try:
             plan = plan_attention(
-                replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend=backend,
-                splits=s.splits or None,
+                replace(problem, no_tma=no_tma), s.workers or limit or None, s.schedule, device=device,
+                backend=backend, splits=s.splits or None,
             )  # fmt: skip
         except NotImplementedError:
             return

@@ -2,19 +2,23 @@
 
 On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree
 is a copy without its history, JOBS the number of processes that share a pass (default 4: most of a test's time is the
-host's). ARGS are pytest's.
+host's), SAMPLE=n that every n-th test will do, LIMIT the seconds that a pass may take: the record says so of both. ARGS
+are pytest's.
 
-Passes are ``hopper`` (that kernel's tests), ``attention``, ``sanitizers``, ``others``, and ``blocking``: numbers again,
-with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already in the record stays if it is of the same commit,
-machine and versions: so passes may be run by several commands, where a command's time is limited.
+Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: by one process),
+``sanitizers``, ``others``, and ``blocking``: numbers again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What
+is already in the record stays if it is of the same commit, machine and versions: so passes may be run by several
+commands, where a command's time is limited.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -72,36 +76,40 @@ def arguments_of(name: str) -> list[str]:
     def files(*names: str) -> list[str]:
         return [str(HERE / f"test_gpu_{name}.py") for name in names]
 
-    sanitizers, attention = files("consan", "sanitize"), files("attention", "hopper_attention")
-    return {
+    passes = {
         "hopper": files("hopper"),
-        "attention": attention,
-        "sanitizers": sanitizers,
-        "others": [str(HERE), *(f"--ignore={path}" for path in (*files("hopper"), *attention, *sanitizers))],
-        "blocking": [
-            *files("matmul", "arrival", "hopper"), "-k",
-            "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
-        ],
-    }[name]  # fmt: skip
+        "attention": files("attention", "hopper_attention"),
+        "alone": files("arrival", "distributed", "demo"),
+        "sanitizers": files("consan", "sanitize"),
+    }
+    rest = [f"--ignore={path}" for paths in passes.values() for path in paths]
+    passes["others"] = [str(HERE), *rest]
+    passes["blocking"] = [
+        *files("matmul", "arrival", "hopper"), "-k",
+        "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
+    ]  # fmt: skip
+    return passes[name]
 
 
-PASSES = ("hopper", "attention", "sanitizers", "others", "blocking")
+PASSES = ("hopper", "attention", "alone", "sanitizers", "others", "blocking")
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     """A pass, shared by JOBS processes. One that did not reach its end counts as a failure."""
-    begin, jobs = time.monotonic(), int(os.environ.get("JOBS", "4"))
+    begin, jobs = time.monotonic(), 1 if name == "alone" else int(os.environ.get("JOBS", "4"))
+    sample, end = int(os.environ.get("SAMPLE", "1")), begin + float(os.environ.get("LIMIT", "inf"))
     environment = {**os.environ, "TILESTREAM_PASS": name}
     if name == "blocking":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
     parts = [target.with_suffix(f".{name}.{job}") for job in range(jobs)]
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, str(part), *arguments], env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs}"}
+            [sys.executable, __file__, str(part), *arguments],
+            env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs * sample}"} | _device_of(job, jobs),
         )
         for job, part in enumerate(parts)
     ]
-    statuses = [process.wait() for process in started]
+    statuses = [_wait(process, end) for process in started]
     outcomes: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
     for job, (part, status) in enumerate(zip(parts, statuses, strict=True)):
@@ -109,9 +117,28 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
         part.unlink(missing_ok=True)
         outcomes.update(found.get("outcomes", {}))
         failures += found.get("failures", [])
-        if found.get("status", -1) not in (0, 1, 5):  # 5: no test fell to this process
-            failures.append(f"process {job} of {jobs} ended with status {status}")
-    return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1)}
+        if (ended := found.get("status", -1)) not in (0, 1, 5):  # 5: no test fell to this process
+            what = "was interrupted" if ended == 2 else f"ended with status {status}"
+            failures.append(f"process {job} of {jobs} {what}")
+    return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": sample}
+
+
+def _device_of(job: int, jobs: int) -> dict[str, str]:
+    """Processes that share a pass take the GPUs in turn; one that is alone has all of them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return {"CUDA_VISIBLE_DEVICES": str(job % count)} if jobs > 1 and count > 1 else {}
+
+
+def _wait(process: subprocess.Popen[bytes], end: float) -> int:
+    """Its status; what is not done at ``end`` is interrupted, and writes down what it has done."""
+    for signal_, seconds in ((signal.SIGINT, end - time.monotonic()), (signal.SIGKILL, 10.0)):
+        try:
+            return process.wait(None if math.isinf(seconds) else max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal_)
+    return process.wait()
 
 
 def main() -> int:
