@@ -368,16 +368,12 @@ def test_shares_of_keys_that_arrive(name, over_at):
     plan = plan_of(case.problem, splits=3)
     assert plan.shares == 3
     outs, lses = run(case, plan=plan, over_at=over_at, seed=len(name))
-    if over_at is None:
-        check(case, plan=plan, seed=len(name))
-    else:
-        assert any(np.isnan(out).any() for out in outs)
+    assert any(np.isnan(out).any() for out in outs) == (over_at is not None)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         right, _ = case.reference(i)
         void = np.isnan(out)
         assert (void.all(-1) == void.any(-1)).all()
         assert (np.isnan(lse) == void.all(-1)).all()
-        assert over_at is not None or not void.any()
         assert np.abs(out - right)[~void].max(initial=0.0) < 3e-3 * max(1.0, np.abs(right).max(initial=0.0))
 
 
@@ -566,7 +562,7 @@ def test_loops_do_what_is_explored(dim, variant):
 @pytest.mark.parametrize("over_at", [None, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4))])
 def test_loops_do_what_is_explored_where_keys_arrive(over_at):
     # A chunk is a block, so that each block is asked for.
-    case = arriving(same(400, 500, 3, causal=True, head_dim=128))
+    case = arriving(same(260, 400, 2, causal=True, head_dim=128))
     plan = plan_of(case.problem)
     assert plan.block[1] == 128
     machines: list[Machine] = []
