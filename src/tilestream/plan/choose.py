@@ -7,7 +7,7 @@ import logging
 import math
 from typing import get_args
 
-from tilestream.plan import cdna_tiles, cpu, hopper, portable
+from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.plan import Plan, Refusal, of_candidate
@@ -43,8 +43,12 @@ def plan_problem(
     variant: str | None = None,
     stages: int | None = None,
     limit: int = 0,
+    consult: bool = True,
 ) -> Plan:
-    """`plan` for a `Problem`; the same object for the same question. ``limit``: see `tilestream.plan.limit`."""
+    """`plan` for a `Problem`; the same object for the same question.
+
+    ``limit``: see `tilestream.plan.limit`; ``consult``: whether what was measured counts, see `tilestream.plan.tuned`.
+    """
     device = device or cpu_properties()
     kinds, refused = _kinds(schedule, queues, shares)
     arriving = problem.rows is not None or problem.columns is not None
@@ -59,7 +63,7 @@ def plan_problem(
         )
         if given
     ]  # fmt: skip
-    name = device.backend
+    name, why = device.backend, "least of {} candidates in the cost model"
     if device.backend == "cpu":
         inline = not arriving and not forced
         found = list(
@@ -78,6 +82,9 @@ def plan_problem(
             queues=queues, shares=shares, variant=variant, stages=stages,
         )  # fmt: skip
         best = _best(found)
+        if consult and not (forced or arriving or backend or variant or stages):
+            best, why, other = _as_measured(problem, device, best, found, why)
+            refused += other
         if name == "hopper" and schedule == "auto":
             refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
         refused += _other_tiles(best, found)
@@ -87,7 +94,7 @@ def plan_problem(
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(problem, name, best, found),)
     refused += (elsewhere,)
-    made = of_candidate(problem, device, name, best, f"least of {len(found)} candidates in the cost model", refused)
+    made = of_candidate(problem, device, name, best, why.format(len(found)), refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
@@ -146,6 +153,27 @@ def _no_candidate(backend: str, tile: tuple[int, int] | None, kinds: tuple[Kind,
     if tile in known or tile[::-1] in known:
         return f"a tile of {name} does not fit with {' or '.join(kinds)} here: registers, or shared memory"
     return f"it has no {name} tile here"
+
+
+def _as_measured(
+    problem: Problem, device: DeviceProperties, best: Candidate, found: list[Candidate], why: str
+) -> tuple[Candidate, str, tuple[Refusal, ...]]:
+    """The candidate that `tilestream tune` found to be the fastest here, if it was run; why; and what it replaces."""
+    entry = tuned.lookup(problem, device)
+    if entry is None:
+        return best, why, ()
+    measured = tuned.matching(entry, found)
+    if measured is None:
+        return (
+            best,
+            why,
+            (Refusal("what was measured", "tilestream tune found a plan that there is no more: tune anew"),),
+        )
+    why = f"fastest of {entry['plans']} plans that tilestream tune measured here on {entry['date']}"
+    if measured is best:
+        return best, why, ()
+    times = f"{entry['model_us']:.4g} us, this {entry['us']:.4g} us"
+    return measured, why, (Refusal("the cost model's choice", f"measured: {times}"),)
 
 
 def _best(found: list[Candidate]) -> Candidate:
