@@ -112,7 +112,8 @@ def _name(case: Case) -> str:
 
 
 #: Of the portable kernel every fourth case where the other one has them all: its compilation is most of the time.
-PORTABLE_STEP = 4 if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else 1
+_IS_HOPPER = torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+PORTABLE_STEP = 4 if _IS_HOPPER else 1
 
 
 def _each():
