@@ -10,6 +10,11 @@ from gemm_shapes import geomean
 from render_gemm import table
 
 Record = dict[str, Any]
+#: What a record's part of the page is called, where it is not simply attention prefill.
+TITLES = {
+    "gpu_attention_calls": "Attention, calls",
+    "gpu_attention_split": "Attention, few queries, and keys that arrive",
+}
 #: Who a row's peers are; all others are ours.
 PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
 
@@ -21,14 +26,15 @@ def sections(results: Path) -> list[str]:
 
 
 def section(data: Record) -> str:
-    """Kernels beside their peers, calls through `ts.attention`, and packed and paged keys."""
+    """Kernels beside their peers, calls through `ts.attention`, packed and paged keys, shares, arrival, neighbours."""
     where = (
         f"{data['device']}, torch {data['torch']}, Triton {data['triton']}, commit `{data['commit']}`, {data['date']}"
     )
     kernels = [row for row in data["rows"] if row["name"].startswith("variants")]
-    calls = [row for row in data["rows"] if "length" in row and row not in kernels]
+    calls = [row for row in data["rows"] if row["name"].startswith("D")]
+    blocks = [row for row in data["rows"] if row["name"].startswith("blocks")]
     lists = [row for row in data["rows"] if "lengths" in row]
-    parts = [f"## Attention prefill, {data['device']}"]
+    parts = [f"## {TITLES.get(data['name'], 'Attention prefill')}, {data['device']}"]
     if kernels:
         ratios = [best(row)[1] / peer(row)[1] for row in kernels]
         parts += [
@@ -38,10 +44,25 @@ def section(data: Record) -> str:
             compared(kernels),
         ]
     if calls:
+        ratios = [best(row)[1] / peer(row)[1] for row in calls]
         parts += [
-            "Calls of `ts.attention`, the host's part among it where a call is short (what the calls above leave out):",
+            f"Calls of `ts.attention`, issued while the GPU sleeps: 16k tokens of {data['dtype']} in sequences of S, "
+            f"L2 flushed before each ({where}). TFLOP/s. Geometric mean of the ratios {geomean(ratios):.3f}, the worst "
+            f"{min(ratios):.3f}.",
             compared(calls),
         ]
+    for row in (row for row in data["rows"] if row["name"] == "host"):
+        parts += [
+            f"The host's microseconds of a call like the one before ({where}):",
+            table(list(row["us"]), [[f"{value:.1f}" for value in row["us"].values()]]),
+        ]
+    if blocks:
+        names = list(dict.fromkeys(name for row in blocks for name in row["tflops"]))
+        rows = [
+            [row["name"].removeprefix("blocks "), *(_rate(row["tflops"].get(name)) for name in names)] for row in blocks
+        ]
+        parts += [f"Key blocks of half the size at short sequences ({where}), TFLOP/s:", table(["", *names], rows)]
+    parts += _beside(data["rows"], where)
     for row in lists:
         names = list(row["tflops"])
         parts += [
@@ -52,6 +73,31 @@ def section(data: Record) -> str:
     if data.get("missing"):
         parts.append(f"Not measured, for want of time: {', '.join(data['missing'])}.")
     return "\n\n".join(parts)
+
+
+def _beside(rows: list[Record], where: str) -> list[str]:
+    """Keys in shares, keys that arrive, and a neighbour: a table each, if it was measured."""
+    parts = []
+    for name, key, text in (
+        ("split", "us", "Few queries over many keys, 32 query heads on 8 heads of keys, microseconds"),
+        ("arrival", "ms", "Keys that come from pinned memory while the kernel runs, milliseconds"),
+        ("neighbour", "share", "Beside a kernel that holds 16 SMs: share of the idle rate, of what is proportional"),
+    ):
+        found = [row for row in rows if row["name"].startswith(name + " ")]
+        if found:
+            heads = list(found[0][key])
+            more = ["shares"] if "shares" in found[0] else []
+            made = [
+                [row["name"].removeprefix(name + " "), *(str(row[key].get(head, "")) for head in heads),
+                 *(str(row[what]) for what in more)]
+                for row in found
+            ]  # fmt: skip
+            parts += [f"{text} ({where}):", table(["", *heads, *more], made)]
+    return parts
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
 
 
 def best(row: Record) -> tuple[str, float]:

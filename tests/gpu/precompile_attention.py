@@ -39,22 +39,21 @@ from tilestream.plan.device import DeviceProperties
 Job = tuple[AttentionPlan, AttentionLayout]
 
 
-def launched(call: Callable[[], Any], device: DeviceProperties) -> list[Job]:
-    """What a call on CPU tensors would launch of each kernel if they were on ``device``."""
+def launched(call: Callable[[], Any], device: DeviceProperties, backend: str) -> list[Job]:
+    """What a call on CPU tensors would launch of a backend's kernel if they were on ``device``."""
     found: list[Job] = []
 
     def note(x: Any, t: Any, s: Any, keys: Any, deadline: float, limit: int = 0) -> None:
         problem, layout = problem_of(t, s, keys), layout_of(x)
         no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
-        for backend in ("hopper", "portable"):
-            try:
-                plan = plan_attention(
-                    replace(problem, no_tma=no_tma), s.workers or limit or None, s.schedule, device=device,
-                    backend=backend,
-                )  # fmt: skip
-            except NotImplementedError:
-                continue
-            found.append((plan, layout))
+        try:
+            plan = plan_attention(
+                replace(problem, no_tma=no_tma), s.workers or limit or None, s.schedule, device=device,
+                backend=backend, splits=s.splits or None,
+            )  # fmt: skip
+        except NotImplementedError:
+            return
+        found.append((plan, layout))
 
     run, attention_library.execute = attention_library.execute, note
     try:
@@ -72,8 +71,10 @@ def of_tests(device: DeviceProperties, parts: list[str]) -> Iterator[Job]:
 
     for case in tests._each():
         if not parts or any(part in case.id for part in parts):
-            call = call_of(case.values[0])
-            yield from launched(lambda call=call: ts.attention(**call.tensors, **call.options, return_lse=True), device)
+            backend, what = case.values
+            call = call_of(what)
+            how = {**call.tensors, **call.options, "return_lse": True}
+            yield from launched(lambda how=how: ts.attention(**how), device, backend)
 
 
 def of_benchmark(device: DeviceProperties) -> Iterator[Job]:

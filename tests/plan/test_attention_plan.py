@@ -80,9 +80,9 @@ def test_a_problem_refuses(change, error, message):
         ({"backend": "portable"}, NotImplementedError, "backend='portable'; it is a GPU's.* for the CPU"),
         ({"device": H100, "backend": "cdna"}, NotImplementedError, "backend='cdna': it is for gfx942 and gfx950"),
         (
-            {"device": H100, "backend": "hopper", "arrival": ts.Arrival.uniform(64, 1)},
+            {"device": H100, "backend": "hopper", "arrival": ts.Arrival.uniform(64, 1), "head_dim": 256},
             NotImplementedError,
-            "backend='hopper': keys arrive, and it has no gate yet; leave backend= away",
+            "backend='hopper': keys arrive, and sums of 256 columns leave no registers for a gate; leave backend= away",
         ),
         (
             {"device": A100, "backend": "hopper"},

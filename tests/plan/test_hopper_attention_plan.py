@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from tilestream.arrival.chunks import Chunks
 from tilestream.plan import hopper_attention as policy
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.attention_choose import attention_plan, plan_attention
 from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import Incoming
 
 H100 = DeviceProperties(
     "an H100", "portable", 132, 256 * 1.755e9, 3.35e12, "a stub", "sm_90", 232448,
@@ -160,3 +162,77 @@ def test_of_64_columns_the_tile_that_was_measured_faster(length, causal):
 def test_a_variant_is_one_that_there_is():
     with pytest.raises(ValueError, match="variant='foo'; it is one of turns, apart, or None for the model's choice"):
         list(policy.candidates(DENSE, H100, 132, kind="dynamic", variant="foo"))
+
+
+# Keys in shares -------------------------------------------------------------------------------------------------------
+
+DECODE = AttentionProblem(1, 32, 8, 1, 32768, 128, causal=True)
+
+
+def test_few_queries_over_many_keys_fill_the_workers():
+    made = plan(DECODE)
+    assert made.pack == 4
+    assert made.shares == 132 // 8
+    assert made.schedule.grid.tiles == 8 * made.shares
+    assert f"split     keys of a tile in {made.shares} shares, whose outputs a second launch joins" in made.explain()
+    whole = plan(DECODE, splits=1)
+    assert whole.shares == 1
+    assert whole.predicted > 4 * made.predicted
+    assert "split " not in whole.explain()
+
+
+@pytest.mark.parametrize(
+    ("change", "shares"),
+    [
+        ({"seqlen_q": 4096, "heads_q": 32}, 1),  # tiles enough
+        ({"batch": 64}, 1),
+        ({"seqlen_k": 256}, 1),  # too few keys
+        ({"seqlen_q": 64, "seqlen_k": 16384, "heads_kv": 8}, 8),
+    ],
+)
+def test_keys_are_split_where_it_pays(change, shares):
+    assert plan(replace(DECODE, **change)).shares == shares
+
+
+def test_what_the_caller_asks_for():
+    assert plan(DECODE, splits=5).shares == 5
+    assert plan(replace(DECODE, seqlen_q=4096), splits=2).shares == 2
+    assert plan(replace(DECODE, keys=Incoming(Chunks.uniform(32768, 512))), splits=5).shares == 5
+    for problem, how, why in (
+        (
+            replace(DECODE, seqlen_q=8_000_000),
+            {},
+            "refused   splits=5: 8000000 rows of 32 heads; it counts those of all",
+        ),
+        (DECODE, {"backend": "portable"}, "refused   splits=5: the portable kernel takes a tile's keys one after"),
+    ):
+        made = plan(problem, splits=5, **how)
+        assert made.shares == 1
+        assert why in made.explain()
+    assert "refused   splits" not in plan(DECODE, splits=5).explain()
+
+
+@pytest.mark.parametrize("splits", [0, -1, 129, True, 2.0, "4"])
+def test_splits_out_of_range(splits):
+    with pytest.raises(ValueError, match=r"splits=.*; it is how many shares .* from 1 to 128, or None"):
+        attention_plan(1, 4096, splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("change", "shares"),
+    [
+        ({}, 4),  # 68 MB of scratch each
+        ({"heads_q": 8}, 8),
+        ({"seqlen_q": 32768}, 1),  # too much scratch for two
+        ({"keys": Incoming(Chunks.uniform(32768, 16384))}, 2),
+        ({"keys": Incoming(Chunks.uniform(32768, 32768))}, 1),
+        ({"keys": None}, 1),
+        ({"head_dim": 256}, 1),  # the portable kernel's
+    ],
+)
+def test_keys_that_arrive_are_split(change, shares):
+    base = replace(DECODE, seqlen_q=4096, heads_q=32, keys=Incoming(Chunks.uniform(32768, 1024)))
+    made = plan(replace(base, **{"head_dim_v": change.get("head_dim", 128), **change}))
+    assert made.shares == shares
+    if shares > 1:
+        assert made.group <= made.schedule.grid.num_n // shares, "the first keys of all heads before later ones"

@@ -117,7 +117,7 @@ class Launch:
 
 def with_words(
     device: torch.device, schedule: Schedule | None, block: Sequence[int], issue: Callable[[int, Words], None],
-    listed: int = 0,
+    listed: int = 0, floats: int = 0,
 ) -> None:  # fmt: skip
     """Issue a launch on the current stream, with words to work on; ``schedule`` is None where it needs none.
 
@@ -129,16 +129,18 @@ def with_words(
         Told the stream and the words.
     listed
         Elements of either half of a list that the launch makes for itself.
+    floats
+        Elements of partial results that it asks for, whatever its schedule.
     """
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     if schedule is None:
         issue(stream, NO_WORDS)
     elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        issue(stream, captured_words(device, schedule, block, listed))
+        issue(stream, captured_words(device, schedule, block, listed, floats))
     else:
         workspace = device_workspace(device, stream)
         with workspace.lock:
-            issue(stream, workspace.open(schedule, block, listed))
+            issue(stream, workspace.open(schedule, block, listed, floats))
 
 
 def address(x: Any) -> Any:

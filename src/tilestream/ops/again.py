@@ -2,14 +2,16 @@
 
 What a call on GPU operands may do, and which kernel it launches, depends on what its arguments are, not on what is in
 them. The first call with such arguments goes the long way: it is checked, dispatched by torch, planned. Once it has
-gone through, its like goes straight to the launch: of two matrices, with nothing arriving, no residual, and no output
-given (which must be checked for overlap each time); and only if nobody watches torch's dispatcher: a mode, a transform,
-autograd, a compiler, autocast.
+gone through, its like goes straight to the launch, with nothing arriving, and only if nobody watches torch's
+dispatcher: a mode, a transform, autograd, a compiler, autocast.
+
+Here are what all ops need for that, and the products of two matrices, without a residual and without an output given
+(which must be checked for overlap each time); `tilestream.ops.attention_again` has attention.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -27,9 +29,39 @@ if TYPE_CHECKING:
     from tilestream.ops.operands import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: By all that the checks and the plan depend on.
-_known: dict[object, Launch] = {}
 _MOST = 4096
+
+T = TypeVar("T")
+
+
+class Known(dict[object, T]):
+    """What was decided for earlier calls, by all that the checks and the plan depend on. Holds no tensor."""
+
+    def keep(self, key: object, decided: T) -> None:
+        """Remember it; when there is too much, all that was before is forgotten."""
+        if len(self) >= _MOST:
+            self.clear()
+        self[key] = decided
+
+
+def unwatched(device: torch.device) -> bool:
+    """Whether a launch on ``device`` may be issued past torch's dispatcher: nobody would see the call there."""
+    return not (
+        current() is not None  # traced
+        or device.index != torch.cuda.current_device()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cuda")
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its address and strides say all of it."""
+    return type(tensor) in _PLAIN and not tensor.is_neg()
+
+
+_known: Known[Launch] = Known()
 
 
 def run(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tensor | None:
@@ -51,13 +83,12 @@ def remember(a: torch.Tensor, b: torch.Tensor, options: Options, result: torch.T
     key = _key(a, b, options)
     if key is None or not result.numel():
         return
-    if len(_known) >= _MOST:
-        _known.clear()
     scales = canonical_scales(options.op, options.scale_a, options.scale_b, a.shape[:1], (), result.shape)
-    _known[key] = gpu.find(
+    launch = gpu.find(
         a, b, result, _epilogue(options, *scales), options.schedule, options.workers or 0,
         fast_accum=options.fast_accum, limit=limits.limit(),
     )  # fmt: skip
+    _known.keep(key, launch)
 
 
 def _epilogue(options: Options, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
@@ -68,25 +99,18 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
     """What the checks and the plan of this call depend on; None for a call that always goes the long way."""
     bias, scale_a, scale_b = options.bias, options.scale_a, options.scale_b
     if (
-        type(a) not in _PLAIN
-        or type(b) not in _PLAIN
+        not is_plain(a)
+        or not is_plain(b)
         or not a.is_cuda
         or a.dim() != 2
         or b.dim() != 2
         or options.out is not None
         or options.residual is not None
         or options.arriving
-        or current() is not None  # traced
-        or a.device.index != torch.cuda.current_device()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.is_autocast_enabled("cuda")
-        or forward_ad._current_level >= 0
-        or a.is_neg()
-        or b.is_neg()
-        or _is_odd(bias)
-        or _is_odd(scale_a)
-        or _is_odd(scale_b)
+        or not unwatched(a.device)
+        or (bias is not None and not is_plain(bias))
+        or (scale_a is not None and not is_plain(scale_a))
+        or (scale_b is not None and not is_plain(scale_b))
     ):
         return None
     if torch.is_grad_enabled() and (
@@ -107,10 +131,6 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
 
 def _scale_key(scale: torch.Tensor) -> object:
     return scale.shape, scale.stride(), scale.dtype, scale.device, scale.data_ptr() % 16 == 0
-
-
-def _is_odd(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg())
 
 
 def _has_gradient(tensor: torch.Tensor | None) -> bool:

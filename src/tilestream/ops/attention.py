@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import attention_again
 from tilestream.ops.attention_library import (
     attention_arriving_op,
     attention_arriving_out_op,
@@ -34,7 +35,7 @@ from tilestream.ops.library import clear_signals_op
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, refuse_tangents
 from tilestream.plan.attention import AttentionLayout
-from tilestream.plan.attention_choose import ATTENTION_SCHEDULES
+from tilestream.plan.attention_choose import ATTENTION_SCHEDULES, check_splits
 from tilestream.runtime import exit
 
 Causal = bool | Literal["bottom_right", "top_left"]
@@ -49,7 +50,7 @@ def attention(
     cu_seqlens_q: torch.Tensor | None = ..., cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ..., block_table: torch.Tensor | None = ..., seqlens_k: torch.Tensor | None = ...,
     arrival: Arrival | None = ..., return_lse: Literal[False] = ..., out: torch.Tensor | None = ...,
-    deadline: float | None = ..., workers: int | None = ..., schedule: str = ...,
+    deadline: float | None = ..., workers: int | None = ..., schedule: str = ..., splits: int | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def attention(
     cu_seqlens_q: torch.Tensor | None = ..., cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ..., block_table: torch.Tensor | None = ..., seqlens_k: torch.Tensor | None = ...,
     arrival: Arrival | None = ..., return_lse: Literal[True], out: torch.Tensor | None = ...,
-    deadline: float | None = ..., workers: int | None = ..., schedule: str = ...,
+    deadline: float | None = ..., workers: int | None = ..., schedule: str = ..., splits: int | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def attention(
     deadline: float | None = None,
     workers: int | None = None,
     schedule: str = "auto",
+    splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time.
 
@@ -136,6 +138,10 @@ def attention(
         Where to write the result. No gradient flows through it.
     deadline, workers, schedule
         As for `tilestream.matmul`; the schedule is ``"static"``, ``"dynamic"`` or ``"auto"``.
+    splits
+        Into how many shares the keys of a tile are split, which are then computed side by side and joined; None: the
+        plan splits them where few queries over many keys leave workers idle. 1: not at all. Where that is not done,
+        ``attention_plan(...).explain()`` says why.
 
     Returns
     -------
@@ -168,9 +174,22 @@ def attention(
     torch.Size([1, 3, 4, 8])
     """
     op = "attention"
+    key = None
+    if arrival is None and deadline is None and not torch.compiler.is_compiling():
+        q_given = q
+        others = (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out)
+        said = (
+            layout, causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule,
+            splits,
+        )  # fmt: skip
+        key = attention_again.key_of(q, k, v, others, said)
+        done = None if key is None else attention_again.run(key, q, k, v, others)
+        if done is not None:
+            return done
     Options(op, arrival=arrival, workers=workers, deadline=deadline).check()
     if schedule not in ATTENTION_SCHEDULES:
         raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
+    check_splits(f"{op}: ", splits)
     lists = {
         "sinks": sinks, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
@@ -201,7 +220,7 @@ def attention(
         1 / math.sqrt(q.shape[-1]) if scale is None else number(op, "scale", scale, positive=False),
         most(op, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, "cu_seqlens_q"),
         most(op, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, "cu_seqlens_k"),
-        layout, return_lse or needs_gradient, schedule, workers or 0,
+        layout, return_lse or needs_gradient, schedule, workers or 0, splits or 0,
     )  # fmt: skip
     into = None if out is None else _into(op, out, t, layout)
     if torch.compiler.is_compiling():
@@ -210,6 +229,8 @@ def attention(
         with exit.call():
             result, lse = _call(t, s, arrival, deadline, into)
     answer = out if out is not None else result.transpose(1, 2) if layout == "bhsd" else result
+    if key is not None:
+        attention_again.remember(key, q_given, t, s, answer, result, lse if return_lse else None)
     return (answer, lse) if return_lse else answer
 
 

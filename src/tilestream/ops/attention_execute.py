@@ -37,7 +37,9 @@ def execute(
     """
     sequences = sequences_of(t, s)
     problem = problem_of(t, s, keys)
-    plan = plan_attention(problem, s.workers or None, s.schedule, torch.get_num_threads(), limit=limit)
+    plan = plan_attention(
+        problem, s.workers or None, s.schedule, torch.get_num_threads(), limit=limit, splits=s.splits or None
+    )
     awaited = None if keys is None else Awaited(keys.signals("attention", t.q.device), keys.epoch)
     end = time.perf_counter() + deadline
     recorder = current_recorder()

@@ -97,7 +97,10 @@ def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit:
     layout = layout_of(x)
     problem = problem_of(t, s, keys, tf32=tf32)
     no_tma = refuse_strides(problem, layout.q, layout.k, layout.v, layout.out, x.out.data_ptr() % 16)
-    plan = plan_attention(replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, limit=limit)
+    plan = plan_attention(
+        replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, limit=limit,
+        splits=s.splits or None,
+    )  # fmt: skip
     return launch_of(plan, layout, x.out.data_ptr() % 16 == 0)
 
 

@@ -30,7 +30,7 @@ _TENSORS = (
 )
 _SETTINGS = (
     "bool causal, str alignment, SymInt left, SymInt right, float softcap, float scale, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, str layout, bool return_lse, str schedule, int workers"
+    "SymInt max_seqlen_k, str layout, bool return_lse, str schedule, int workers, int splits"
 )
 _ARRIVING = "Tensor? key_signals, SymInt[] key_arrival, float deadline"
 _INTO = "Tensor(a!) out, Tensor(b!)? lse"

@@ -67,6 +67,8 @@ class Settings(NamedTuple):
         Of packed sequences; 0: not known.
     layout
         How the output lies in memory.
+    workers, splits
+        0: the plan's choice.
     """
 
     causal: bool
@@ -81,6 +83,7 @@ class Settings(NamedTuple):
     return_lse: bool = False
     schedule: str = "auto"
     workers: int = 0
+    splits: int = 0
 
 
 # What a caller says ---------------------------------------------------------------------------------------------------

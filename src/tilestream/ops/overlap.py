@@ -59,18 +59,18 @@ def _meet(x: torch.Tensor, y: torch.Tensor) -> bool:
     meet: counted from y's first column, x begins behind y's last and ends before the next row.
     """
     x_begin, y_begin = x.data_ptr(), y.data_ptr()
-    if x_begin + _span(x, 0) <= y_begin or y_begin + _span(y, 0) <= x_begin:
+    if x_begin + span(x) <= y_begin or y_begin + span(y) <= x_begin:
         return False
     for extent, stride in zip(y.shape, y.stride(), strict=True):
         length = stride * y.element_size()
         if extent > 1 and length > 0:
             offset = (x_begin - y_begin) % length
-            if _span(y, length) <= offset and offset + _span(x, length) <= length:
+            if span(y, length) <= offset and offset + span(x, length) <= length:
                 return False
     return True
 
 
-def _span(tensor: torch.Tensor, length: int) -> int:
+def span(tensor: torch.Tensor, length: int = 0) -> int:
     """Bytes from the first to the last, modulo rows of ``length`` bytes (0: not modulo anything)."""
     size = tensor.element_size()
     steps = [((e - 1) * s * size, s * size) for e, s in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -34,6 +34,23 @@ _NOT_RUN = "compiled and checked, not run on a GPU yet"
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 
 
+def check_splits(op: str, splits: object) -> None:
+    """Raise unless ``splits`` is one that a caller may ask for.
+
+    Raises
+    ------
+    ValueError
+        If it is not.
+    """
+    if splits is None:
+        return
+    if not isinstance(splits, int) or isinstance(splits, bool) or not 1 <= splits <= hopper_attention.MOST_SHARES:
+        raise ValueError(
+            f"{op}splits={splits!r}; it is how many shares a tile's keys are split into, from 1 to "
+            f"{hopper_attention.MOST_SHARES}, or None for the plan's choice"
+        )
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_attention(
     problem: AttentionProblem,
@@ -43,6 +60,7 @@ def plan_attention(
     device: DeviceProperties | None = None,
     backend: str | None = None,
     limit: int = 0,
+    splits: int | None = None,
 ) -> AttentionPlan:
     """`attention_plan` for an `AttentionProblem`; the same object for the same question.
 
@@ -79,7 +97,7 @@ def plan_attention(
         why = "least of the candidates in the cost model"
         refused += (Refusal("GPU backends", "the operands are on the CPU"),)
     else:
-        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend)
+        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
         why = f"least of {len(found)} candidates in the cost model"
         if name == "cdna":
             why += f"; {_NOT_RUN}"
@@ -93,22 +111,34 @@ def plan_attention(
         )
         for other in others[:1]
     )
+    if splits is not None and best.shares != splits:
+        refused += (Refusal(f"splits={splits}", _unsplit(problem, name, splits)),)
     made = of_candidate(problem, device, name, best, why, refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
 
 
+def _unsplit(problem: AttentionProblem, backend: str, splits: int) -> str:
+    """Why a backend does not split keys as it was asked to."""
+    if backend == "hopper":
+        return hopper_attention.unsplit(problem, splits)
+    return f"the {'CPU' if backend == 'cpu' else backend} kernel takes a tile's keys one after the other"
+
+
 def _on_gpu(
-    problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None
-) -> tuple[str, list[AttentionCandidate], Refusal]:
+    problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
+    splits: int | None,
+) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
     """Which backend, its candidates, and why not the other one."""
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
     why = policy.refusal(problem, device)
     if backend != "portable" and not why:
-        found = list(policy.candidates(problem, device, workers, kind=kind))
+        # Only one of them splits keys.
+        more = {"splits": splits} if policy is hopper_attention else {}
+        found = list(policy.candidates(problem, device, workers, kind=kind, **more))
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
         why = "no tile of it fits"
@@ -140,6 +170,7 @@ def attention_plan(
     workers: int | None = None,
     schedule: str = "auto",
     backend: str | None = None,
+    splits: int | None = None,
 ) -> AttentionPlan:
     """How `tilestream.attention` would run a dense problem, or one in pages.
 
@@ -149,7 +180,7 @@ def attention_plan(
         Rows of a sequence; ``seqlen_k`` by default the same.
     batch, heads_q, heads_kv, head_dim, head_dim_v
         Sequences; heads of queries, and of keys (default: the same); columns of a head, and of a value's.
-    dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule
+    dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule, splits
         As for `tilestream.attention`.
     sinks
         Whether there are some.
@@ -190,6 +221,7 @@ def attention_plan(
         raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
+    check_splits("", splits)
     if causal not in (False, True, *get_args(Alignment)):
         raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
@@ -224,4 +256,4 @@ def attention_plan(
         pages=page_size and batch * -(-seqlen_k // page_size), keys=keys,
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    return plan_attention(problem, workers, schedule, default, properties, backend, current_limit())
+    return plan_attention(problem, workers, schedule, default, properties, backend, current_limit(), splits)

@@ -58,6 +58,8 @@ class AttentionPlan:
         Why this, and what else was considered.
     predicted
         Seconds the cost model expects, with everything arrived.
+    shares
+        Into how many shares the keys of a tile are split; their outputs are joined by a second launch.
     """
 
     problem: AttentionProblem
@@ -117,13 +119,18 @@ def of_candidate(
 
 
 def schedule_of(
-    problem: AttentionProblem, positions: int, pack: int, group: int, kind: Kind, workers: int, queues: int = 1
-) -> Schedule:
+    problem: AttentionProblem, positions: int, pack: int, group: int, kind: Kind, workers: int, queues: int = 1,
+    shares: int = 1,
+) -> Schedule:  # fmt: skip
     """The schedule of tiles of ``positions`` query positions and ``pack`` heads: see `AttentionPlan`.
 
-    Several queues split the heads, so that what shares K and V shares a queue.
+    Several queues split the heads, so that what shares K and V shares a queue. Shares of a sequence's keys are columns
+    of their own: those of the first keys, of all heads, before those of the next.
     """
     heads = problem.heads_q // pack
+    if shares > 1:
+        group = min(group, heads)
+    heads *= shares
     if problem.varlen:
         # Each sequence has at most one tile that is not full; so have the rows that belong to none.
         bound = (problem.tokens_q + (problem.batch + 1) * (positions - 1)) // positions
@@ -197,13 +204,17 @@ def _mask(p: AttentionProblem) -> str:
 
 def _schedule(plan: AttentionPlan) -> list[tuple[str, str]]:
     schedule, grid = plan.schedule, plan.schedule.grid
-    tiles = f"{grid.num_m} query blocks x {grid.num_n} {'packs' if plan.pack > 1 else 'heads'}"
+    tiles = f"{grid.num_m} query blocks x {grid.num_n // plan.shares} {'packs' if plan.pack > 1 else 'heads'}"
     if plan.problem.varlen:
         tiles = f"at most {grid.num_m}, from a list made of the lengths by the call"
     each = f"{plan.positions} positions x {plan.pack} heads, " if plan.pack > 1 else ""
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind == "dynamic" else ""
+    split = []
+    if plan.shares > 1:
+        split = [("split", f"keys of a tile in {plan.shares} shares, whose outputs a second launch joins")]
     return [
         ("tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"),
+        *split,
         ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}"),
         ("raster", f"longest first, {plan.group} {'packs' if plan.pack > 1 else 'heads'} at a time"),
     ]

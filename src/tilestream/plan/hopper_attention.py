@@ -51,6 +51,14 @@ NOT_HIDDEN = {2: 0.33, 3: 0.32}
 DIAGONAL_LOSS = 1.1
 #: Seconds of a tile's start and end that nothing hides; of a launch; of a key block's barriers.
 TILE_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 1.8e-6, 8e-6, 10e-9
+#: Seconds of the launch that joins shares of keys.
+MERGE_SECONDS = 4e-6
+#: How much of the memory's bandwidth a worker can have, in units of its fair part.
+MOST_OF_BANDWIDTH = 2.0
+#: Shares that a tile's keys are split into, at most; blocks of a share, at least, where nobody asks for shares.
+MOST_SHARES, _LEAST_BLOCKS = 128, 2
+#: Shares where keys arrive, at most, and the bytes of scratch that they may take: written and read once more.
+ARRIVING_SHARES, SCRATCH_BYTES = 8, 320 * 2**20
 #: Share of the nominal rates that kernels reach.
 EFFICIENCY, MEMORY_EFFICIENCY = 0.92, 0.86
 
@@ -73,7 +81,9 @@ class Tile(NamedTuple):
 
 
 #: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
-#: keys, their weights half of that, the accumulator one for each two columns of V.
+#: keys, their weights half of that, the accumulator one for each two columns of V. Blocks are as large as that leaves
+#: room for: of half the keys they were 3 % faster at S = 512, causal, D = 128 (1 % at D = 64), and 2 to 26 % slower at
+#: all else (H100, benchmarks/results/gpu_attention_split.json).
 TILES = (
     Tile(64, 2, 128),
     Tile(64, 3, 64),
@@ -85,14 +95,16 @@ TILES = (
 )
 
 
-def registers(consumers: int, columns: int) -> tuple[int, int]:
+def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int, int]:
     """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
     Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of
-    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences.
+    256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences, and more for a gate.
     """
     if consumers == 3:
         return 160, 32
+    if arriving:
+        return 224, 56
     return (240, 32) if columns > 128 else (232, 48)
 
 
@@ -114,29 +126,69 @@ def columns_of(problem: AttentionProblem) -> int:
     return columns
 
 
-def out_buffers(problem: AttentionProblem) -> int:
+def share_dtype(problem: AttentionProblem, shares: int) -> str:
+    """What a tile's output is stored as: shares of keys are joined in float32."""
+    return "float32" if shares > 1 else problem.out_dtype
+
+
+def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
     """C buffers of a consumer: two, if there are strips to take turns."""
-    return min(2, columns_of(problem) * ITEMSIZE[problem.out_dtype] // LINE)
+    return min(2, columns_of(problem) * ITEMSIZE[share_dtype(problem, shares)] // LINE)
 
 
-def shared_bytes(problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int) -> int:
+def shared_bytes(
+    problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int, shares: int = 1
+) -> int:
     """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
     parts = parts_of(problem)
-    rows = consumers * ROWS * (queries * parts + out_buffers(problem))
+    rows = consumers * ROWS * (queries * parts + out_buffers(problem, shares))
     return LINE * (rows + stages * block * (parts + columns_of(problem) // width(problem))) + _BARRIER_BYTES
 
 
-def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int) -> int:
+def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int, shares: int = 1) -> int:
     """Stages that fit the shared memory, beside the queries of one item."""
     stages = _MOST_STAGES
-    while stages and shared_bytes(problem, consumers, block, stages, 1) > shared:
+    while stages and shared_bytes(problem, consumers, block, stages, 1, shares) > shared:
         stages -= 1
     return stages
 
 
-def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int) -> int:
+def queries_of(problem: AttentionProblem, consumers: int, block: int, stages: int, shared: int, shares: int = 1) -> int:
     """Items whose queries fit beside the stages: two, if there is room, so that the next item's come early."""
-    return 2 if shared_bytes(problem, consumers, block, stages, 2) <= shared else 1
+    return 2 if shared_bytes(problem, consumers, block, stages, 2, shares) <= shared else 1
+
+
+def unsplit(problem: AttentionProblem, shares: int) -> str:
+    """Why a tile's keys are not split into so many shares; empty if they may be."""
+    if shares * problem.rows * problem.heads_q >= 2**30:
+        return f"{problem.rows} rows of {problem.heads_q} heads; it counts those of all shares in 30 bits"
+    return ""
+
+
+def shares_of(problem: AttentionProblem, tiles: int, blocks: float, workers: int, splits: int | None) -> list[int]:
+    """Into how many shares a tile's keys may be split: one, and where workers are idle what fills them once or twice.
+
+    Where keys arrive, the shares of the first keys are done before the later ones come; whole, a tile would hold its
+    worker until the last of them. So they are split there whatever the tiles, while scratch for that is not too large.
+
+    Parameters
+    ----------
+    blocks
+        Of a tile.
+    splits
+        What the caller asks for; None: nothing.
+    """
+    if splits is not None:
+        return [1 if unsplit(problem, splits) else splits]
+    most = min(int(blocks) // _LEAST_BLOCKS, MOST_SHARES)
+    if problem.keys is not None:
+        bytes_of_share = 4 * problem.rows * problem.heads_q * (problem.head_dim_v + 1)
+        late = min(most, ARRIVING_SHARES, problem.keys.chunks.count, SCRATCH_BYTES // bytes_of_share)
+        if late > 1 and not unsplit(problem, late):
+            return [late]
+    wanted = (waves * workers // max(tiles, 1) for waves in (1, 2))
+    found = {max(1, min(most, shares)) for shares in wanted}
+    return [1, *sorted(shares for shares in found if shares > 1 and not unsplit(problem, shares))]
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
@@ -148,8 +200,8 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(DTYPES)}, not {p.dtype}"
     if p.scaled:
         return "q, k or v has scales, which it does not apply"
-    if p.keys is not None:
-        return "keys arrive, and it has no gate yet"
+    if p.keys is not None and columns_of(p) > 128:
+        return f"keys arrive, and sums of {p.head_dim_v} columns leave no registers for a gate"
     if not p.positive:
         return "a scale that is not positive: it takes the largest product for the largest score"
     if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
@@ -201,14 +253,17 @@ def packed_heads(problem: AttentionProblem, rows: int) -> int:
 
 
 def candidates(
-    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None
-) -> Iterator[AttentionCandidate]:
+    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None,
+    splits: int | None = None,
+) -> Iterator[AttentionCandidate]:  # fmt: skip
     """Every way the model knows.
 
     Parameters
     ----------
     variant
         ``turns`` or ``apart``: whether consumers take turns at starting their multiplications. None: by the model.
+    splits
+        Into how many shares a tile's keys are split. None: by the model.
 
     Raises
     ------
@@ -228,24 +283,41 @@ def candidates(
     busy = problem.left is not None or problem.softcap > 0
     bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
-        stages = stages_of(problem, tile.consumers, tile.block, device.shared)
-        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy or stages < 2:
+        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy:
+            continue
+        if problem.keys is not None and tile.consumers == 3:  # whose load warp has 32 registers
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows)
         group = max(1, int(L2_BYTES // bytes_of_head)) * max(1, problem.ratio // pack)
-        schedule = schedule_of(problem, rows // pack, pack, group, kind, workers)
-        seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers)
-        yield AttentionCandidate(
-            variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack, 4,
-            stages,
-        )  # fmt: skip
+        tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
+        for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):
+            stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)
+            if stages < 2:
+                continue
+            schedule = schedule_of(problem, rows // pack, pack, group, kind, workers, shares=shares)
+            seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers, shares)
+            yield AttentionCandidate(
+                variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack,
+                4, stages, shares,
+            )  # fmt: skip
+
+
+def _blocks(problem: AttentionProblem, tile: Tile, pack: int) -> float:
+    """Key blocks of a tile.
+
+    Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
+    """
+    rows = tile.consumers * ROWS
+    keys = cdiv(problem.pairs, max(problem.rows, 1))
+    ends = (problem.left is not None) + (problem.right is not None)
+    return (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
 
 
 def _seconds(
-    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, tiles: int, workers: int
+    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, items: int, workers: int, shares: int
 ) -> float:
-    """What a launch takes: tiles in waves, or memory, whichever is the longer."""
+    """What a launch takes: items in waves, or memory, whichever is the longer; and the launch that joins shares."""
     rate = device.peak(problem.dtype, 1)
     clock = rate / 4096
     rows = tile.consumers * ROWS
@@ -255,11 +327,15 @@ def _seconds(
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
     if tile.consumers == 3 and problem.right is not None:
         step *= DIAGONAL_LOSS
-    # Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
-    keys = cdiv(problem.pairs, max(problem.rows, 1))
-    ends = (problem.left is not None) + (problem.right is not None)
-    blocks = (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
-    total = (max(blocks, 1.0) * step + TILE_SECONDS) * tiles / min(workers, tiles)
-    # Tiles differ: what the last of them leaves undone is on average half of one.
-    tail = 0.5 * step * blocks if tiles > workers else 0.0
-    return LAUNCH_SECONDS + max(total + tail, problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY))
+    blocks = _blocks(problem, tile, pack) / shares
+    busy = min(workers, items)
+    total = (max(blocks, 1.0) * step + TILE_SECONDS) * items / busy
+    # Items differ: what the last of them leaves undone is on average half of one.
+    tail = 0.5 * step * blocks if items > workers else 0.0
+    reach = min(1.0, MOST_OF_BANDWIDTH * busy / device.workers)
+    memory = problem.bytes / (device.bandwidth * MEMORY_EFFICIENCY * reach)
+    merge = 0.0
+    if shares > 1:  # written and read, mostly in L2
+        floats = shares * problem.rows * problem.heads_q * (problem.head_dim_v + 1)
+        merge = MERGE_SECONDS + 8 * floats / device.bandwidth
+    return LAUNCH_SECONDS + max(total + tail, memory) + merge

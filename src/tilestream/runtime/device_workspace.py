@@ -36,7 +36,7 @@ class Words(NamedTuple):
         ``int64``, `LINE` apart: a counter a queue, one for those who left, the abort word.
     counts, partials
         stream_k: two ``int32`` (the halves of a tile may be counted apart) and ``[block_m, block_n]`` of ``float32`` a
-        slot.
+        slot. Partials without counts: as many ``float32`` as were asked for.
     base
         What the counters are counted from.
     reset
@@ -77,8 +77,11 @@ class DeviceWorkspace:
         self._partials: torch.Tensor | None = None
         self._listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def open(self, schedule: Schedule, block: Sequence[int], listed: int = 0) -> Words:
-        """Words for a launch. One base serves all queues: it rises by the most that any of them can."""
+    def open(self, schedule: Schedule, block: Sequence[int], listed: int = 0, floats: int = 0) -> Words:
+        """Words for a launch. One base serves all queues: it rises by the most that any of them can.
+
+        ``floats``: partials that the launch asks for whatever its schedule.
+        """
         words = words_of(schedule)
         if self._counters is None or self._counters.numel() < words:
             self._counters = torch.zeros(words, dtype=torch.int64, device=self._device)
@@ -86,15 +89,17 @@ class DeviceWorkspace:
         if schedule.slots:
             if self._counts is None or self._counts.numel() < 2 * schedule.slots:
                 self._counts = torch.zeros(2 * schedule.slots, dtype=torch.int32, device=self._device)
-            size = schedule.slots * block[0] * block[1]
+            counts = self._counts
+        size = max(floats, schedule.slots * block[0] * block[1])
+        if size:
             if self._partials is None or self._partials.numel() < size:
                 self._partials = torch.empty(size, dtype=torch.float32, device=self._device)
-            counts, partials = self._counts, self._partials
+            partials = self._partials
         if listed and (self._listed is None or self._listed[0].numel() < listed):
             self._listed = _pair(listed, self._device)
         base = self._base
         # `queues.next_base` for the largest queue.
-        self._base += schedule.full_tiles + schedule.num_shares + schedule.workers
+        self._base += schedule.most_tickets
         return Words(self._counters, counts, partials, base, 0, self._listed if listed else None)
 
 
@@ -141,7 +146,9 @@ def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
     return found
 
 
-def captured_words(device: torch.device, schedule: Schedule, block: Sequence[int], listed: int = 0) -> Words:
+def captured_words(
+    device: torch.device, schedule: Schedule, block: Sequence[int], listed: int = 0, floats: int = 0
+) -> Words:
     """Words for a launch that is being captured, its own. The scratch comes from the graph's memory."""
     slab = _slabs.get(device.index)
 
@@ -151,8 +158,7 @@ def captured_words(device: torch.device, schedule: Schedule, block: Sequence[int
 
     counters = zeros(words_of(schedule))
     places = _pair(listed, device) if listed else None
-    if not schedule.slots:
-        return Words(counters, None, None, 0, 1, places)
-    counts = zeros(schedule.slots).view(torch.int32)  # two to a word
-    partials = torch.empty(schedule.slots * block[0] * block[1], dtype=torch.float32, device=device)
+    size = max(floats, schedule.slots * block[0] * block[1])
+    partials = torch.empty(size, dtype=torch.float32, device=device) if size else None
+    counts = zeros(schedule.slots).view(torch.int32) if schedule.slots else None  # two to a word
     return Words(counters, counts, partials, 0, 1, places)

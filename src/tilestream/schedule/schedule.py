@@ -7,6 +7,7 @@ them on every interleaving of several workers; tests perform them in any order t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -153,10 +154,15 @@ class Schedule:
         """Shares the remainder is cut into."""
         return min(self.shares or self.workers, self.units)
 
-    @property
+    @functools.cached_property  # each launch asks
     def slots(self) -> int:
         """Partial results that must have a place; see `stream_k.slot`."""
         return self.num_shares + self.remainder - 1 if self.remainder else 0
+
+    @functools.cached_property
+    def most_tickets(self) -> int:
+        """Tickets that a queue hands out at most, void ones too: what its counter rises by in a launch."""
+        return self.full_tiles + self.num_shares + self.workers
 
     def contributors(self, tile: int) -> range:
         """The shares that do a part of remainder tile ``tile``, in K order: the order in which partials are added."""

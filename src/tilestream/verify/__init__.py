@@ -15,7 +15,8 @@ Seven models, each explored through every interleaving:
    (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is chunks
    that come at any moment or never, which is all that model 1 asks of the world.
 5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
-   consumers that may take turns.
+   consumers that may take turns; where keys arrive, the gate inside of an item, and what comes of the item when the
+   launch ends there.
 6. `publish`: workers that signal the chunks of their output, and readers (`tilestream.kernels.loop.publish`). It comes
    behind an item's epilogue, looks at nothing that the other parts write and waits for the worker's own stores alone:
    so it takes nothing away from what models 1 and 2 say of a worker.
@@ -37,7 +38,8 @@ after its gate, ended by STOP: it lets any item or STOP come at any moment. So w
 the chunks and the deadline do, each worker's rings see a sequence model 2 has explored: none of its waits hangs (none
 depends on anything outside), each item handed on is multiplied once, from the right stages, and finished in a bounded
 number of the worker's own steps, whatever `settle` says of a part; STOP makes all its loops leave. That is also why a
-gate comes before handing on: after it, nothing the math loop waits for can fail to come.
+gate comes before handing on: after it, nothing the math loop waits for can fail to come. Attention's comes later,
+inside of the item: its load loop fills the stages of what does not come with nothing, and in model 5 any gate may fail.
 
 *Workers.* Model 1 assumes of Compute that it is done once, in bounded own steps, after its gate and before the Count of
 the same item: what model 2 gives. It takes Compute, and Count, as done before the worker's next Poll. In the whole, the

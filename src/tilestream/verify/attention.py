@@ -3,7 +3,9 @@
 Items come without end, of any of some numbers of key blocks, none among them, and STOP after any of them. What must
 hold: nobody is ever stuck; each consumer multiplies each block of K, then of V, of each item once and in order, by that
 item's queries, from buffers that hold just that; no copy goes to a buffer that is read or being filled; a slot still
-holds the item when it is read again at its end; after STOP all leave and no item is unfinished.
+holds the item when it is read again at its end; after STOP all leave and no item is unfinished. Where keys arrive, any
+wait at the gate may end with the launch, and so may any look at the abort word: no block is copied that was not waited
+for, and a result is taken for void if and only if a block of the item was not copied.
 
 Reductions as in `ring`, for the same reasons: *Next* is delayed, *Retire* too; *Expect*, *Copy*, *Start* and *Done* are
 eager; a copy lands when somebody may wait for it. Consumers are not interchangeable: each has queries of its own.
@@ -17,13 +19,18 @@ from typing import Any, ClassVar
 
 from tilestream.schedule import WorkItem
 from tilestream.verify.attention_protocol import (
+    Ask,
     AttentionRing,
     Copy,
     Done,
+    Empty,
     LoadPlaces,
     LoadTurn,
+    Look,
+    Mark,
     MathPlaces,
     MathTurn,
+    Pass,
     Start,
     load_turn,
     math_turn,
@@ -57,9 +64,9 @@ class AttentionCase:
 
     def __str__(self) -> str:
         ring = self.ring
-        turns = ", in turns" if ring.ordered else ""
+        how = (", in turns" if ring.ordered else "") + (", keys arriving" if ring.arriving else "")
         return (
-            f"attention, {ring.consumers} consumers{turns}, {ring.depth} stages, queries of {ring.queries} items, "
+            f"attention, {ring.consumers} consumers{how}, {ring.depth} stages, queries of {ring.queries} items, "
             f"{' or '.join(map(str, self.counts))} blocks an item"
         )
 
@@ -69,7 +76,8 @@ class AttentionModel(Model):
 
     Memory: barriers; buffers (what they hold, and whether it has landed); slots; for each consumer the reads of its
     multiplications in flight and ``(item number, blocks of K started, of V)``; the next item's number, and by number
-    how many consumers have to finish it.
+    how many consumers have to finish it. Where keys arrive, also each slot's mark, and by number how many blocks the
+    item has, how many of them were waited for, and whether one was not copied.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset({Expect, Copy, Start, Done})
@@ -86,7 +94,8 @@ class AttentionModel(Model):
 
         processes = [Process("load", lambda state: case.load(ring, state), LoadPlaces(), "load")]
         processes += [Process(f"math {c}", math_of(c), MathPlaces(), f"math {c}") for c in range(ring.consumers)]
-        self.items = [WorkItem(n, 0, 0, 0, 0, count) for n in range(NUMBERS) for count in case.counts]
+        counts = {*case.counts, 0} if ring.arriving else case.counts
+        self.items = [WorkItem(n, 0, 0, 0, 0, count) for n in range(NUMBERS) for count in sorted(counts)]
         base = len(processes)
         self.counts = ring.barriers()
         self.barrier = {bar: base + i for i, bar in enumerate(self.counts)}
@@ -99,6 +108,8 @@ class AttentionModel(Model):
         self.consumer = base + ring.items
         self.number = self.consumer + 2 * ring.consumers
         self.left = self.number + 1
+        self.mark = self.left + NUMBERS
+        self.blocks = self.mark + ring.items
         super().__init__(processes, reduce, symmetry)
 
     def memory(self) -> Memory:
@@ -107,16 +118,26 @@ class AttentionModel(Model):
         return [
             *(fresh(count) for count in self.counts.values()), *[_NOTHING] * len(self.buffer), *[None] * ring.items,
             *[(), (0, 0, 0)] * ring.consumers, 0, *[0] * NUMBERS,
+            *([0] * ring.items + [(0, 0, 0)] * NUMBERS if ring.arriving else ()),
         ]  # fmt: skip
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
-        return (None, *self.items) if type(op) in (Next, Get) else (0,)
+        if type(op) in (Next, Get):
+            return (None, *self.items)
+        return (0, 1) if type(op) in (Ask, Pass, Look) else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
         if type(op) is Next:
-            return lambda pid, op, m: (*(item for item in self.items if item.tile == m[self.number]), None)
+            return lambda pid, op, m: (
+                *(item for item in self.items if item.tile == m[self.number] and k_steps(item) in self.case.counts),
+                None,
+            )
+        if type(op) in (Ask, Pass):
+            return lambda pid, op, m: (0, 1)
+        if type(op) is Look:
+            return lambda pid, op, m: (m[self.mark + op.slot],)
         if type(op) is WaitBarrier:
             at = self.barrier[op.barrier]
             return lambda pid, op, m: () if blocks(m[at], op.parity) else (0,)
@@ -128,7 +149,7 @@ class AttentionModel(Model):
         """As `Model.performer_of`."""
         performers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
             Next: self._next, Put: self._put, Get: self._get, Copy: self._copy, Start: self._start,
-            Retire: self._retire, Done: self._done,
+            Retire: self._retire, Done: self._done, Pass: self._pass, Mark: self._mark, Empty: self._empty,
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
         }  # fmt: skip
@@ -143,10 +164,30 @@ class AttentionModel(Model):
             if m[self.left + answer.tile]:
                 raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
             m[self.left + answer.tile] = self.case.ring.consumers
+            if self.case.ring.arriving:
+                m[self.blocks + answer.tile] = (k_steps(answer), 0, 0)
             m[self.number] = (answer.tile + 1) % NUMBERS
 
     def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
         m[self.slot + op.slot] = op.item
+        if self.case.ring.arriving and op.item is not None:
+            blocks, passed, _ = m[self.blocks + op.item.tile]
+            # An item that came with no blocks is not known to be done: over before it began, it is void all the same.
+            m[self.blocks + op.item.tile] = (blocks, passed, int(k_steps(op.item) < blocks))
+
+    def _mark(self, pid: int, op: Mark, answer: int, m: Memory) -> None:
+        m[self.mark + op.slot] = op.void
+
+    def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
+        if not answer:
+            blocks, _, void = m[self.blocks + op.item.tile]
+            m[self.blocks + op.item.tile] = (blocks, op.k + 1, void)
+
+    def _empty(self, pid: int, op: Empty, answer: int, m: Memory) -> None:
+        blocks, passed, _ = m[self.blocks + op.item.tile]
+        m[self.blocks + op.item.tile] = (blocks, passed, 1)
+        m[self.buffer[op.what, op.at]] = (op.item.tile, op.k, None, True)
+        self._arrive(op.barrier, m, 1, 0)
 
     def _get(self, pid: int, op: Get, answer: WorkItem | None, m: Memory) -> None:
         number = m[self.consumer + 2 * (pid - 1) + 1][0]
@@ -160,6 +201,8 @@ class AttentionModel(Model):
         for c in range(self.case.ring.consumers):
             if any((op.what, op.at) in reads for reads in m[self.consumer + 2 * c]):
                 raise Fault("overwritten while read", f"{op.what}[{op.at}] is filled while math {c} reads it")
+        if self.case.ring.arriving and op.what != "q" and op.k >= m[self.blocks + op.item.tile][1]:
+            raise Fault("read before arrival", f"block {op.k} of {op.what} is copied, and was not waited for")
         m[at] = (op.item.tile, op.k, op.barrier, False)
 
     def _start(self, pid: int, op: Start, answer: int, m: Memory) -> None:
@@ -188,6 +231,9 @@ class AttentionModel(Model):
         number, *started = m[flight + 1]
         if op.item.tile != number or m[flight] or started != [k_steps(op.item)] * 2:
             raise Fault("wrong data", f"{self.processes[pid].name} ends item {op.item.tile} after {started} blocks")
+        if self.case.ring.arriving and m[self.blocks + number][0] and op.void != m[self.blocks + number][2]:
+            what = "a void item for a result" if not op.void else "a result for void"
+            raise Fault("wrong data", f"{self.processes[pid].name} takes {what}: item {op.item.tile}")
         m[self.left + number] -= 1
         m[flight + 1] = ((number + 1) % NUMBERS, 0, 0)
 

@@ -16,6 +16,11 @@
           wait v_empty; expect; load V -> v_full  wait v_full; P V of the last block; arrive v_empty
                                                   read the slot again; finish the item; arrive item_empty[slot]
 
+Where keys arrive, the load loop asks whether the launch is over before it puts an item, which then has no blocks and is
+marked void; and it waits at the gate before it fills a block's first stage. Told "over" there, it marks the item, and
+fills the stages that consumers will wait for with nothing. The last of those comes behind the mark, so a consumer that
+looks for it at the item's end finds it.
+
 That is `tilestream.kernels.hopper.attention` with `attention_load`: a test runs their text and compares. An item may
 have no blocks. The slot is kept until the item's end, so the load loop is one item ahead at most, and each consumer has
 room for the queries of ``queries`` items.
@@ -51,10 +56,45 @@ class Start(NamedTuple):
     q: int = -1
 
 
-class Done(NamedTuple):
-    """Take the accumulator as the result of ``item``."""
+class Ask(NamedTuple):
+    """Look at the abort word; 1 where the launch is over."""
+
+
+class Pass(NamedTuple):
+    """Wait at the gate for the chunks of block ``k`` of an item: 0 when they are there, 1 if the launch is over."""
 
     item: WorkItem
+    k: int
+
+
+class Mark(NamedTuple):
+    """Write into a slot whether its item is void."""
+
+    slot: int
+    void: int
+
+
+class Look(NamedTuple):
+    """Whether the item in a slot is marked void."""
+
+    slot: int
+
+
+class Empty(NamedTuple):
+    """Say at ``barrier`` that a buffer is filled, with nothing in it, in place of block ``k`` of ``what``."""
+
+    what: str
+    at: int
+    item: WorkItem
+    k: int
+    barrier: Barrier
+
+
+class Done(NamedTuple):
+    """Take the accumulator as the result of ``item``; NaN if it is ``void``."""
+
+    item: WorkItem
+    void: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +113,8 @@ class AttentionRing:
         Whether they take turns at starting multiplications.
     items
         Slots of the item ring.
+    arriving
+        Whether keys arrive in chunks.
     """
 
     depth: int
@@ -80,6 +122,7 @@ class AttentionRing:
     consumers: int = 2
     ordered: bool = False
     items: int = 2
+    arriving: bool = False
 
     def barriers(self) -> dict[Barrier, int]:
         """Each barrier, and how many arrivals complete a phase of it."""
@@ -96,12 +139,13 @@ class AttentionRing:
 
 
 class LoadPlaces(NamedTuple):
-    """What the load loop carries from item to item."""
+    """What the load loop carries from item to item; ``over``: whether it knows that the launch is."""
 
     q: Place = Place()
     k: Place = Place()
     v: Place = Place()
     slot: Place = Place()
+    over: int = 0
 
 
 class MathPlaces(NamedTuple):
@@ -121,29 +165,40 @@ MathTurn = Callable[[AttentionRing, int, MathPlaces], Loop]
 def load_turn(ring: AttentionRing, state: LoadPlaces) -> Loop:
     """One item of the load loop."""
     item = yield Next()
-    q, k, v, slot = state
+    q, k, v, slot, over = state
+    if ring.arriving:
+        over = over or (yield Ask())
+        item = item._replace(k_end=item.k_begin) if over and item is not None else item
     yield WaitBarrier(Barrier("item_empty", slot.at), slot.phase ^ 1)
     yield Put(slot.at, item)
+    if ring.arriving:
+        yield Mark(slot.at, over)
     yield Arrive(Barrier("item_full", slot.at))
     if item is None:
         return None
     for who in range(ring.consumers):
-        yield from _fill("q", who * ring.queries + q.at, q.phase, item, 0)
+        yield from _fill("q", who * ring.queries + q.at, q.phase, item, 0, 0)
     blocks = k_steps(item)
     for block in range(blocks + 1):
+        if ring.arriving and block < blocks and not over:
+            over = yield Pass(item, block)
+            yield Mark(slot.at, over)
         if block < blocks:
-            yield from _fill("k", k.at, k.phase, item, block)
+            yield from _fill("k", k.at, k.phase, item, block, over)
             k = k.next(ring.depth)
         if block > 0:
-            yield from _fill("v", v.at, v.phase, item, block - 1)
+            yield from _fill("v", v.at, v.phase, item, block - 1, over)
             v = v.next(ring.depth)
-    return LoadPlaces(q.next(ring.queries), k, v, slot.next(ring.items))
+    return LoadPlaces(q.next(ring.queries), k, v, slot.next(ring.items), over)
 
 
-def _fill(what: str, at: int, phase: int, item: WorkItem, k: int) -> Loop:
+def _fill(what: str, at: int, phase: int, item: WorkItem, k: int, over: int) -> Loop:
     yield WaitBarrier(Barrier(f"{what}_empty", at), phase ^ 1)
-    yield Expect(Barrier(f"{what}_full", at))
-    yield Copy(what, at, item, k, Barrier(f"{what}_full", at))
+    if over:
+        yield Empty(what, at, item, k, Barrier(f"{what}_full", at))
+    else:
+        yield Expect(Barrier(f"{what}_full", at))
+        yield Copy(what, at, item, k, Barrier(f"{what}_full", at))
 
 
 def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
@@ -187,6 +242,7 @@ def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
         yield Arrive(Barrier("v_empty", stage.at))
         stage = stage.next(ring.depth)
     yield Get(slot.at)
-    yield Done(item)
+    void = (yield Look(slot.at)) if ring.arriving else 0
+    yield Done(item, void)
     yield Arrive(Barrier("item_empty", slot.at))
     return MathPlaces(q.next(ring.queries), stage, slot.next(ring.items), turn)

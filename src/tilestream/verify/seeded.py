@@ -402,6 +402,7 @@ def _shared() -> tuple[SeededBug, ...]:
 def _attentions() -> tuple[SeededBug, ...]:
     one, two = AttentionRing(1, consumers=1), AttentionRing(1)
     sizes = ((one, (1,)), (one, (0, 1)), (one, (2,)), (two, (2,)))
+    arriving = tuple((AttentionRing(1, consumers=1, arriving=True), counts) for counts in ((1,), (2,)))
     deep = tuple((AttentionRing(2, consumers=n), counts) for n, counts in ((1, (1,)), (1, (2,)), (2, (1,))))
     turns = tuple((AttentionRing(2, consumers=n, ordered=True), counts) for n, counts in product((1, 2), ((2,), (3,))))
 
@@ -431,6 +432,11 @@ def _attentions() -> tuple[SeededBug, ...]:
         load("keys awaited in the other phase", "deadlock", a.keys_awaited_in_the_other_phase),
         load("values in one stage", "barrier broken", a.values_in_one_stage, deep),
         load("last values not loaded", "deadlock", a.last_values_not_loaded),
+        load("stages left when over", "deadlock", a.stages_left_when_over, arriving),
+        load("void item not marked", wrong, a.void_item_not_marked, arriving),
+        load("void item marked too late", wrong, a.void_item_marked_too_late, arriving),
+        load("gate asked once an item", "read before arrival", a.gate_asked_once, arriving),
+        math("mark not looked at", wrong, a.mark_not_looked_at, arriving),
     )
 
 

@@ -12,9 +12,12 @@ from tilestream.verify.attention_protocol import (
     AttentionRing,
     Copy,
     Done,
+    Empty,
     LoadPlaces,
     Loop,
+    Mark,
     MathPlaces,
+    Pass,
     Start,
     load_turn,
     math_turn,
@@ -159,3 +162,42 @@ def last_values_not_loaded(ring: AttentionRing, state: LoadPlaces) -> Loop:
         return () if of_values and not left[0] else (op,)
 
     return _changed(load_turn(ring, state), change)
+
+
+def stages_left_when_over(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """Told at the gate that the launch is over, the load loop leaves the item's remaining stages as they are."""
+    return _changed(load_turn(ring, state), lambda op: () if isinstance(op, Empty) else (op,))
+
+
+def void_item_not_marked(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """An item that the launch's end finds under way is not marked."""
+    return _changed(
+        load_turn(ring, state), lambda op: (op._replace(void=0),) if isinstance(op, Mark) and not state.over else (op,)
+    )
+
+
+def void_item_marked_too_late(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """An item is marked when all its stages are filled."""
+    held: list[Mark] = []
+    loop = load_turn(ring, state)
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if isinstance(op, Mark) and op.void and not state.over:
+            held.append(op)
+            return ()
+        return (op,)
+
+    told = yield from _changed(loop, change)
+    for op in held:  # noqa: UP028 -- the search looks into the generators that a loop delegates to
+        yield op
+    return told
+
+
+def mark_not_looked_at(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A void item is stored as a valid one."""
+    return _changed(math_turn(ring, who, state), lambda op: (op._replace(void=0),) if isinstance(op, Done) else (op,))
+
+
+def gate_asked_once(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """The gate is asked for an item's first block only."""
+    return _changed(load_turn(ring, state), lambda op: () if isinstance(op, Pass) and op.k else (op,))

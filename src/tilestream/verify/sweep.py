@@ -360,12 +360,18 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
     for depth, queries, ordered in ((2, 1, False), (2, 2, False), (2, 1, True)):
         yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (1,))
         yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (2,))
+    yield AttentionCase(AttentionRing(1, consumers=1, arriving=True), (2,))
+    yield AttentionCase(AttentionRing(2, arriving=True), (1,))
     if level == "full":
         yield AttentionCase(AttentionRing(1, 2), (0, 1))
         yield AttentionCase(AttentionRing(2, 1, 3, ordered=True), (2,))
         yield AttentionCase(AttentionRing(2, 2), (0, 2))
         yield AttentionCase(AttentionRing(2, 2, ordered=True), (1, 3))
         yield AttentionCase(AttentionRing(2), (0, 1, 2))
+        yield AttentionCase(AttentionRing(1, consumers=1, arriving=True), (0, 2))
+        yield AttentionCase(AttentionRing(2, arriving=True), (2,))
+        yield AttentionCase(AttentionRing(2, 2, arriving=True), (1,))
+        yield AttentionCase(AttentionRing(2, ordered=True, arriving=True), (2,))
 
 
 def gathers(level: Level) -> Iterator[GatherCase]:

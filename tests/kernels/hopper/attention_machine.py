@@ -26,8 +26,10 @@ from tilestream.kernels.hopper import attention as text
 from tilestream.kernels.hopper import attention_load as load_text
 from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
+from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.portable import attention_list as list_text
 from tilestream.kernels.portable import epilogue as portable_text
+from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, KeyGate
 from tilestream.schedule import attention as rules
 from tilestream.schedule import integers, raster, ring
 
@@ -236,7 +238,7 @@ class Machine:
 
     def __init__(
         self, arguments: Any, operands: dict[str, Any], positions: list[int], scale: float, seed: int = 0,
-        eager: bool = False, change: Callable[[str], str] | None = None,
+        eager: bool = False, change: Callable[[str], str] | None = None, over_at: int | None = None,
     ) -> None:  # fmt: skip
         self.positions, self.random, self.eager = positions, random.Random(seed), eager
         self.turn = threading.Condition()
@@ -246,6 +248,8 @@ class Machine:
         self.error: BaseException | None = None
         self.local = threading.local()
         self.slots: dict[tuple[int, int], int] = {}
+        #: How often the gate is asked until it says that the launch is over; None: never. The rows waited for.
+        self.over_at, self.passed = over_at, []  # type: tuple[int | None, list[tuple[int, int]]]
         self.barriers: list[Barrier] = []
         self.loops: list[Any] = []
         names = self.names()
@@ -258,7 +262,10 @@ class Machine:
             TensorMap(getattr(arguments, name), operands[name]) for name in ("q", "k", "v", "out")
         ]  # fmt: skip
         given = [None if operands.get(name) is None else Pointer(operands[name]) for name in GIVEN]
-        filled = arguments.fill((*maps, *given, None, 0, 0, *arguments.scales(scale)))
+        gate, counters = NO_KEY_GATE, None
+        if arguments.plan.problem.keys is not None:
+            gate, counters = KeyGate(*[0] * len(KeyGate._fields)), 0
+        filled = arguments.fill((*maps, *given, counters, 0, 0, *arguments.scales(scale)), gate)
         self.arguments = dict(zip(text.attend.arg_names, filled, strict=True))
         #: What items were told by first: their key blocks and one more, 0 for STOP.
         self.told: list[int] = []
@@ -329,7 +336,7 @@ class Machine:
             arange=lambda low, high, _: of(np.arange(low, high)),
             full=lambda shape, value, *_: of(np.full(shape, value, np.float32)),
             zeros=lambda shape, *_: of(np.zeros(shape, np.float32)),
-            where=lambda mask, x, y: of(np.where(mask, x, np.float32(y))),
+            where=lambda mask, x, y: of(np.where(mask, np.float32(x), np.float32(y))),
             maximum=both(np.maximum), minimum=both(np.minimum),
             max=lambda x, axis: of(np.asarray(x).max(axis)), sum=lambda x, axis: of(np.asarray(x).sum(axis)),
             log2=lambda x: of(np.log2(np.asarray(x))), convert_layout=lambda x, *_, **__: x,
@@ -339,8 +346,9 @@ class Machine:
             DotOperandLayout=lambda *_: None, float32=None, int32=None, int64=None,
         )  # fmt: skip
         tl = SimpleNamespace(
-            cast=lambda value, _: Integer(value), int32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum
-        )
+            cast=lambda value, _: Integer(value), int32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
+            where=lambda condition, x, y: Integer(x if condition else y),
+        )  # fmt: skip
         return {
             "gl": gl, "tl": tl, "range": range, "len": len, "ROWS": text.ROWS.value, "ITEMS": text.ITEMS.value,
             "BEYOND": load_text.BEYOND.value, "LOG2_E": softmax_text.LOG2_E.value, "LN_2": softmax_text.LN_2.value,
@@ -357,7 +365,11 @@ class Machine:
             "power_of_2": lambda x: of(np.exp2(np.asarray(x, np.float32))),
             "reciprocal": lambda x: of(np.float32(1) / np.asarray(x)),
             "cdiv": integers.cdiv, "longest_first": raster.longest_first, "key_blocks": rules.key_blocks,
-            "diagonal": rules.diagonal, "halved": rules.halved,
+            "diagonal": rules.diagonal, "halved": rules.halved, "share_of_keys": rules.share_of_keys,
+            "VOID": load_text.VOID.value, "LINE": 16,
+            "Arriving": load_text.Arriving, "Watch": gate_text.Watch, "fenced": lambda x: x, "present": lambda _: 0,
+            "look_at_keys": lambda *_: Integer(0), "is_over": self.is_over, "pass_keys": self.pass_keys,
+            "leave_keys": lambda *_: None,
         }  # fmt: skip
 
     def warp_specialize(self, loops: Any, warps: list[int], registers: list[int]) -> None:
@@ -440,6 +452,17 @@ class Machine:
         t = Integer(self.positions.pop(0))
         pm, pn = raster.longest_first(t, num_m, num_n, group) if order == "longest_first" else (t, Integer(0))
         return (Integer(1), Integer(0), Integer(pm), Integer(pn), *[Integer(0)] * 11)
+
+    def is_over(self, *_: object) -> Integer:
+        self.local.log.append(("Ask",))
+        return Integer(self.over_at is not None and len(self.passed) >= self.over_at)
+
+    def pass_keys(self, row: int, end: int, *_: object) -> tuple[int, ...]:
+        assert row < end, "nobody waits for nothing"
+        self.local.log.append(("Pass",))
+        over = Integer(len(self.passed) == self.over_at)
+        self.passed.append((int(row), int(end)))
+        return over, Integer(end), Integer(0), Integer(0)
 
     def put(self, _: object, slot: int, field: int, value: int, warps: int) -> None:
         assert warps == 1

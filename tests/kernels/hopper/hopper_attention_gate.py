@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 
+from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.problem import Incoming
 
 
 def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
@@ -43,15 +45,21 @@ def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
 def fill(plan: AttentionPlan, layout: AttentionLayout) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What `tilestream.kernels.hopper.attention_launch.AttentionLaunch` has compiled."""
     made, p = HopperAttentionArguments(plan, layout), plan.problem
-    maps = [described(m, p.out_dtype if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]
+    stored = hopper_attention.share_dtype(p, plan.shares)
+    maps = [described(m, stored if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]
     ints = Pointer("int32")
     given = (
-        Pointer("float32") if p.return_lse else None, Pointer("float32") if p.sinks else None,
+        Pointer("float32") if p.return_lse or plan.shares > 1 else None,
+        Pointer("float32") if p.sinks and plan.shares == 1 else None,
         ints if p.varlen else None, ints if p.tokens_k else None, ints if p.lengths else None,
         ints if p.page_size else None, ints if p.varlen else None, ints if p.varlen else None,
-        None if plan.schedule.kind == "static" else Pointer("int64"),
+        None if plan.schedule.kind == "static" and p.keys is None else Pointer("int64"),
     )  # fmt: skip
-    return made.options, made.fill((*maps, *given, 0, 0, *made.scales(0.125)))
+    gate = NO_KEY_GATE
+    if p.keys is not None:
+        bounds = None if p.keys.chunks.rows_per_chunk else ints
+        gate = KeyGate(ints, ints, bounds, Pointer("int64"), Pointer("int64"), 2, 3, 4, 5)
+    return made.options, made.fill((*maps, *given, 0, 0, *made.scales(0.125)), gate)
 
 
 class Configuration(NamedTuple):
@@ -67,6 +75,20 @@ HOWS: dict[str, dict[str, Any]] = {
     "varlen": {"causal": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192, "return_lse": True},
     "paged": {"causal": True, "page_size": 16, "pages": 1024, "lengths": True},
     "packed": {"heads_q": 32, "heads_kv": 4, "seqlen_q": 16, "causal": True, "return_lse": True},
+    "split": {"heads_q": 32, "heads_kv": 4, "seqlen_q": 16, "causal": True, "return_lse": True, "splits": 4},
+    "split, worst": {
+        "causal": True, "window": (300, None), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192,
+        "page_size": 8, "pages": 4096, "lengths": True, "heads_q": 24, "heads_kv": 8, "seqlen_q": 32, "splits": 3,
+    },
+    "arriving": {"causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(4 * 2048, 100))},
+    "arriving, window": {
+        "window": (300, 20), "softcap": 30.0, "sinks": True, "return_lse": True, "varlen": True, "tokens_q": 8192,
+        "tokens_k": 8192, "keys": Incoming(Chunks((0, 5, 8192))),
+    },
+    "arriving, split": {
+        "window": (300, 20), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192,
+        "keys": Incoming(Chunks((0, 5, 8192))), "splits": 3,
+    },
     "worst": {
         "causal": True, "window": (300, None), "softcap": 30.0, "sinks": True, "varlen": True, "tokens_q": 8192,
         "page_size": 8, "pages": 4096, "lengths": True, "return_lse": True, "heads_q": 24, "heads_kv": 8,
@@ -81,8 +103,11 @@ def configurations(what: str) -> Iterator[Configuration]:
     """Those of ``"all"``, of ``"quick"``, or whose name begins so."""
     for dims, (how, more), variant in itertools.product(DIMS, HOWS.items(), ("turns", "apart")):
         base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
+        splits = base.pop("splits", 1)
         problem = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
-        for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant):
+        if hopper_attention.refusal(problem, DEVICE):
+            continue
+        for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
             consumers = found.block[0] // hopper_attention.ROWS
             name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
             # Turns are two barriers, whatever else there is.
@@ -116,11 +141,12 @@ def expected(made: Configuration) -> dict[str, Any]:
     plan, p = made.plan, made.plan.problem
     consumers, block = plan.block[0] // hopper_attention.ROWS, plan.block[1]
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
-    math, load = hopper_attention.registers(consumers, columns)
+    math, load = hopper_attention.registers(consumers, columns, p.keys is not None)
     boxes = parts + columns // 64
-    queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared)
-    shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries)
-    softmaxes = 2 + (p.right is not None) + (p.left is not None)  # the first block's, and a loop for each run
+    queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)
+    shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries, plan.shares)
+    # The first block's, and a loop for each run; where blocks are taken from the first on, the last may be ragged.
+    softmaxes = 2 + (p.right is not None or p.keys is not None) + (p.left is not None)
     scores = hopper_attention.ROWS * block // 128
     # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)
@@ -128,7 +154,7 @@ def expected(made: Configuration) -> dict[str, Any]:
         "registers": sorted({math, load}),
         "wgmma": sorted({f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}),
         "loads": consumers * parts + boxes,
-        "stores": consumers * columns // 64,
+        "stores": consumers * columns // (32 if plan.shares > 1 else 64),
         "exponentials": consumers * exponentials,
         "shared": shared,
     }

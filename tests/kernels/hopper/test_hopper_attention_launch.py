@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.device import GateWords
 from tilestream.kernels.attention import Operands
 from tilestream.kernels.hopper import attention_launch as launching
 from tilestream.kernels.hopper.arguments import Map
@@ -24,6 +26,7 @@ from tilestream.plan import hopper_attention as policy
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import Incoming
 from tilestream.runtime.launcher import VARIES, Descriptor
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
@@ -152,7 +155,10 @@ def test_what_varies_is_not_compiled_in():
     assert set(UNSPECIALISED) <= set(NAMES)
     assert set(UNALIGNED) <= set(NAMES)
     numbers = NAMES[NAMES.index("base") : NAMES.index("CONSUMERS")]
-    assert set(numbers) == set(UNSPECIALISED)
+    pointers = {"signals", "quarantine", "bounds", "records", "claims"}
+    assert set(numbers) - pointers == set(UNSPECIALISED)
+    # A deadline of seconds leaves 31 bits, whatever the first one was; so does a base in time.
+    assert {p.name for p in attend.params if p.annotation_type == "i64"} == {"base", "allowed"}
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -180,7 +186,7 @@ class Lists:
         self.launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid):
-        return lambda *filled: self.launches.append((grid, *filled))
+        return lambda *filled, **_: self.launches.append((grid, *filled))
 
 
 @pytest.fixture
@@ -248,11 +254,57 @@ def test_a_launch_of_packed_sequences_makes_their_list_first(written):
     assert first["starts"].numel() >= B + 2
 
 
-def test_keys_that_arrive_are_the_portable_kernel_s(written):
+class Arrived:
+    """Signals of a chunk each."""
+
+    def use(self) -> GateWords:
+        return GateWords(torch.ones(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 7, 3)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_launch_is_told_how_keys_arrive(written, kind, ragged):
+    chunks = Chunks((0, 100, B * S)) if ragged else Chunks.uniform(B * S, 200)
+    plan = make(kind, keys=Incoming(chunks))
     x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
-    with pytest.raises(ValueError, match="keys arrive, and the Hopper kernel has no gate"):
-        HopperAttentionLaunch(make(), attention_gpu.layout_of(x))(x, portable.IncomingKeys(None, 1.0))
-    assert not written[0]
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    for _ in range(2):
+        launch(x, portable.IncomingKeys(Arrived(), 2.5))
+    (launcher,) = written[0]
+    call = launcher.calls[1]
+    assert (call["epoch"], call["key"], call["allowed"]) == (7, 3, 2_500_000_000)
+    assert call["counters"], "the abort word lies behind them"
+    assert ("bounds" in call) == ragged
+    assert {"signals", "quarantine", "records", "claims", "op"} <= set(call)
+    given = named(HopperAttentionArguments(plan, attention_gpu.layout_of(x)))
+    assert (given["KEYS"], given["chunks"]) == (("ragged", 2) if ragged else ("uniform", 8))
+    assert given["rows_per_chunk"] == (1 if ragged else 200)
+    assert not given["CHAINED"], "a launch that waits for others lets none begin beside it"
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_shares_are_joined_by_a_second_launch(written, monkeypatch, kind):
+    merges = Lists()
+    monkeypatch.setattr(portable, "merge_shares", merges)
+    problem = AttentionProblem(B, H, KV, 5, S, D, return_lse=True, sinks=True)
+    found = next(policy.candidates(problem, H100, 7, kind=kind, splits=3))
+    plan = of_candidate(problem, H100, "hopper", found, "a test's", ())
+    x = Operands(bf16(B, 5, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, 5, H, D), 0.1,
+                 torch.zeros(B, H, 5), torch.zeros(H))  # fmt: skip
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    launch(x)
+    (launcher,) = written[0]
+    (call,) = launcher.calls
+    ((_, partials, sums, out, lse, sinks, shares, rows, *_),) = merges.launches
+    assert (out, lse, sinks) == (x.out, x.lse, x.sinks)
+    assert (shares, rows) == (3, B * 5 * H)
+    assert call["out_map"] == partials.data_ptr()
+    assert call["lse"] == sums.data_ptr() == partials.data_ptr() + 4 * 3 * B * 5 * H * D
+    assert "sinks" not in call, "a sink counts once"
+    given = launcher.arguments
+    assert (given["SPLIT"], given["shares"], given["num_n"]) == (True, 3, B * H // plan.pack * 3)
+    assert (given["stride_lb"], given["stride_lr"], given["stride_lh"]) == (5 * H, H, 1)
+    assert given["out_map"].shape == (3 * B, 5, H, D)
 
 
 def test_the_plan_s_backend_launches():

@@ -6,6 +6,7 @@ rounds as the kernel does: weights to fp16, sums in fp32.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from dataclasses import replace
@@ -18,15 +19,27 @@ pytest.importorskip("triton")
 
 from attention_machine import TEXTS, Deadlock, Machine
 
+from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan import hopper_attention as policy
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties
+from tilestream.plan.problem import Incoming
 from tilestream.schedule import WorkItem
 from tilestream.schedule.integers import cdiv
-from tilestream.verify.attention_protocol import AttentionRing, LoadPlaces, MathPlaces, load_turn, math_turn
+from tilestream.verify.attention_protocol import (
+    Ask,
+    AttentionRing,
+    Copy,
+    Empty,
+    LoadPlaces,
+    MathPlaces,
+    Pass,
+    load_turn,
+    math_turn,
+)
 from tilestream.verify.protocol import Get, Next
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
@@ -91,7 +104,7 @@ def dense(rows: list[np.ndarray], room: int, junk: float = np.nan) -> tuple[np.n
 
 def run(
     case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None,
-    machines: list[Machine] | None = None, **how: Any,
+    machines: list[Machine] | None = None, over_at: int | None = None, **how: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """``(outs, lses)`` by sequence, from the kernel's text."""
     p = case.problem
@@ -100,15 +113,15 @@ def run(
     operands: dict[str, Any] = {}
     if p.varlen:
         q, q_strides = dense([np.concatenate(case.q)], sum(len(x) for x in case.q))
-        out = np.full(p.tokens_q * p.heads_q * p.head_dim_v, np.nan)
-        lse = np.full(p.tokens_q * p.heads_q, np.nan)
+        out = np.full(plan.shares * p.tokens_q * p.heads_q * p.head_dim_v, np.nan)
+        lse = np.full(plan.shares * p.tokens_q * p.heads_q, np.nan)
         q_strides, out_strides = (0, *q_strides[1:]), (0, p.heads_q * p.head_dim_v, p.head_dim_v)
         lse_strides = (0, p.heads_q, 1)
         operands["cu_queries"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
     else:
         q, q_strides = dense(case.q, p.seqlen_q)
-        out = np.full(p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
-        lse = np.full(p.batch * p.heads_q * p.seqlen_q, np.nan)
+        out = np.full(plan.shares * p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
+        lse = np.full(plan.shares * p.batch * p.heads_q * p.seqlen_q, np.nan)
         out_strides = (p.seqlen_q * p.heads_q * p.head_dim_v, p.heads_q * p.head_dim_v, p.head_dim_v)
         lse_strides = (p.heads_q * p.seqlen_q, 1, p.seqlen_q)
     table = 0
@@ -145,14 +158,14 @@ def run(
         keys = [len(x) for x in case.k] + [0]
         rows = [len(x) for x in case.q] + [p.tokens_q - sum(len(x) for x in case.q)]
         order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
-        tiles = [packs * cdiv(rows[i], plan.positions) for i in order]
+        tiles = [plan.shares * packs * cdiv(rows[i], plan.positions) for i in order]
         operands["starts"] = np.cumsum([0, *tiles]).astype(np.int32)
         operands["order_of"] = np.array(order, np.int32)
         assert operands["starts"][-1] <= plan.schedule.full_tiles, "the grid holds the list"
     operands |= {"q": q, "k": k, "v": v, "out": out}
     if p.return_lse:
         operands["lse"] = lse
-    if case.sinks is not None:
+    if case.sinks is not None and plan.shares == 1:
         operands["sinks"] = case.sinks
     layout = AttentionLayout(
         q_strides, k_strides, v_strides, out_strides, lse_strides if p.return_lse else None, table
@@ -162,9 +175,11 @@ def run(
     owner = [shuffled.randrange(3) for _ in range(plan.schedule.full_tiles)]
     for worker in range(3):
         taken = [t for t, who in enumerate(owner) if who == worker]
-        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change)
+        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change, over_at)
         if machines is not None:
             machines.append(machine)
+    if plan.shares > 1:
+        out, lse = joined(case, out.reshape(plan.shares, -1, p.heads_q, p.head_dim_v), lse.reshape(plan.shares, -1))
     outs, lses = [], []
     first = 0
     for i, (sq, _) in enumerate(case.lengths):
@@ -179,6 +194,21 @@ def run(
     if p.varlen and first < p.tokens_q:
         assert (out.reshape(p.tokens_q, -1)[first:] == 0).all(), "rows of no sequence are 0"
     return outs, lses
+
+
+def joined(case: Case, outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the launch behind makes of shares: flat, and laid out as `run` lays out what is not split."""
+    p = case.problem
+    lse = lses.reshape(*outs.shape[:-1]).astype(np.float64)  # shares, rows, heads
+    with np.errstate(divide="ignore", invalid="ignore"):  # of what sees nothing, and of what is void
+        own = np.log(np.exp(lse).sum(0))
+        sink = -np.inf if case.sinks is None else case.sinks
+        whole = np.logaddexp(own, sink)
+    weights = np.where(whole == -np.inf, 0.0, np.exp(lse - np.where(whole == -np.inf, 0.0, whole)))
+    out = (weights[..., None] * outs).sum(0)
+    if not p.varlen:
+        whole = whole.reshape(p.batch, p.seqlen_q, p.heads_q).transpose(0, 2, 1)
+    return out.reshape(-1), whole.reshape(-1)
 
 
 def check(case: Case, **how: Any) -> None:
@@ -272,6 +302,81 @@ def test_what_has_no_rectangle_in_memory(name, eager):
     check(RAGGED[name], eager=eager, seed=len(name))
 
 
+def arriving(case: Case, rows_per_chunk: int = 128) -> Case:
+    """The same, with keys in chunks."""
+    p = case.problem
+    rows = p.tokens_k or p.batch * p.seqlen_k
+    case = copy.copy(case)
+    case.problem = replace(p, keys=Incoming(Chunks.uniform(rows, rows_per_chunk)))
+    return case
+
+
+LATE = {
+    **{name: arriving(case) for name, case in DENSE.items()},
+    **{name: arriving(case) for name, case in RAGGED.items() if not case.problem.page_size},
+}
+LATE_SOON = ("full", "window", "more queries", "varlen", "lengths", "packed heads")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in LATE_SOON else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+)
+def test_keys_that_arrive_are_taken_from_the_first_on(name):
+    machines: list[Machine] = []
+    check(LATE[name], machines=machines, seed=len(name))
+    assert name == "nothing seen" or any(machine.passed for machine in machines)
+    for machine in machines:
+        rows = LATE[name].problem.keys.chunks.rows
+        assert all(0 <= row < end <= rows for row, end in machine.passed)
+
+
+@pytest.mark.parametrize("over_at", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 5))])
+@pytest.mark.parametrize("name", ["causal", "packed heads", "window"])
+def test_what_the_launchs_end_leaves_undone_is_nan(name, over_at):
+    case, machines = LATE[name], []
+    outs, lses = run(case, machines=machines, over_at=over_at)
+    whole, whole_lses = run(case)
+    for out, lse, right, right_lse in zip(outs, lses, whole, whole_lses, strict=True):
+        void = np.isnan(out)
+        assert void.any() or not any(len(machine.passed) > over_at for machine in machines)
+        assert (void.all(-1) == void.any(-1)).all(), "a row is void or whole"
+        assert (np.isnan(lse) == void.all(-1)).all()
+        assert np.array_equal(out[~void], right[~void])
+        assert np.array_equal(lse[~np.isnan(lse)], right_lse[~np.isnan(lse)])
+
+
+SPLIT = ("one row", "more keys", "window", "sinks", "packed heads", "256", "varlen", "varlen, pages of 16", "lengths")
+
+
+@pytest.mark.parametrize("splits", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SPLIT)
+def test_keys_in_shares(name, splits):
+    case = {**DENSE, **RAGGED}[name]
+    case = copy.copy(case)
+    case.problem = replace(case.problem, return_lse=True)
+    plan = plan_of(case.problem, splits=splits)
+    assert plan.shares == splits
+    check(case, plan=plan, seed=len(name))
+
+
+@pytest.mark.parametrize("over_at", [None, 2])
+@pytest.mark.parametrize(
+    "name", [name if name in ("causal", "varlen") else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+)
+def test_shares_of_keys_that_arrive(name, over_at):
+    case = LATE[name]
+    plan = plan_of(case.problem, splits=3)
+    assert plan.shares == 3
+    outs, lses = run(case, plan=plan, over_at=over_at, seed=len(name))
+    assert any(np.isnan(out).any() for out in outs) == (over_at is not None)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        right, _ = case.reference(i)
+        void = np.isnan(out)
+        assert (void.all(-1) == void.any(-1)).all()
+        assert (np.isnan(lse) == void.all(-1)).all()
+        assert np.abs(out - right)[~void].max(initial=0.0) < 3e-3 * max(1.0, np.abs(right).max(initial=0.0))
+
+
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_consumers_in_any_order(variant, seed):
@@ -314,6 +419,10 @@ CHANGES = {
     "what a page has behind the keys": ("gl.minimum(gl.maximum(keys - row + row % PAGE, 0), PAGE)", "PAGE"),
     "a page from its start": ("row = gl.minimum(row % PAGE, length)", "row = row * 0"),
     "a sequence's neighbour": ("BEYOND - length + first", "BEYOND - length + first - 1"),
+    "a stage is not filled when the launch is over": ("mbarrier.arrive(v_full.index(v_stage))", "pass"),
+    "a void item is not marked": ("put(slots, own_slot, VOID, over, 1)", "pass"),
+    "a mark is not looked at": ("factor = gl.where(void", "factor = gl.where(False"),
+    "blocks that arrive are not masked at the end": ("j * BLOCK, keys, until", "0, keys, until"),
     "the slot is given back early": (
         "        if going != 0:\n            first",
         "        mbarrier.arrive(item_empty.index(slot))\n        if going != 0:\n            first",
@@ -327,6 +436,7 @@ SEEN_BY = (
     packed(MIX, causal=True, page_size=16, pages=40, lengths=True),
     RAGGED["pages of 256"],
     same(300, 300, 2, head_dim=256),  # room for the queries of one item
+    arriving(same(300, 420, causal=True, window=(150, None))),
 )
 
 
@@ -339,6 +449,9 @@ def wrong(change: tuple[str, str] | None) -> bool:
     for case in SEEN_BY:
         try:
             check(case, change=edited if change else None)
+            if case.problem.keys is not None:
+                outs, _ = run(case, change=edited if change else None, over_at=1)
+                assert np.isnan(outs[0]).any(), "what does not arrive is not computed"
         except AssertionError:
             return True
     return False
@@ -373,11 +486,17 @@ def test_a_loop_that_waits_for_ever_is_a_deadlock():
 # What the checker explores ------------------------------------------------------------------------------------------
 
 
-def explored(turn: Any, ring: AttentionRing, *who: int, blocks: list[int]) -> list[tuple[Any, ...]]:
-    """A loop's operations in `tilestream.verify.attention_protocol` for items of so many key blocks, by name."""
+def explored(
+    turn: Any, ring: AttentionRing, *who: int, blocks: list[int], over_at: int | None = None
+) -> list[tuple[Any, ...]]:
+    """A loop's operations in `tilestream.verify.attention_protocol` for items of so many key blocks, by name.
+
+    ``over_at``: of how many waits at the gate the next one ends with the launch.
+    """
     items = [WorkItem(i, 0, 0, 0, 0, count) for i, count in enumerate(blocks)]
     state: Any = LoadPlaces() if not who else MathPlaces()
     log: list[tuple[Any, ...]] = []
+    passed = 0
     for item in (*items, None):
         loop, answer = turn(ring, *who, state), None
         while True:
@@ -386,15 +505,23 @@ def explored(turn: Any, ring: AttentionRing, *who: int, blocks: list[int]) -> li
             except StopIteration as end:
                 state = end.value
                 break
-            answer = item if isinstance(op, Next | Get) else 0 if log else None
-            name = type(op).__name__
+            answer = item if isinstance(op, Next | Get) else 0
+            name = {"Mark": "Put", "Look": "Get", "Empty": "Arrive"}.get(type(op).__name__, type(op).__name__)
+            if isinstance(op, Ask):
+                answer = int(over_at is not None and passed >= over_at)
+            if isinstance(op, Pass):
+                answer, passed = int(passed == over_at), passed + 1
             if name in ("Next", "Done"):
-                answer = item if name == "Next" else 0
                 continue
-            of = op.barrier if name == "Copy" else op[0]
+            if name in ("Ask", "Pass"):
+                log.append((name,))
+                continue
+            of = op.barrier if isinstance(op, Copy | Empty) else op[0]
             log.append((name, str(of) if name not in ("Put", "Get", "Retire") else of))
             if name == "WaitBarrier":
                 log[-1] += (op.parity,)
+            if len(log) > 1 and log[-2] == log[-1] and name in ("Put", "Get"):
+                log.pop()
     return log
 
 
@@ -428,5 +555,23 @@ def test_loops_do_what_is_explored(dim, variant):
     assert max(blocks) > 1
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
+    for who in range(ring.consumers):
+        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
+
+
+@pytest.mark.parametrize("over_at", [None, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4))])
+def test_loops_do_what_is_explored_where_keys_arrive(over_at):
+    # A chunk is a block, so that each block is asked for.
+    case = arriving(same(260, 400, 2, causal=True, head_dim=128))
+    plan = plan_of(case.problem)
+    assert plan.block[1] == 128
+    machines: list[Machine] = []
+    run(case, plan=plan, machines=machines, over_at=over_at)
+    machine = machines[0]
+    arguments = machine.arguments
+    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arriving=True)
+    blocks = [count - 1 for count in machine.told if count]
+    assert len(blocks) > 1
+    assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks, over_at=over_at)
     for who in range(ring.consumers):
         assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)

@@ -22,8 +22,11 @@ from tilestream.kernels.portable.attention_arguments import (
     AttentionArguments,
     AttentionLayout,
     KeyGate,
+    padded,
 )
+from tilestream.kernels.portable.attention_launch import MERGE_WARPS, TOGETHER
 from tilestream.kernels.portable.attention_list import list_sequences
+from tilestream.kernels.portable.attention_merge import merge_shares
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.portable_attention import candidates
@@ -132,9 +135,18 @@ def build_list(plan: AttentionPlan, target: str) -> tuple[Any, str]:
     return compiled(list_sequences, (*lists, *numbers), {}, target)
 
 
+def build_merge(dim: int, target: str) -> Any:
+    """Compile the kernel that joins shares of keys, of so many columns."""
+    given = (*[Pointer("float32")] * 2, Pointer("bfloat16"), Pointer("float32"), Pointer("float32"))
+    numbers = (7, 128, 4, 32, 4096, 4096, dim, 128, 32, 4, dim, padded(dim), TOGETHER)
+    return compiled(merge_shares, (*given, *numbers), {"num_warps": MERGE_WARPS}, target)
+
+
 def main() -> None:
     what, *targets = sys.argv[1:]
     for target in targets:
+        for dim in (128,) if what == "quick" else (8, 64, 80, 128, 256):
+            report(target, f"shares of {dim} columns", functools.partial(build_merge, dim, target))
         for name, plan, layout in configurations(target, what):
             report(target, name, functools.partial(build, plan, layout, target))
             if plan.problem.varlen and plan.block[0] == 128 and plan.problem.dtype == "bfloat16":

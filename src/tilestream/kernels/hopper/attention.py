@@ -19,6 +19,9 @@ Its key blocks run from the diagonal to the window's edge: those that some row s
 their own. The tensor cores compute the next block's scores while a consumer is at its softmax; with ``ORDERED`` the
 consumers also take turns at starting them, so that one's exponentials run under another's multiplications.
 
+Where keys arrive, the load warp asks the gate before a block's first stage, and blocks are taken from the first key on;
+an item whose chunks do not come is void, and NaN: see `tilestream.kernels.hopper.attention_load`.
+
 Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
 same: see `tilestream.kernels.hopper.attention_load`.
 
@@ -48,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from tilestream.kernels.hopper.attention_load import load_loop, place
+from tilestream.kernels.hopper.attention_load import VOID, Arriving, load_loop, place
 from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
 from tilestream.kernels.hopper.compat import tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
@@ -60,10 +63,11 @@ ROWS: gl.constexpr = gl.constexpr(64)
 UNSPECIALISED = (
     "base", "reset", "sequences", "rows_q", "rows_k", "queries", "keys", "columns", "shared_by", "left", "right",
     "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "stride_lb", "stride_lh", "stride_lr",
-    "tiles", "num_m", "num_n", "group", "scale", "inner",
+    "tiles", "num_m", "num_n", "group", "shares", "scale", "inner", "epoch", "key", "allowed", "op",
+    "rows_per_chunk", "chunks",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
-UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table")
+UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "signals", "quarantine")
 
 
 @gluon.jit
@@ -138,9 +142,10 @@ def math_loop(
     lse, sinks, scale, inner,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, ARRIVING: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of each tile."""
+    """A consumer: 64 rows of each tile. Of keys that arrive blocks are taken from the first on, else from the last."""
     if CHAINED:
         gdc_wait()
     out_layout: gl.constexpr = mma_layout(COLUMNS)
@@ -178,27 +183,46 @@ def math_loop(
                 mbarrier.arrive(k_empty.index(stage))
                 if CAPPED:
                     scores = capped(scores, inner)
-                if (last >= plain_end) | (last < plain_begin):
-                    scores = masked(scores, position, last * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
+                first_block = begin if ARRIVING else last
+                if (first_block >= plain_end) | (first_block < plain_begin):
+                    scores = masked(scores, position, first_block * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
                 weights, top, total, _ = softmax(scores, top, total, scale, True)
                 p = as_operand(weights, COLUMNS, v_stages.dtype)
-                plain_begin = gl.minimum(plain_begin, last)
-                plain_end = gl.minimum(plain_end, last)
-                if RIGHT:
-                    for j in range(plain_end, last):
-                        o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
-                            turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys, until,
-                            since, scale, inner,
-                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
-                        )  # fmt: skip
+                if ARRIVING:
+                    plain_begin = gl.maximum(plain_begin, begin + 1)
+                    plain_end = gl.maximum(plain_end, plain_begin)
+                    if LEFT:
+                        for j in range(begin + 1, plain_begin):
+                            o, p, top, total, stage, phase, turn = math_step(
+                                q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage,
+                                phase, turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inner,
+                                WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                            )  # fmt: skip
+                else:
+                    plain_begin = gl.minimum(plain_begin, last)
+                    plain_end = gl.minimum(plain_end, last)
+                    if RIGHT:
+                        for j in range(plain_end, last):
+                            o, p, top, total, stage, phase, turn = math_step(
+                                q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage,
+                                phase, turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys,
+                                until, since, scale, inner,
+                                WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                            )  # fmt: skip
                 for _ in range(plain_begin, plain_end):
                     o, p, top, total, stage, phase, turn = math_step(
                         q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
                         o, p, top, total, position, 0, keys, until, since, scale, inner,
                         WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, False, LEFT, RIGHT, CAPPED, ORDERED,
                     )  # fmt: skip
-                if LEFT:
+                if ARRIVING:
+                    for j in range(plain_end, last + 1):
+                        o, p, top, total, stage, phase, turn = math_step(
+                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
+                            turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inner,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                        )  # fmt: skip
+                elif LEFT:
                     for j in range(begin, plain_begin):
                         o, p, top, total, stage, phase, turn = math_step(
                             q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
@@ -220,6 +244,10 @@ def math_loop(
             origin = get(slots, slot, 10, 4)
             queries = get(slots, slot, 11, 4)
             factor, sum_ = finished(top, total, sinks, head, row, scale, PACK)
+            if ARRIVING:
+                void = get(slots, slot, VOID, 4) != 0
+                factor = gl.where(void, float("nan"), factor)
+                sum_ = gl.where(void, float("nan"), sum_)
             if lse is not None:
                 at = lse + get(slots, slot, 12, 4) + position * get(slots, slot, 13, 4)
                 gl.store(at + row % PACK * get(slots, slot, 14, 4), sum_, mask=position < queries)
@@ -241,12 +269,13 @@ def attend(
     q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters,
     base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
-    tiles, num_m, num_n, group, scale, inner,
+    tiles, num_m, num_n, group, shares, scale, inner,
+    signals, quarantine, bounds, records, claims, epoch, key, allowed: tl.int64, op, rows_per_chunk, chunks,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
-    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, CHAINED: gl.constexpr,
-    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, KEYS: gl.constexpr,
+    CHAINED: gl.constexpr, MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
@@ -268,8 +297,13 @@ def attend(
         Rows from one sequence, or page, to the next, where a map counts rows of the whole tensor (``RAGGED_K``).
     table_stride
         From the pages of a sequence to those of the next.
+    shares
+        Into how many a tile's keys are split, where ``SPLIT`` says that they are. Then ``out`` and ``lse`` are those of
+        shares, with as many sequences (rows) for each: see `tilestream.kernels.portable.attention_merge`.
     scale, inner
         Of scores, in base 2: ``softcap`` and ``scale / softcap``, where there is a cap.
+    signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
+        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.portable.attention_gate`.
     PACK
         Query heads side by side in a tile's rows.
     PARTS
@@ -299,6 +333,9 @@ def attend(
     item_empty = make_barriers(ITEMS, CONSUMERS)
     order = make_barriers(CONSUMERS, 1)
     slots = make_slots()
+    arriving = Arriving(
+        signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
+    )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize([
             (math_loop, (
@@ -306,23 +343,24 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, CHAINED,
+                ORDERED, KEYS != "none", CHAINED,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, CHAINED,
+                ORDERED, KEYS != "none", CHAINED,
             )),
             (load_loop, (
                 q_map, k_map, v_map, q_parts, k_parts, v_stages,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
-                RIGHT, CHAINED,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
+                arriving,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -332,29 +370,30 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, CHAINED,
+                ORDERED, KEYS != "none", CHAINED,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, CHAINED,
+                ORDERED, KEYS != "none", CHAINED,
             )),
             (math_loop, (
                 2, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, CHAINED,
+                ORDERED, KEYS != "none", CHAINED,
             )),
             (load_loop, (
                 q_map, k_map, v_map, q_parts, k_parts, v_stages,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, TOP_LEFT, LEFT,
-                RIGHT, CHAINED,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
+                arriving,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED,
             )),
         ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

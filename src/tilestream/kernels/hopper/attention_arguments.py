@@ -9,21 +9,29 @@ import math
 from typing import Any
 
 from tilestream.kernels.hopper.arguments import Map
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.kernels.portable.attention_arguments import (
+    NO_KEY_GATE,
+    AttentionLayout,
+    KeyGate,
+    chunk_kind,
+    share_layout,
+)
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.hopper_attention import (
     BEYOND,
+    LINE,
     ROWS,
     columns_of,
     out_buffers,
     parts_of,
     queries_of,
     registers,
+    share_dtype,
     width,
 )
 from tilestream.plan.problem import ITEMSIZE
 
-#: Whether launches may begin before the kernel ahead has ended.
+#: Whether launches may begin before the kernel ahead has ended. Not with a gate: see `tilestream.kernels.hopper.gemm`.
 _CHAINED = True
 #: The extents of the two dimensions that bring a clipped copy's address back: more than any coordinate, less than
 #: 2**31, as which kernels are passed them.
@@ -45,9 +53,12 @@ class HopperAttentionArguments:
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        self.plan, self.layout = plan, layout
         p = plan.problem
+        self.plan = plan
+        #: What a share gives is float32, and lies elsewhere.
+        self.layout = share_layout(p, layout) if plan.shares > 1 else layout
         self._consumers = plan.block[0] // ROWS
+        self._chained = _CHAINED and p.keys is None
         self._ragged_q = p.varlen
         self._ragged_k = bool(p.tokens_k or p.page_size or p.lengths)
         wide = width(p)
@@ -57,16 +68,17 @@ class HopperAttentionArguments:
         self.q = _map(layout.q, (p.batch, p.seqlen_q, p.heads_q), p.head_dim, (*tile, wide), self._ragged_q)
         self.k = _map(layout.k, keys, p.head_dim, (high, 1, wide), self._ragged_k)
         self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, wide), self._ragged_k)
-        strip = 128 // ITEMSIZE[p.out_dtype]
-        self.out = _map(layout.out, (p.batch, p.seqlen_q, p.heads_q), p.head_dim_v, (*tile, strip), self._ragged_q)
-        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": _CHAINED}
+        out = plan.shares * p.batch, p.seqlen_q, p.heads_q
+        strip = LINE // ITEMSIZE[share_dtype(p, plan.shares)]
+        self.out = _map(self.layout.out, out, p.head_dim_v, (*tile, strip), self._ragged_q)
+        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
 
     def scales(self, scale: float) -> tuple[float, float]:
         """The kernel's ``scale`` and ``inner`` for a scale of scores."""
         cap = self.plan.problem.softcap
         return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
 
-    def fill(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    def fill(self, operands: tuple[Any, ...], gate: KeyGate = NO_KEY_GATE) -> tuple[Any, ...]:
         """All of them, in the kernel's order.
 
         Parameters
@@ -76,7 +88,9 @@ class HopperAttentionArguments:
             counters, base, reset, scale, inner: values, or whatever stands in for them.
         """
         *given, scale, inner = operands
-        return (*given, *self._extents(), scale, inner, *self._constants().values())
+        keys = self.plan.problem.keys
+        chunks = (1, 0) if keys is None else (keys.chunks.rows_per_chunk or 1, keys.chunks.count)
+        return (*given, *self._extents(), scale, inner, *gate, *chunks, *self._constants().values())
 
     def _extents(self) -> tuple[int, ...]:
         plan, p, s = self.plan, self.plan.problem, self.layout
@@ -90,13 +104,13 @@ class HopperAttentionArguments:
         return (
             p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k, columns, max(1, p.ratio // plan.pack),
             p.left or 0, p.right or 0, rows[0][0], rows[1][0], rows[0][1], rows[1][1], s.table,
-            lse[0], lse[2], lse[1], plan.schedule.full_tiles, grid.num_m, grid.num_n, plan.group,
+            lse[0], lse[2], lse[1], plan.schedule.full_tiles, grid.num_m, grid.num_n, plan.group, plan.shares,
         )  # fmt: skip
 
     def _constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         plan, p = self.plan, self.plan.problem
-        math_registers, load_registers = registers(self._consumers, columns_of(p))
+        math_registers, load_registers = registers(self._consumers, columns_of(p), p.keys is not None)
         return {
             "CONSUMERS": self._consumers,
             "PACK": plan.pack,
@@ -104,19 +118,21 @@ class HopperAttentionArguments:
             "BLOCK": plan.block[1],
             "COLUMNS": columns_of(p),
             "STAGES": plan.stages,
-            "QUERIES": queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared),
-            "BUFFERS": out_buffers(p),
+            "QUERIES": queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared, plan.shares),
+            "BUFFERS": out_buffers(p, plan.shares),
             "KIND": plan.schedule.kind,
             "ORDER": plan.schedule.raster.order,
             "PAGE": p.page_size,
             "RAGGED_Q": self._ragged_q,
             "RAGGED_K": self._ragged_k,
+            "SPLIT": plan.shares > 1,
             "TOP_LEFT": p.alignment == "top_left",
             "LEFT": p.left is not None,
             "RIGHT": p.right is not None,
             "CAPPED": p.softcap > 0,
             "ORDERED": plan.variant == "turns",
-            "CHAINED": _CHAINED,
+            "KEYS": chunk_kind(p),
+            "CHAINED": self._chained,
             "MATH_REGISTERS": math_registers,
             "LOAD_REGISTERS": load_registers,
         }

@@ -10,9 +10,9 @@ from tilestream.kernels.attention import Operands
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.kernels.hopper.launch import described_by
-from tilestream.kernels.launch import with_words
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.kernels.portable.attention_launch import IncomingKeys, ListLaunch
+from tilestream.kernels.launch import address, with_words
+from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.kernels.portable.attention_launch import IncomingKeys, KeyGateLaunch, ListLaunch, MergeLaunch
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.launcher import VARIES, Descriptor, Launcher
@@ -29,47 +29,61 @@ class HopperAttentionLaunch:
         self.plan = plan
         self._arguments = HopperAttentionArguments(plan, layout)
         self._list = ListLaunch(plan)
-        self._schedule = None if plan.schedule.kind == "static" and not plan.problem.varlen else plan.schedule
+        self._gate = KeyGateLaunch(plan)
+        self._merge = MergeLaunch(plan, layout)
+        #: Static tickets are nobody's; the abort word is a counter's neighbour all the same.
+        self._counts = plan.schedule.kind != "static" or plan.problem.keys is not None
+        self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._merge.floats else None
         self._launcher: Launcher | None = None
 
     def __call__(self, operands: Operands, incoming: IncomingKeys | None = None) -> None:
         """Issue the launch on the current stream of the current device, which is the operands'.
 
-        Raises
-        ------
-        ValueError
-            If keys arrive: such a plan is the portable kernel's.
+        ``incoming``: how keys arrive, if and only if the plan is for such.
         """
-        if incoming is not None:
-            raise ValueError("attention: keys arrive, and the Hopper kernel has no gate: plan with the problem's keys=")
 
         def issue(stream: int, words: Words) -> None:
-            self._issue(stream, operands, words)
+            self._issue(stream, operands, words, incoming)
 
-        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed)
+        device, floats = operands.q.device, self._merge.floats
+        with_words(device, self._schedule, self.plan.block, issue, self._list.listed, floats)
 
-    def _issue(self, stream: int, x: Operands, words: Words) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
+        if words.partials is not None and self._merge.floats:
+            shares = self._merge.scratch(words.partials)
+            # A sink counts once: where shares are joined.
+            self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, incoming)
+            self._merge(stream, shares, x)
+        else:
+            self._attend(stream, x, words, incoming)
+
+    def _attend(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
         starts, order = self._list(stream, x, words)
-        static = self.plan.schedule.kind == "static"
+        gate = self._gate(x.q.device, incoming)
         given = (
             x.lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, x.block_table, starts, order,
-            None if static else words.counters,
+            words.counters if self._counts else None,
         )  # fmt: skip
         scales = self._arguments.scales(x.scale)
         if self._launcher is None:
-            self._launcher = self._compiled(x, given, scales)
+            self._launcher = self._compiled(x, given, scales, gate)
+        arriving = () if incoming is None else [address(one) for one in gate if one is not None]
         self._launcher(
             stream, x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), x.out.data_ptr(),
-            *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales,
+            *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales, *arriving,
         )  # fmt: skip
 
-    def _compiled(self, x: Operands, given: tuple[torch.Tensor | None, ...], scales: tuple[float, float]) -> Launcher:
+    def _compiled(
+        self, x: Operands, given: tuple[torch.Tensor | None, ...], scales: tuple[float, float], gate: KeyGate
+    ) -> Launcher:
         """The kernel, compiled for operands like these."""
         made = self._arguments
         maps = (made.q, x.q.dtype), (made.k, x.k.dtype), (made.v, x.v.dtype), (made.out, x.out.dtype)
         grid = (self.plan.schedule.workers, 1, 1)
-        filled = made.fill((*[described_by(m, dtype) for m, dtype in maps], *given, 0, 0, *scales))
+        filled = made.fill((*[described_by(m, dtype) for m, dtype in maps], *given, 0, 0, *scales), gate)
         kernel = attend.warmup(*filled, grid=grid, **made.options)
         varying: list[Any] = [Descriptor(m.shape, m.strides) for m, _ in maps]
         varying += [None if tensor is None else VARIES for tensor in given]
-        return Launcher(kernel, grid, made.fill((*varying, VARIES, VARIES, VARIES, VARIES)))
+        if gate is not NO_KEY_GATE:
+            gate = KeyGate._make(None if one is None else VARIES for one in gate)
+        return Launcher(kernel, grid, made.fill((*varying, VARIES, VARIES, VARIES, VARIES), gate))

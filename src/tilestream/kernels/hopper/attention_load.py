@@ -7,11 +7,18 @@ batch the tensor map's extents see to that. Of packed sequences and of pages a m
 two bring the address back, one by ``BEYOND`` steps that wrap around 64 bits, the other by the rows. A technique of
 Triton's `triton.tools.ragged_tma`.
 
+Where keys arrive (``KEYS``), the load warp asks the gate before a block whose chunks it does not know to be there,
+inside of the item, and takes blocks from the first key on. It is told "over" (`tilestream.kernels.portable.gate`)
+with stages still to fill that consumers will wait for: those it fills with nothing, and says so in the item's slot
+before the last of them, so that nobody takes the result for one. Items after that have no blocks.
+
 A page that holds less than a key block is a copy of its own, for each 128 bytes of a row: they lie one behind the other
 in the swizzled block, where those of 8 rows and more keep its pattern.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -20,16 +27,41 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import boxes, device, tma_load
+from tilestream.kernels.hopper.gate import Watch, fenced
 from tilestream.kernels.hopper.ring import ITEMS, put, step
+from tilestream.kernels.portable.attention_gate import leave_keys, look_at_keys, pass_keys
 from tilestream.kernels.portable.attention_list import place_of, rows_of
-from tilestream.kernels.portable.schedule import cdiv, enter, leave, longest_first, take
+from tilestream.kernels.portable.clock import present
+from tilestream.kernels.portable.gate import is_over
+from tilestream.kernels.portable.schedule import LINE, cdiv, enter, leave, longest_first, take
 from tilestream.schedule import attention
 
 diagonal = device(attention.diagonal)
+share_of_keys = device(attention.share_of_keys)
 key_blocks = device(attention.key_blocks)
 
 #: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
 BEYOND: gl.constexpr = gl.constexpr(2**30)
+
+
+#: The field of an item's slot that says that it is void.
+VOID: gl.constexpr = gl.constexpr(15)
+
+
+class Arriving(NamedTuple):
+    """What the kernel is told of keys that arrive: see `tilestream.kernels.portable.attention_arguments.KeyGate`."""
+
+    signals: Any
+    quarantine: Any
+    bounds: Any
+    records: Any
+    claims: Any
+    epoch: Any
+    key: Any
+    allowed: Any
+    op: Any
+    rows_per_chunk: Any
+    chunks: Any
 
 
 @gluon.jit
@@ -71,22 +103,26 @@ def load_block(
 @gluon.jit
 def item_of(
     found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-    queries, keys, columns, group, batch_rows_k, batch_rows_v, left, right,
-    POSITIONS: gl.constexpr, BLOCK: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
+    POSITIONS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
 ):  # fmt: skip
     """What a tile is: its sequence, rows, head, keys and key blocks.
 
     Returns
     -------
-    (found, batch, first, head, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end, end, until,
-    since)
+    (found, batch, first, head, share, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end, end,
+    until, since)
         ``found`` is 0 from the end of a packed call's list on: how long it is, only the device knows. ``head`` counts
-        columns of tiles: heads, or packs of them. Origins are rows of the tensors. For the last two see
-        `tilestream.kernels.hopper.attention_softmax.masked`.
+        columns of tiles: heads, or packs of them; ``share`` the shares of its keys, where they are split. Origins are
+        rows of the tensors. For the last two see `tilestream.kernels.hopper.attention_softmax.masked`.
     """
     zero = tl.cast(0, tl.int32)
     origin, origin_k, origin_v, begin, plain_begin, plain_end, end = zero, zero, zero, zero, zero, zero, zero
-    until, since = zero, zero
+    until, since, share = zero, zero, zero
+    heads = columns
+    if SPLIT:
+        columns = columns * shares
     batch = pn // columns
     head = pn % columns
     if cu_queries is not None:
@@ -121,11 +157,16 @@ def item_of(
         begin, plain_begin, plain_end, end = key_blocks(
             pm * POSITIONS, gl.minimum((pm + 1) * POSITIONS, queries) - 1, ahead, behind, left, right, keys, BLOCK
         )  # fmt: skip
+        if SPLIT:
+            # A sequence's first keys before its later ones, which may not have arrived.
+            share = head // heads
+            head = head % heads
+            begin, plain_begin, plain_end, end = share_of_keys(begin, plain_begin, plain_end, end, shares, share)
         until = ahead - behind + right + 1
         since = ahead - behind - left
     return (
-        found, batch, pm * POSITIONS, head, origin, queries, origin_k, origin_v, keys, begin, plain_begin, plain_end,
-        end, until, since,
+        found, batch, pm * POSITIONS, head, share, origin, queries, origin_k, origin_v, keys, begin, plain_begin,
+        plain_end, end, until, since,
     )  # fmt: skip
 
 
@@ -135,12 +176,16 @@ def load_loop(
     q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
     starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
     rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v, page_rows_k,
-    page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group,
+    page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares, arriving,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
-    RAGGED_K: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CHAINED: gl.constexpr,
+    RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    KEYS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """The load warp: takes items, hands them on, and loads their queries, keys and values."""
+    """The load warp: takes items, hands them on, and loads their queries, keys and values.
+
+    ``arriving``: an `Arriving`, where ``KEYS`` says how keys arrive.
+    """
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -158,7 +203,16 @@ def load_loop(
     workers = gl.num_programs(0)
     one = tl.cast(1, tl.int32)
     zero = tl.cast(0, tl.int32)
-    enter(counters, base, worker, one, reset, KIND == "static", False)
+    over, seen_low, seen_high, leaves = zero, zero, zero - 1, reset
+    if KEYS != "none":
+        leaves = tl.where(arriving.epoch == 0, 1, reset)
+    enter(counters, base, worker, one, leaves, KIND == "static", KEYS != "none")
+    if KEYS != "none":
+        watch = Watch(counters + 2 * LINE, arriving.claims + LINE, present(arriving.claims + LINE))
+        over = look_at_keys(
+            worker, arriving.epoch, arriving.quarantine, arriving.key, watch.abort, base, arriving.records,
+            arriving.claims, arriving.op, arriving.allowed,
+        )  # fmt: skip
     ticket, source, stage, phase, v_stage, v_phase = zero, zero, zero, zero, zero, zero
     slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one
@@ -169,13 +223,17 @@ def load_loop(
             None, zero, zero, KIND, "items", False, ORDER, False, False,
         )  # fmt: skip
         (
-            found, batch, first, head, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
+            found, batch, first, head, share, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
             plain_end, end, until, since,
         ) = item_of(
             found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-            queries, keys, columns, group, batch_rows_k, batch_rows_v, left, right,
-            POSITIONS, BLOCK, TOP_LEFT, LEFT, RIGHT,
+            queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
+            POSITIONS, BLOCK, SPLIT, TOP_LEFT, LEFT, RIGHT,
         )  # fmt: skip
+        if KEYS != "none":
+            if over == 0:
+                over = is_over(watch.abort, base).to(tl.int32)
+            end = tl.where(over != 0, begin, end)
         mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
         put(slots, slot, 0, (end - begin + 1) * found, 1)
         put(slots, slot, 1, first, 1)
@@ -186,13 +244,23 @@ def load_loop(
         put(slots, slot, 6, until, 1)
         put(slots, slot, 7, since, 1)
         put(slots, slot, 8, head * PACK, 1)
-        put(slots, slot, 9, batch, 1)
-        put(slots, slot, 10, origin, 1)
+        # Shares have outputs of their own: as many sequences, or rows of packed ones, once more for each.
+        to_batch, to_row = batch, origin
+        if SPLIT:
+            if RAGGED_Q:
+                to_row = origin + share * rows_q
+            else:
+                to_batch = batch + share * (sequences - 1)
+        put(slots, slot, 9, to_batch, 1)
+        put(slots, slot, 10, to_row, 1)
         put(slots, slot, 11, own_queries, 1)
-        put(slots, slot, 12, batch * stride_lb + origin * stride_lr + head * PACK * stride_lh, 1)
+        put(slots, slot, 12, to_batch * stride_lb + to_row * stride_lr + head * PACK * stride_lh, 1)
         put(slots, slot, 13, stride_lr, 1)
         put(slots, slot, 14, stride_lh, 1)
+        if KEYS != "none":
+            put(slots, slot, VOID, over, 1)
         mbarrier.arrive(item_full.index(slot))
+        own_slot = slot
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
             for who in gl.static_range(CONSUMERS):
@@ -208,23 +276,56 @@ def load_loop(
             pages = table
             if PAGE:
                 pages = table + batch.to(gl.int64) * table_stride
+            if KEYS != "none":
+                # The rows of all sequences arrive one behind the other.
+                first_row = origin_k if cu_keys is not None else batch * keys
+                ready = first_row
             # Scores of the next block are started before this block's weights meet its values: keys go one block ahead.
             for j in range(begin, end + 1):
-                first_key = (end - 1 - (j - begin)) * BLOCK
+                if KEYS != "none":
+                    first_key = j * BLOCK
+                    behind = first_key - BLOCK
+                    row = first_row + first_key
+                    last_row = first_row + gl.minimum(first_key + BLOCK, own_keys)
+                    if (j < end) & (over == 0) & (last_row > ready):
+                        over, ready, seen_low, seen_high = pass_keys(
+                            gl.maximum(row, ready), last_row, arriving.signals, arriving.epoch, arriving.key,
+                            arriving.rows_per_chunk, arriving.bounds, arriving.chunks, seen_low, seen_high, over,
+                            watch.abort, base, watch.clock, watch.begin, arriving.allowed, arriving.records,
+                            arriving.claims, arriving.op, worker, pm * num_n + pn, pm, pn, KEYS,
+                        )  # fmt: skip
+                        over = fenced(over)
+                        put(slots, own_slot, VOID, over, 1)
+                else:
+                    first_key = (end - 1 - (j - begin)) * BLOCK
+                    behind = first_key + BLOCK
                 if j < end:
                     mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                    mbarrier.expect(k_full.index(stage), K_BYTES)
-                    load_block(
-                        k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
-                        head // shared_by, pages, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
-                    )  # fmt: skip
+                    if over != 0:
+                        mbarrier.arrive(k_full.index(stage))
+                    else:
+                        mbarrier.expect(k_full.index(stage), K_BYTES)
+                        load_block(
+                            k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
+                            head // shared_by, pages, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
+                        )  # fmt: skip
                     stage, phase = step(stage, phase, STAGES)
                 if j > begin:
                     mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
-                    mbarrier.expect(v_full.index(v_stage), V_BYTES)
-                    load_block(
-                        v_map, v_full.index(v_stage), v_boxes, v_stage, batch, origin_v, own_keys, first_key + BLOCK,
-                        head // shared_by, pages, page_rows_v, BLOCK, COLUMNS, PAGE, RAGGED_K,
-                    )  # fmt: skip
+                    if over != 0:
+                        mbarrier.arrive(v_full.index(v_stage))
+                    else:
+                        mbarrier.expect(v_full.index(v_stage), V_BYTES)
+                        load_block(
+                            v_map, v_full.index(v_stage), v_boxes, v_stage, batch, origin_v, own_keys, behind,
+                            head // shared_by, pages, page_rows_v, BLOCK, COLUMNS, PAGE, RAGGED_K,
+                        )  # fmt: skip
                     v_stage, v_phase = step(v_stage, v_phase, STAGES)
-    leave(counters, one, reset, workers, KIND == "static")
+    if KEYS != "none":
+        leave_keys(
+            leaves, reset, over, worker, workers, one, counters, base, watch.abort, watch.clock, watch.begin,
+            arriving.allowed, arriving.records, arriving.claims, arriving.op, arriving.signals, arriving.epoch,
+            arriving.key, arriving.quarantine, arriving.chunks,
+        )  # fmt: skip
+    else:
+        leave(counters, one, reset, workers, KIND == "static")

@@ -151,8 +151,13 @@ def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
         "POSITIVE": problem.positive and not scaled,
         "PRECISION": "tf32" if problem.dtype == "float32" and problem.tf32 else "ieee",
         "CONVERT": problem.dtype == "float8_e4m3fn" and not has_fp8_units(plan.device.arch),
-        "KEYS": "none" if problem.keys is None else "uniform" if problem.keys.chunks.rows_per_chunk else "ragged",
+        "KEYS": chunk_kind(problem),
     }
+
+
+def chunk_kind(problem: AttentionProblem) -> str:
+    """How keys arrive: ``"none"``: they are there; in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
+    return "none" if problem.keys is None else "uniform" if problem.keys.chunks.rows_per_chunk else "ragged"
 
 
 def padded(columns: int) -> int:
@@ -172,3 +177,13 @@ def _wide(plan: AttentionPlan, layout: AttentionLayout) -> bool:
     rows = max(plan.block)
     tiles = (layout.q, layout.out)
     return any(rows * strides[1] + problem.heads_q * strides[2] >= _INT31 for strides in (*tiles, layout.k, layout.v))
+
+
+def share_layout(problem: AttentionProblem, layout: AttentionLayout) -> AttentionLayout:
+    """How the shares' outputs and log-sum-exps lie: as contiguous ones of ``shares`` times as many sequences (rows)."""
+    p = problem
+    row = p.heads_q * p.head_dim_v
+    out, lse = (p.seqlen_q * row, row, p.head_dim_v), (p.seqlen_q * p.heads_q, p.heads_q, 1)
+    if p.varlen:
+        out, lse = (0, *out[1:]), (0, *lse[1:])
+    return layout._replace(out=out, lse=lse)

@@ -47,7 +47,7 @@ def end_of(chunk, rows_per_chunk, bounds, KEYS: tl.constexpr):
 @triton.jit
 def look_at_keys(worker, epoch, quarantine, key, abort, base, records, claims, op, allowed):
     """Whether an earlier launch left signals behind that nobody has reset: `gate.quarantined`."""
-    over = tl.zeros((), tl.int32)
+    over = tl.cast(0, tl.int32)
     if epoch == 0:
         over = look_at_mark(over, quarantine, 0, worker, key, abort, base, records, claims, op, allowed)
     return over
@@ -66,7 +66,7 @@ def pass_keys(
         ``ready`` is the row up to which, from ``row`` on, everything is known to be there.
     """
     ready = row
-    none = tl.full((), -1, tl.int32)
+    none = tl.cast(-1, tl.int32)
     while (ready < end) & (over == 0):
         chunk = chunk_at(ready, rows_per_chunk, bounds, chunks, KEYS)
         if (chunk < seen_low) | (chunk > seen_high):

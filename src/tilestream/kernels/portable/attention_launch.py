@@ -15,8 +15,10 @@ from tilestream.kernels.portable.attention_arguments import (
     AttentionArguments,
     AttentionLayout,
     KeyGate,
+    padded,
 )
 from tilestream.kernels.portable.attention_list import PLACED, list_sequences
+from tilestream.kernels.portable.attention_merge import merge_shares
 from tilestream.kernels.portable.jit import INTERPRETED
 from tilestream.kernels.portable.launch import direct
 from tilestream.plan.attention_plan import AttentionPlan
@@ -24,6 +26,9 @@ from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.record import op_number
 from tilestream.schedule.integers import cdiv
+
+#: Shares that a program which joins them reads at a time, and its warps.
+TOGETHER, MERGE_WARPS = 16, 4
 
 
 class IncomingKeys(NamedTuple):
@@ -57,7 +62,7 @@ class ListLaunch:
         p = plan.problem
         self.listed = p.batch + 2 if p.varlen else 0
         self._grid = (cdiv(p.batch + 1, PLACED.value), 1, 1)
-        packs = max(1, p.heads_q // plan.pack)
+        packs = max(1, p.heads_q // plan.pack) * plan.shares
         self._numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, packs, plan.positions)
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
 
@@ -74,6 +79,61 @@ class ListLaunch:
         return words.listed
 
 
+class MergeLaunch:
+    """Adds up what the shares of a plan give.
+
+    Attributes
+    ----------
+    floats
+        Elements of scratch: outputs, then log-sum-exps; 0 where keys are not split.
+    """
+
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        p = plan.problem
+        self._rows = p.rows * p.heads_q
+        self._sums_at = plan.shares * self._rows * p.head_dim_v
+        self.floats = self._sums_at + plan.shares * self._rows if plan.shares > 1 else 0
+        self._grid = (max(1, self._rows), 1, 1)
+        lse = layout.lse or (0, 0, 0)
+        positions = p.tokens_q if p.varlen else p.seqlen_q
+        self._numbers = (plan.shares, self._rows, positions, p.heads_q, *layout.out, *lse)
+        self._constants = (p.head_dim_v, padded(p.head_dim_v), TOGETHER)
+        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+
+    def scratch(self, partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where shares put their outputs and log-sum-exps, of a launch's partials."""
+        return partials, partials[self._sums_at :]
+
+    def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
+        """Issue it on ``stream``, behind the launch that fills ``shares``."""
+        given = (*shares, x.out, x.lse, x.sinks)
+        if self._compiled is not None:
+            self._compiled(stream, (*map(address, given), *self._numbers, *self._constants))
+            return
+        kernel = merge_shares[self._grid](*given, *self._numbers, *self._constants, num_warps=MERGE_WARPS)
+        self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+
+
+class KeyGateLaunch:
+    """What the launches of a plan are told of keys that arrive."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        keys = plan.problem.keys
+        ragged = keys is not None and not keys.chunks.rows_per_chunk
+        self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
+
+    def __call__(self, device: torch.device, incoming: IncomingKeys | None) -> KeyGate:
+        """For a launch on the current stream of ``device``."""
+        if incoming is None:
+            return NO_KEY_GATE
+        words = incoming.signals.use()
+        report = channel(device)
+        return KeyGate(
+            words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
+            words.key, int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
+        )  # fmt: skip
+
+
 class AttentionLaunch:
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
 
@@ -84,11 +144,9 @@ class AttentionLaunch:
         self.plan = plan
         self._arguments = AttentionArguments(plan, layout)
         self._grid = (plan.schedule.workers, 1, 1)
-        keys = plan.problem.keys
-        ragged = keys is not None and not keys.chunks.rows_per_chunk
-        self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
+        self._gate = KeyGateLaunch(plan)
         self._list = ListLaunch(plan)
-        wordless = plan.schedule.kind == "static" and keys is None and not plan.problem.varlen
+        wordless = plan.schedule.kind == "static" and plan.problem.keys is None and not plan.problem.varlen
         self._schedule = None if wordless else plan.schedule
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
 
@@ -102,7 +160,7 @@ class AttentionLaunch:
 
     def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
         starts, order = self._list(stream, x, words)
-        gate = NO_KEY_GATE if incoming is None else self._gate(x.q.device, incoming)
+        gate = self._gate(x.q.device, incoming)
         operands = (
             x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
             x.block_table, x.seqlens_k, starts, order, words.counters,
@@ -117,11 +175,3 @@ class AttentionLaunch:
         filled = self._arguments.fill(*operands, words.base, words.reset, x.scale, gate=gate)
         kernel = attention[self._grid](*filled, **self._arguments.options)
         self._compiled = None if INTERPRETED else direct(kernel, self._grid)
-
-    def _gate(self, device: torch.device, incoming: IncomingKeys) -> KeyGate:
-        words = incoming.signals.use()
-        report = channel(device)
-        return KeyGate(
-            words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
-            words.key, int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
-        )  # fmt: skip

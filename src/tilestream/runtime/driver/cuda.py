@@ -9,6 +9,7 @@ import torch
 
 WRITE_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
 COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_CONTEXT_ARGUMENTS = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong))
 CREATE_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
 #: A stream that the legacy default stream does not wait for, nor it for that.
 NON_BLOCKING = 1
@@ -102,7 +103,7 @@ class Cuda:
         """A green context has one of its own."""
         number = ctypes.c_ulonglong()
         try:
-            self._find("cuCtxGetId", (ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)))(None, ctypes.byref(number))
+            self._find("cuCtxGetId", _CONTEXT_ARGUMENTS)(None, ctypes.byref(number))
         except (OSError, AttributeError):  # no driver, or one that knows of one context only
             return 0
         return number.value
