@@ -154,8 +154,9 @@ def load_loop(
     slot_phase = zero
     if GATED:
         watch, carried = begin_gate(gate, worker, counters, base, queues, ROW_CHUNKS, COLUMN_CHUNKS)
-    # At a gate a worker may wait for long: it holds no ticket then that somebody else could use.
-    ASKS: gl.constexpr = KIND != "static" and not GATED
+    # At a gate a worker may wait for long: it holds no ticket then that somebody else could use. And parts of tiles
+    # whose columns come by several maps leave no registers for it: Triton 3.6 spills.
+    ASKS: gl.constexpr = KIND != "static" and not GATED and not (KIND == "stream_k" and len(WIDTHS) > 1)
     asked = tl.cast(0, tl.int64)
     if ASKS:
         asked = ask(counters, home_queue(worker, queues), zero + 1)
