@@ -296,8 +296,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     arriving = (problem.rows is not None) + (problem.columns is not None)
     buffers = row.loops * row.buffers(out_size) * row.rows_per_loop * plan.strip * out_size
     stored = arguments.out is not None
-    parts = plan.schedule.slots and len(arguments.widths) > 1
-    asks = plan.schedule.kind != "static" and not arriving and not parts
+    asks = plan.schedule.kind != "static" and not plan.schedule.slots and not arriving
     return {
         # Before the partitions begin, while they wait, and what they then have: see the facts of setmaxnreg in
         # `test_hopper_compiles`.
