@@ -314,7 +314,7 @@ class Kernel:
 
     def ask(self, counters: object, queue: int, go: int) -> int:
         self.loaded()
-        assert go == 1, "no share under way, and the worker's own queue not found empty"
+        assert go == 1, "the worker's own queue is not found empty"
         self.asked.append(sum(isinstance(op, Expect) for op in self.log))
         return len(self.asked)
 

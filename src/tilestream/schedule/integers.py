@@ -25,7 +25,10 @@ def part_begin(total: int, parts: int, part: int) -> int:
 
 def part_size(total: int, parts: int, part: int) -> int:
     """Number of elements in ``part``: ``part_begin(part + 1) - part_begin(part)``."""
-    return total // parts + min(1, (total % parts) // (part + 1))  # one more for the first ``total % parts`` of them
+    size = total // parts
+    if part < total % parts:
+        size = size + 1
+    return size
 
 
 def part_of(total: int, parts: int, x: int) -> int:

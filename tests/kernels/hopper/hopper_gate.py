@@ -303,13 +303,14 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     arriving = (problem.rows is not None) + (problem.columns is not None)
     buffers = row.loops * row.buffers(out_size) * row.rows_per_loop * plan.strip * out_size
     stored = arguments.out is not None
+    asks = plan.schedule.kind != "static" and not plan.schedule.slots and not arriving
     return {
         # Before the partitions begin, while they wait, and what they then have: see the facts of setmaxnreg in
         # `test_hopper_compiles`.
         "registers": [24, 40, 216, 232] if row.loops == 1 else [40, 120, 232, 256],
         "wgmma": sorted({f"m64n{width}k{depth}.f32.{names[x]}.{names[y]}" for width in arguments.widths}),
         # Where the load warp asks for its next ticket, there is a loop before that and one behind it.
-        "loads": (halves * copies[0] + sum(copies[1:])) * (1 if plan.schedule.kind == "static" or arriving else 2),
+        "loads": (halves * copies[0] + sum(copies[1:])) * (2 if asks else 1),
         # One instruction does for four copies, each a warp's.
         "stores": row.loops * strips if arguments.out else 0,
         "k_loops": row.loops,

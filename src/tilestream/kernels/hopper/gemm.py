@@ -160,8 +160,9 @@ def load_loop(
     slot_phase = zero
     if GATED:
         watch, carried = begin_gate(gate, worker, counters, base, queues, ROW_CHUNKS, COLUMN_CHUNKS)
-    # At a gate a worker may wait for long: it holds no ticket then that somebody else could use.
-    ASKS: gl.constexpr = KIND != "static" and not GATED
+    # At a gate a worker may wait for long: it holds no ticket then that somebody else could use. And stream_k leaves
+    # the load warp no registers for it.
+    ASKS: gl.constexpr = KIND == "dynamic" and not GATED
     asked = tl.cast(0, tl.int64)
     if ASKS:
         asked = ask(counters, home_queue(worker, queues), zero + 1)
@@ -217,8 +218,8 @@ def load_loop(
                     WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED,
                 )  # fmt: skip
                 k_begin = early
-                # Not while there is more of a share to do, nor where the worker will look before it takes.
-                go = tl.where((unit >= unit_end) & (source <= queues), 1, 0)
+                # Not where the worker's queue is empty, and it will look before it takes.
+                go = tl.where(source <= queues, 1, 0)
                 asked = ask(counters, source_queue(source, home_queue(worker, queues)), go)
             stage, phase = load_steps(
                 k_begin, k_end, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase,

@@ -56,6 +56,12 @@ def told(counters, queue, base, asked):
 
 
 @gluon.jit
+def part_sizes(total, parts, part):
+    """`tilestream.schedule.integers.part_size` of a vector of parts."""
+    return total // parts + gl.where(part < total % parts, 1, 0)
+
+
+@gluon.jit
 def look_at_many(
     counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
     SPLIT: gl.constexpr, PROBE: gl.constexpr,
@@ -72,7 +78,7 @@ def look_at_many(
         seen = (queue < queues) & (queue != home)
         count = gl.load(counters + queue * LINE, mask=seen, other=0, volatile=True)
         taken = (gl.maximum(count, base) - base).to(gl.int32)
-        rest = left(queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT), taken)
+        rest = left(queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT, part_sizes), taken)
         best = gl.maximum(best, gl.max(gl.where(seen, rank(rest, queue, home), 0), 0))
         if PROBE:
             place = noted + queue - (queue > home)

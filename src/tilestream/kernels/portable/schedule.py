@@ -93,14 +93,14 @@ def peek(counters, queue, base):
 
 
 @triton.jit
-def queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT: tl.constexpr):
+def queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT: tl.constexpr, PART_SIZE: tl.constexpr = part_size):
     """`Schedule.queue_size`; ``tickets`` are those of all queues where positions are split."""
     if SPLIT == "columns":
-        size = batch * num_m * part_size(num_n, queues, queue)
+        size = batch * num_m * PART_SIZE(num_n, queues, queue)
     elif SPLIT == "rows":
-        size = batch * part_size(num_m, queues, queue) * num_n
+        size = batch * PART_SIZE(num_m, queues, queue) * num_n
     else:
-        size = part_size(tickets, queues, queue)
+        size = PART_SIZE(tickets, queues, queue)
     return size
 
 
@@ -134,7 +134,9 @@ def draw(
 ):  # fmt: skip
     """``(found, queue, ticket, source, noted)``: a ticket from where the worker takes, then from the fullest."""
     home = home_queue(worker, queues)
-    queue = source_queue(source, home)
+    queue = home
+    if STEAL:
+        queue = source_queue(source, home)
     ticket = tl.cast(0, tl.int32)
     found = tl.cast(0, tl.int32)
     if source <= queues:
