@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.gate import Gate
 
 #: Bytes of each dtype that a matmul takes.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -159,3 +160,12 @@ class Problem:
             if self.m
             else ()
         )
+
+
+def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:
+    """What items of ``tile`` rows and columns wait for; None where all is there at launch."""
+    if problem.rows is None and problem.columns is None:
+        return None
+    rows = problem.rows.chunks if problem.rows is not None else None
+    columns = problem.columns.chunks if problem.columns is not None else None
+    return Gate(problem.m, problem.n, *tile, rows, columns, problem.row_of_batch)

@@ -43,11 +43,11 @@ def _by_chunks(
     if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
         first = chunks.pivot_tile(pivot, block, num)
         return Raster("chunk_major", group, first, min(chunks.rows_per_chunk // block, num), transposed)
-    ready = [
-        max((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
-        for tile in range(num)
-    ]
-    return by_arrival(ready, others, group, transposed)
+    needs = [chunks.of_rows(tile * block, min(rows, (tile + 1) * block)) for tile in range(num)]
+    # By the last of a tile's chunks; apart, too, those that read others beside it: in arrival order, a queue each.
+    when = [(max((chunk - pivot) % chunks.count for chunk in need), need) for need in needs]
+    ranks = {key: rank for rank, key in enumerate(sorted(set(when)))}
+    return by_arrival([ranks[key] for key in when], others, group, transposed)
 
 
 def split_of(raster: Raster) -> Split:
