@@ -32,13 +32,14 @@ Reductions, and why they hide nothing:
   need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the same
   reason: what it needs (visible partials) only grows. So are *Write* and *AddUp*; what comes between them, a look at
   the count, adding to it and restoring it, is a step each.
-- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*. They change nothing; what delaying
-  takes away is an order in which one is answered "go on", then the deadline expires, then the worker's next operation
-  comes. That next operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and
-  operation change places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever
-  came between them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it
-  does not leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is
-  delayed. (The seeded bug "over asked too early" is one that delaying would hide.)
+- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*, but for arrival order, where a
+  Ready comes next, which looks at the abort word too. They change nothing; what delaying takes away is an order in
+  which one is answered "go on", then the deadline expires, then the worker's next operation comes. That next
+  operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and operation change
+  places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever came between
+  them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it does not
+  leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is delayed.
+  (The seeded bug "over asked too early" is one that delaying would hide.)
 - *Ready* is a step of its own. Its answers are more than a device gives, which looks at one queue after the other: any
   queue whose chunks are there. And a deadline that has passed for one wait may not have for the next.
 - *Arrivals* are lazy: a chunk arrives only when a worker waits for it, or in arrival order for any. Arriving enables
@@ -168,7 +169,9 @@ class WorkersModel(Words):
 
     def __init__(self, case: WorkersCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
-        self.delayed = WATCHES if case.drain == "leave" else frozenset()
+        # Not in arrival order: there a Ready may come next, which looks at the abort word.
+        leaves = case.drain == "leave" and case.schedule.split != "chunks"
+        self.delayed = WATCHES if leaves else frozenset()
         schedule = case.schedule
         shares_alike = schedule.kind != "static" and symmetry
         program = case.program or PROGRAMS[case.drain, case.settled]

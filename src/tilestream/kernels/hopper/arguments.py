@@ -117,7 +117,7 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[15:]
         return (
-            *operands[:15], *gate[:8], base, reset, *gate[8:], *self._chunks, *self._extents, alpha, beta,
+            *operands[:15], *gate.pointers, base, reset, *gate.numbers, *self._chunks, *self._extents, alpha, beta,
             *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 

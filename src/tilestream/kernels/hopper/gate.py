@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.kernels.portable.arrival_order import take_ready
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
 from tilestream.kernels.portable.schedule import LINE
@@ -61,6 +62,8 @@ class Gate(NamedTuple):
     ----------
     rows, columns
         Of A and of B.
+    queue_table
+        In arrival order: see `tilestream.kernels.portable.arrival_order`.
     rows_per_batch, tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives.
     records, claims, op, allowed
@@ -69,6 +72,7 @@ class Gate(NamedTuple):
 
     rows: Any
     columns: Any
+    queue_table: Any
     rows_per_batch: Any
     tiles_per_batch: Any
     records: Any
@@ -113,6 +117,24 @@ def begin_gate(gate, worker, counters, base, queues, ROWS: gl.constexpr, COLUMNS
     )  # fmt: skip
     zero = tl.cast(0, tl.int32)
     return watch, (over, zero, zero - 1, zero, zero - 1)
+
+
+@gluon.jit
+def take_arrived(
+    gate, watch, carried, worker, queue, empty, base, counters, queues, batches, num_m, num_n, k_steps, tiles, table,
+    group, first, band, first_batch, probe, capacity, noted, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    ROWS: gl.constexpr, PROBE: gl.constexpr,
+):  # fmt: skip
+    """An item in arrival order: see `tilestream.kernels.portable.arrival_order.take_ready`."""
+    if ROWS != "none":
+        coming = gate.rows
+    else:
+        coming = gate.columns
+    return take_ready(
+        worker, queue, empty, carried[0], coming.signals, coming.epoch, gate.queue_table, watch.abort, base,
+        watch.clock, watch.begin, gate.allowed, counters, queues, batches, num_m, num_n, k_steps, tiles, table,
+        group, first, band, first_batch, probe, capacity, noted, ORDER, TRANSPOSED, PROBE,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -52,6 +52,7 @@ from tilestream.kernels.hopper.gate import (
     counts_out,
     end_gate,
     pass_item,
+    take_arrived,
 )
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.multiply import product
@@ -132,15 +133,27 @@ def load_loop(
     slot_phase = zero
     if GATED:
         watch, carried = begin_gate(gate, worker, counters, base, queues, ROW_CHUNKS, COLUMN_CHUNKS)
+    if SPLIT == "chunks":
+        queue = zero - 1
+        found_empty = tl.cast(0, tl.int64)
     while found != 0:
-        (
-            found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end, noted,
-        ) = take(
-            worker, workers, ticket, home_open, share, unit, unit_end,
-            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
-            band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
-        )  # fmt: skip
+        if SPLIT == "chunks":
+            found, batch, pm, pn, queue, found_empty, noted = take_arrived(
+                gate, watch, carried, worker, queue, found_empty, base, counters, queues, batches, num_m, num_n,
+                k_steps, full_tiles, table, group, first, band, first_batch, probe, capacity, noted,
+                ORDER, TRANSPOSED, ROW_CHUNKS, PROBE,
+            )  # fmt: skip
+            k_begin, k_end, part, parts, partial = zero, zero + k_steps, zero, zero + 1, zero - 1
+        else:
+            (
+                found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end,
+                noted,
+            ) = take(
+                worker, workers, ticket, home_open, share, unit, unit_end,
+                counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
+                band, first_batch, probe, capacity, noted,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+            )  # fmt: skip
         if SWAPPED:
             pr, pc = pn, pm
         else:
@@ -311,7 +324,7 @@ def gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    queue_table, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
     row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     x_batched, y_batched, rows, columns,
@@ -365,7 +378,7 @@ def gemm(
             column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,
             columns_per_chunk, column_unread,
         ),
-        rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
+        queue_table, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
     if LOOPS == 2:
         gl.warp_specialize([

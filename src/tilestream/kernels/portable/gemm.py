@@ -2,7 +2,7 @@
 
 ::
 
-    for item in schedule:                        # schedule.take
+    for item in schedule:                        # schedule.take; arrival_order.take_ready
         gate.wait(item)                          # gate.pass_gate; no code at all where nothing arrives
         acc = 0;  for step in item: acc += A[rows, step] @ B[step, columns]        # over: acc = NaN
         whole tile:      out[tile] = epilogue(acc)
@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilestream.kernels.portable.arrival_order import take_ready
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
@@ -121,7 +122,7 @@ def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
 def gemm(
     a, b, out, bias, residual, scale_a, scale_b, partials, counts, counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    queue_table, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
     row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_on,
@@ -155,6 +156,8 @@ def gemm(
     row_signals, row_epoch, row_quarantine, row_key, row_chunks, rows_per_chunk, row_unread, row_table
         How A's rows arrive, where ``ROWS`` says that they do (``"uniform"``, ``"ragged"``): see
         `tilestream.kernels.portable.gate`. The same for B's columns.
+    queue_table
+        Where ``SPLIT`` is ``"chunks"``, arrival order: see `tilestream.kernels.portable.arrival_order`.
     rows_per_batch, row_tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives; 0 where the batches share A.
     allowed
@@ -196,13 +199,29 @@ def gemm(
             worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
             abort, base, records, claims, op, allowed, ROWS, COLUMNS,
         )  # fmt: skip
+    if SPLIT == "chunks":
+        queue = zero - 1
+        empty = tl.zeros((), tl.int64)
     while found != 0:
-        found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted = take(
-            worker, workers, ticket, home_open, share, unit, unit_end,
-            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
-            band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
-        )  # fmt: skip
+        if SPLIT == "chunks":
+            found, batch, pm, pn, queue, empty, noted = take_ready(
+                worker, queue, empty, over,
+                row_signals if ROWS != "none" else column_signals, row_epoch if ROWS != "none" else column_epoch,
+                queue_table, abort, base, clock, begin, allowed,
+                counters, queues, batches, num_m, num_n, k_steps, full_tiles, table, group, first, band, first_batch,
+                probe, capacity, noted, ORDER, TRANSPOSED, PROBE,
+            )  # fmt: skip
+            k_begin, k_end, part, parts, slot = zero, zero + k_steps, zero, zero + 1, zero - 1
+        else:
+            (
+                found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end,
+                noted,
+            ) = take(
+                worker, workers, ticket, home_open, share, unit, unit_end,
+                counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
+                band, first_batch, probe, capacity, noted,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+            )  # fmt: skip
         if found != 0:
             if TRACE:
                 place = place_of(batch, pm, pn, parts, slot, batches, num_m, num_n)
