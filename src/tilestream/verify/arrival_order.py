@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import get_args
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.gate import arrival_order
@@ -83,7 +84,7 @@ def configurations(full: bool) -> Iterator[WorkersCase]:
     for running in ((0,), (1,), (0, 2)):
         yield ordered(3, 3, bounds=(0, 3, 5), pivot=1, running=running)
         yield ordered(3, 3, bounds=(0, 3, 5), pivot=1, running=running, drain="poison")
-    for w, drain in product((1, 2), ("poison", "reset")):
+    for w, drain in product((1, 2), get_args(Drain)[1:]):
         yield ordered(w, 2, bounds=(0, 2, 4), pivot=1, drain=drain, quarantined=True)
     if full:
         for bounds in LAYOUTS[4]:

@@ -141,7 +141,7 @@ def take_arrived(
 def pass_item(
     gate, watch, carried, worker, batch, pm, pn, k_begin, k_end, m, n, batches, num_m, num_n, base,
     probe, capacity, noted, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    PROBE: gl.constexpr,
+    PROBE: gl.constexpr, before,
 ):  # fmt: skip
     """Wait for what an item reads: ``(carried, k_begin, k_end, noted)``, of a void item with K backwards."""
     over, row_low, row_high, column_low, column_high = carried
@@ -152,7 +152,7 @@ def pass_item(
         gate.rows_per_batch, gate.tiles_per_batch,
         gate.columns.signals, gate.columns.epoch, gate.columns.key, gate.columns.per_chunk, gate.columns.table,
         m, n, watch.abort, base, watch.clock, watch.begin, gate.allowed, gate.records, gate.claims, gate.op,
-        probe, capacity, noted, BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
+        probe, capacity, noted, BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE, before,
     )  # fmt: skip
     over = fenced(over)
     first = tl.where(over != 0, k_end, k_begin)

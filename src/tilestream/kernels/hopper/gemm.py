@@ -133,12 +133,13 @@ def load_loop(
     slot_phase = zero
     if GATED:
         watch, carried = begin_gate(gate, worker, counters, base, queues, ROW_CHUNKS, COLUMN_CHUNKS)
+    waited = tl.cast(0, tl.int64)
     if SPLIT == "chunks":
         queue = zero - 1
         found_empty = tl.cast(0, tl.int64)
     while found != 0:
         if SPLIT == "chunks":
-            found, batch, pm, pn, queue, found_empty, noted = take_arrived(
+            found, batch, pm, pn, queue, found_empty, waited, noted = take_arrived(
                 gate, watch, carried, worker, queue, found_empty, base, counters, queues, batches, num_m, num_n,
                 k_steps, full_tiles, table, group, first, band, first_batch, probe, capacity, noted,
                 ORDER, TRANSPOSED, ROW_CHUNKS, PROBE,
@@ -169,7 +170,7 @@ def load_loop(
                     gate, watch, carried, worker, batch, pm, pn, k_begin, k_end,
                     columns if SWAPPED else rows, rows if SWAPPED else columns, batches, num_m, num_n, base,
                     probe, capacity, noted, COLUMNS if SWAPPED else ROWS, ROWS if SWAPPED else COLUMNS,
-                    ROW_CHUNKS, COLUMN_CHUNKS, PROBE,
+                    ROW_CHUNKS, COLUMN_CHUNKS, PROBE, waited,
                 )  # fmt: skip
         if TRACE:
             if found != 0:

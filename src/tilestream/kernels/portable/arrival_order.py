@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.kernels.portable.clock import LONGEST, SHORTEST, latest, nap
+from tilestream.kernels.portable.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.portable.gate import ARRIVED, PENDING, is_over, look
 from tilestream.kernels.portable.schedule import (
     ITEM,
@@ -50,13 +50,15 @@ def chunks_state(queue, queues, signals, epoch, queue_table):
 
 @triton.jit
 def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, clock, begin, allowed):
-    """Wait for a queue: ``(queue, answer)``, the answer -1 where the worker shall wait for none.
+    """Wait for a queue: ``(queue, answer, waited)``, the answer -1 where the worker shall wait for none.
 
-    A chunk whose producer failed is as good as there: the gate says what becomes of it.
+    ``waited`` is in nanoseconds. A chunk whose producer failed is as good as there: the gate says what becomes of it.
     """
     queue = tl.cast(-1, tl.int32)
     answer = tl.cast(-1, tl.int32)
     pause = tl.cast(SHORTEST, tl.int32)
+    since = tl.cast(0, tl.int64)
+    waited = tl.cast(0, tl.int64)
     while queue < 0:
         first = tl.cast(-1, tl.int32)
         other = tl.cast(0, tl.int32)
@@ -73,11 +75,15 @@ def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, c
         elif over != 0:
             queue = first + 0
         else:
+            if since == 0:
+                since = present(clock)
             nap(pause)
             pause = tl.minimum(2 * pause, LONGEST)
-            if is_over(abort, base) | (latest(clock) - begin > allowed):
+            now = latest(clock)
+            waited = now - since
+            if is_over(abort, base) | (now - begin > allowed):
                 over = over * 0 + 1
-    return queue, answer
+    return queue, answer, waited
 
 
 @triton.jit
@@ -99,8 +105,10 @@ def take_ready(
 
     Returns
     -------
-    (found, batch, pm, pn, queue, empty, noted)
+    (found, batch, pm, pn, queue, empty, waited, noted)
+        ``waited``: nanoseconds, for whatever queue.
     """
+    waited = tl.cast(0, tl.int64)
     found = tl.cast(0, tl.int32)
     batch = tl.cast(0, tl.int32)
     pm = tl.cast(0, tl.int32)
@@ -115,7 +123,7 @@ def take_ready(
             looking = looking * 0
         else:
             if queue < 0:
-                queue, answer = first_ready(
+                queue, answer, waited = first_ready(
                     empty, queues, signals, epoch, queue_table, over, abort, base, clock, begin, allowed
                 )
                 noted = note(probe, capacity, worker, noted, READY, answer, 0, 0, 0, 0, 0, PROBE)
@@ -139,4 +147,4 @@ def take_ready(
         )
     else:
         noted = note(probe, capacity, worker, noted, STOPPED, 0, 0, 0, 0, 0, 0, PROBE)
-    return found, batch, pm, pn, queue, empty, noted
+    return found, batch, pm, pn, queue, empty, waited, noted

@@ -199,12 +199,13 @@ def gemm(
             worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
             abort, base, records, claims, op, allowed, ROWS, COLUMNS,
         )  # fmt: skip
+    waited = tl.zeros((), tl.int64)
     if SPLIT == "chunks":
         queue = zero - 1
         empty = tl.zeros((), tl.int64)
     while found != 0:
         if SPLIT == "chunks":
-            found, batch, pm, pn, queue, empty, noted = take_ready(
+            found, batch, pm, pn, queue, empty, waited, noted = take_ready(
                 worker, queue, empty, over,
                 row_signals if ROWS != "none" else column_signals, row_epoch if ROWS != "none" else column_epoch,
                 queue_table, abort, base, clock, begin, allowed,
@@ -233,7 +234,7 @@ def gemm(
                     row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
                     column_signals, column_epoch, column_key, columns_per_chunk, column_table,
                     m, n, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
-                    BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
+                    BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE, waited,
                 )  # fmt: skip
                 k_end = tl.where(over != 0, k_begin, k_end)
             if TRACE:
