@@ -21,8 +21,9 @@ from tilestream.schedule.order import ROW_MAJOR, Raster
 Kind = Literal["static", "dynamic", "stream_k"]
 Split = Literal["items", "columns", "rows", "chunks"]
 
-#: Queues of a schedule that is split at its chunks, at most: a worker remembers those it has found empty in one word.
-MOST_QUEUES = 64
+#: Queues of a schedule that is split at its chunks, at most: a worker remembers those it has found empty in one word,
+#: and one register is what the load warp of the Hopper kernel has left for it.
+MOST_QUEUES = 32
 
 
 class Take(NamedTuple):

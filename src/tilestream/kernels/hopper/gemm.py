@@ -136,7 +136,7 @@ def load_loop(
     waited = tl.cast(0, tl.int64)
     if SPLIT == "chunks":
         queue = zero - 1
-        found_empty = tl.cast(0, tl.int64)
+        found_empty = zero
     while found != 0:
         if SPLIT == "chunks":
             found, batch, pm, pn, queue, found_empty, waited, noted = take_arrived(

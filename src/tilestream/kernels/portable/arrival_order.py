@@ -63,7 +63,7 @@ def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, c
         first = tl.cast(-1, tl.int32)
         other = tl.cast(0, tl.int32)
         while (other < queues) & (answer < 0):
-            if ((empty >> other.to(tl.int64)) & 1) == 0:
+            if ((empty >> other) & 1) == 0:
                 if first < 0:
                     first = other + 0
                 if over == 0:
@@ -97,7 +97,7 @@ def take_ready(
     Parameters
     ----------
     queue, empty
-        The queue of the item before (-1: none), and the queues that this worker has found empty, as bits of 64.
+        The queue of the item before (-1: none), and the queues that this worker has found empty, as bits of 32.
     over
         Whether this worker was told that the launch is over: then it waits for nothing.
     queue_table
@@ -113,10 +113,10 @@ def take_ready(
     batch = tl.cast(0, tl.int32)
     pm = tl.cast(0, tl.int32)
     pn = tl.cast(0, tl.int32)
-    one = tl.cast(1, tl.int64)
-    every = tl.cast(-1, tl.int64)
-    if queues < 64:
-        every = (one << queues.to(tl.int64)) - 1
+    one = tl.cast(1, tl.int32)
+    every = tl.cast(-1, tl.int32)
+    if queues < 32:
+        every = (one << queues) - 1
     looking = tl.cast(1, tl.int32)
     while looking != 0:
         if empty == every:
@@ -138,7 +138,7 @@ def take_ready(
                 found = found * 0 + 1
                 looking = looking * 0
             else:
-                empty = empty | (one << queue.to(tl.int64))
+                empty = empty | (one << queue)
                 queue = tl.cast(-1, tl.int32)
     if found != 0:
         batch = (batch + first_batch) % batches

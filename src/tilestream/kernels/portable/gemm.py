@@ -202,7 +202,7 @@ def gemm(
     waited = tl.zeros((), tl.int64)
     if SPLIT == "chunks":
         queue = zero - 1
-        empty = tl.zeros((), tl.int64)
+        empty = zero
     while found != 0:
         if SPLIT == "chunks":
             found, batch, pm, pn, queue, empty, waited, noted = take_ready(
