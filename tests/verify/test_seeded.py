@@ -14,6 +14,7 @@ from tilestream.verify import (
     seeded_buffers,
     seeded_drain,
     seeded_gather,
+    seeded_order,
     seeded_ring,
     seeded_settle,
     seeded_workers,
@@ -144,7 +145,8 @@ GATHER = ("begin", "publish", "gather", "watch")
 def written():
     """The names of what the files of seeded bugs define."""
     modules = (
-        seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention, seeded_gather
+        seeded_workers, seeded_order, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention,
+        seeded_gather,
     )  # fmt: skip
     for module in modules:
         for name, value in vars(module).items():
