@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gpu_stream.py [RESULT.json [SHAPE,...]]
 
 Either operand: the activations by rows (``MxNxK``), or an offloaded weight by rows of ``[N, K]`` (``MxNxK weight``:
-``ts.linear`` with ``weight_arrival``). ``by the raster`` is ``streamed`` without arrival order, whatever chunk is there.
+``ts.linear`` with ``weight_arrival``). ``by the raster`` is ``streamed`` without arrival order.
 
 bf16, from pinned memory, `stream_in`'s default chunks. No overlap goes below the larger of copying and multiplying:
 that ratio is the one to look at. ``in turn`` is one plain copy and torch.mm behind it in the same stream; ``by chunks``
