@@ -3,13 +3,14 @@
 ::
 
     producer, round r                                   consumer, round r
-      wait until acknowledged >= r                        wait until flag > r        (SEM: acquire, or relaxed)
-      write VALUE(r) to every element of the box          FENCED: fence generic -> asynchronous proxy
-      flag = r + 1                                        copy the box by TMA; count elements that are not VALUE(r)
+      wait until acknowledged > r - SLOTS                 wait until flag > r        (SEM: acquire, or relaxed)
+      write VALUE(r) to every element of a box            FENCED: fence generic -> asynchronous proxy
+      flag = r + 1                                        copy that box by TMA; count elements that are not VALUE(r)
                                                           acknowledged = r + 1
 
-The producer is a stream (a copy engine's copy and the driver's write, nothing on an SM), or a worker of the same launch
-that stores and releases. All waits end at a deadline.
+The boxes are taken in turn, and there is no common divisor of their number and that of the values: what was in a box
+before is another value. The producer is a copy engine (copy and flag issued by the host, nothing on an SM), or a worker
+of the same launch that stores and releases. All waits end at a deadline.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from tilestream.kernels.hopper.gate import fenced
 from tilestream.kernels.portable.clock import latest, nap, present
 from tilestream.kernels.portable.gate import PENDING, look
 
-#: The box: 16 KB, 128 registers of a thread of one warp.
+#: A box: 16 KB, 128 registers of a thread of one warp.
 ROWS: gl.constexpr = gl.constexpr(64)
 COLUMNS: gl.constexpr = gl.constexpr(64)
+SLOTS: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
 def awaited(word, least, clock, begin, allowed, SEM: gl.constexpr):
     """Whether ``word`` has come to ``least`` before the deadline."""
     there = tl.atomic_add(word, 0, sem=SEM, scope="sys") >= least
-    late = there & (least < 0)
+    late = begin < 0
     while (there | late) == 0:
         late = latest(clock) - begin > allowed
         there = tl.atomic_add(word, 0, sem=SEM, scope="sys") >= least
@@ -43,7 +45,7 @@ def awaited(word, least, clock, begin, allowed, SEM: gl.constexpr):
 
 @gluon.jit
 def consume(
-    box_map, box, flag, acknowledged, wrong, clock, rounds, values, allowed: tl.int64, SEM: gl.constexpr,
+    box_map, boxes, flag, acknowledged, wrong, clock, rounds, values, allowed: tl.int64, SEM: gl.constexpr,
     FENCED: gl.constexpr,
 ):  # fmt: skip
     """Worker 0 consumes; worker 1, where there is one, produces.
@@ -71,7 +73,7 @@ def consume(
                 if FENCED:
                     going = fenced(going)
                 mbarrier.expect(bar, ROWS * COLUMNS * 4)
-                tma_load(box_map, [0, 0], bar, buffer)
+                tma_load(box_map, [r % SLOTS * ROWS, 0], bar, buffer)
                 mbarrier.wait(bar, r % 2)
                 found = gl.sum(gl.sum((buffer.load(layout) != r % values).to(gl.int32), 1), 0)
                 bad_rounds += (found > 0).to(tl.int64)
@@ -88,9 +90,12 @@ def consume(
         column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         at = row[:, None] * COLUMNS + column[None, :]
         while (r < rounds) & (going != 0):
-            going = awaited(acknowledged, r, clock, begin, allowed, "acquire").to(tl.int32)
+            going = awaited(acknowledged, r + 1 - SLOTS, clock, begin, allowed, "acquire").to(tl.int32)
             if going != 0:
-                gl.store(box + at, gl.full([ROWS, COLUMNS], 0, gl.int32, layout) + r % values)
+                gl.store(
+                    boxes + r % SLOTS * (ROWS * COLUMNS) + at,
+                    gl.full([ROWS, COLUMNS], 0, gl.int32, layout) + r % values,
+                )
                 barrier()
                 tl.atomic_xchg(flag, r + 1, sem="release", scope="sys")
                 r += 1
