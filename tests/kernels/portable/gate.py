@@ -114,6 +114,8 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     narrow = inputs in QUICK_8_BIT
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
+    if what == "quick" and how == "ordered":
+        return block == QUICK[-1]
     if what == "quick":
         return aligned and (block == QUICK_8_BIT[inputs] if narrow else block in QUICK)
     return True

@@ -33,7 +33,8 @@ def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *
     assert all(one["shared"] <= limits[one["target"]] for one in found)
     amd = [one for one in found if one["target"].startswith("gfx") and matmul]
     assert all(len(one["mfma"]) == 1 for one in amd), "one kind of matrix instruction, in the main loop"
-    assert all(bool(one["sleeps"]) == (" arriving " in one["name"]) for one in amd), "a pause between two looks"
+    waits = (" arriving ", " ordered ")
+    assert all(bool(one["sleeps"]) == any(how in one["name"] for how in waits) for one in amd), "a pause between looks"
 
 
 @pytest.mark.timeout(110)
