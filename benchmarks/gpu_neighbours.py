@@ -9,7 +9,8 @@
 | `split` | what stream_k gains there: shapes of fewer than four waves, beside the better of the two   | 15      |
 | `green` | green contexts of 96, 64 and 32 SMs, beside a kernel that is told the number               | 20      |
 | `queues`| 1, 2 and 8 queues, with and without a neighbour                                            | 10      |
-| `nccl`  | beside an all-reduce of 256 MiB; two GPUs                                                  | 60      |
+| `nccl`  | beside an all-reduce of 256 MiB that is under way; two GPUs                                | 25      |
+| `together` | the same, both possible at once                                                         | 15      |
 
 Each writes ``FOLDER/gpu_neighbours_SECTION.json`` (``..._h200.json`` on an H200) and a CSV anew after each point, and
 ends before the budget does. What will be launched is compiled beforehand, on all cores at once. quack: see `gpu_gemm`.
@@ -25,7 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,7 +77,8 @@ SECTIONS = {
     "queues": Section(
         "neighbour", (0, 8, 32), ("dynamic", "torch"), _shapes("4096x4096x4096 8192x8192x1024"), 10, (1, 2, 8)
     ),
-    "nccl": Section("nccl", (4, 8, 16), ("static", "dynamic", "torch"), FOUR[:1] + FOUR[3:], 60),
+    "nccl": Section("nccl", (4, 8, 16), ("static", "dynamic", "told", "torch"), FOUR, 25),
+    "together": Section("nccl", (4, 8, 16), ("static", "dynamic", "told", "torch"), FOUR[:1] + FOUR[3:], 15),
 }  # fmt: skip
 
 
@@ -97,7 +99,9 @@ def measure(name: str, section: Section, folder: Path, end: float, is_dry: bool)
     device = sweeping.device_of("cpu" if is_dry else "gpu")
     path = folder / f"gpu_neighbours_{name}{'' if is_dry else device_suffix(device.name)}.json"
     if section.by == "nccl":
-        how = {"backend": "gloo", "megabytes": 1, "rounds": 3} if is_dry else {}
+        how: dict[str, Any] = {"backend": "gloo", "megabytes": 1, "rounds": 3} if is_dry else {}
+        if name == "together":
+            how["head_start"] = 0.0
         made = sweep_beside(Suite(name, "bfloat16", section.shapes), section.taken, todo_of(section), **how)
         made.about |= {"section": name}
         made.write(path)

@@ -193,19 +193,29 @@ def nccl(sweep: Sweep) -> str:
         for point in sweep.points
     ]  # fmt: skip
     about = sweep.about
+    together = not about.get("head_start_us", 0.0)
+    order = (
+        "Both become possible at once: whoever was not told leaves no SM to the collective, which begins after the "
+        "matmul's first worker, or first wave, has left."
+        if together
+        else f"The collective is under way: the matmul comes {about['head_start_us']:g} us later, which are in *both*."
+    )
     return "\n\n".join(
         [
-            f"### Beside a collective, {about['world']} x {about['device']}",
-            f"{about['collective'].replace('_', '-')} of {about['megabytes']} MiB on a stream of its own, and a matmul "
-            f"({where(sweep)}). *Of the least*: both, beside the larger of the collective alone and the matmul with "
-            "what it loses of the SMs while the collective runs.",
+            f"### Beside a collective{', both at once' if together else ''}, {about['world']} x {about['device']}",
+            f"{about['collective'].replace('_', '-')} of {about['megabytes']} MiB on a stream of its own, and a "
+            f"matmul ({where(sweep)}). {order} *Told*: as many workers as there are SMs left. *Of the least*: both, "
+            "beside the larger of the collective alone and the matmul with what it loses of the SMs while the "
+            "collective runs.",
             *refused(sweep),
             table(["M x N x K", "SMs of NCCL", "matmul by", "collective, ms", "matmul", "both", "of the least"], rows),
         ]
     )  # fmt: skip
 
 
-SECTIONS = {"held": held, "idle": idle, "split": split, "green": green, "queues": queues, "nccl": nccl}
+SECTIONS = {
+    "held": held, "idle": idle, "split": split, "green": green, "queues": queues, "nccl": nccl, "together": nccl,
+}  # fmt: skip
 
 
 def _records(results: Path, name: str) -> list[Sweep]:

@@ -86,6 +86,9 @@ def test_green_contexts_and_collectives(render: ModuleType) -> None:
     text = render.nccl(Sweep({**ABOUT, "world": 2, "collective": "all_reduce", "megabytes": 256}, beside))
     assert row(text, "8192x8192x8192")[1:] == ["16", "dynamic", "1.000", "1.500", "2.100", "1.050"]
     assert "all-reduce of 256 MiB" in text
+    assert "Both become possible at once" in text
+    under_way = {**ABOUT, "world": 2, "collective": "all_reduce", "megabytes": 256, "head_start_us": 20.0}
+    assert "the matmul comes 20 us later" in render.nccl(Sweep(under_way, beside))
 
 
 def test_several_queues(render: ModuleType) -> None:
@@ -110,13 +113,14 @@ def test_records_are_found_and_drawn(render: ModuleType, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_path: Path) -> None:
+    names = "held,idle,split,queues,nccl,together"
     run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu_neighbours.py", "held,idle,split,queues,nccl", tmp_path, "--dry"],
+        [sys.executable, ROOT / "benchmarks" / "gpu_neighbours.py", names, tmp_path, "--dry"],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert len(render.sections(tmp_path)) == 6
-    assert len(list(tmp_path.glob("*.csv"))) == 5
+    assert len(render.sections(tmp_path)) == 7
+    assert len(list(tmp_path.glob("*.csv"))) == 6
 
 
 # The pictures of docs/scheduling.md ---------------------------------------------------------------------------------

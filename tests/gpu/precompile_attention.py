@@ -43,14 +43,15 @@ def launched(call: Callable[[], Any], device: DeviceProperties) -> list[Job]:
     """What a call on CPU tensors would launch of each kernel if they were on ``device``."""
     found: list[Job] = []
 
-    def note(x: Any, t: Any, s: Any, keys: Any, deadline: float) -> None:
+    def note(x: Any, t: Any, s: Any, keys: Any, deadline: float, limit: int = 0) -> None:
         problem, layout = problem_of(t, s, keys), layout_of(x)
         no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
         for backend in ("hopper", "portable"):
             try:
                 plan = plan_attention(
-                    replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, backend=backend
-                )
+                    replace(problem, no_tma=no_tma), s.workers or limit or None, s.schedule, device=device,
+                    backend=backend,
+                )  # fmt: skip
             except NotImplementedError:
                 continue
             found.append((plan, layout))

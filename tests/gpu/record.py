@@ -1,20 +1,24 @@
 """Run the GPU tests and write down what ran where: ``python tests/gpu/record.py RECORD.json [PASS ...] [-- ARGS]``.
 
 On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree
-is a copy without its history. ARGS are pytest's.
+is a copy without its history, JOBS the number of processes that share a pass (default 4: most of a test's time is the
+host's), SAMPLE=n that every n-th test will do, LIMIT the seconds that a pass may take: the record says so of both. ARGS
+are pytest's.
 
-Passes are ``hopper`` (that kernel's tests), ``sanitizers``, ``others``, and ``blocking``: numbers again, with
-CUDA_LAUNCH_BLOCKING=1. Each runs in a process of its own. Without a name all run. What is already in the record stays
-if it is of the same commit, machine and versions: so passes may be run by several commands, where a command's time is
-limited.
+Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: by one process),
+``sanitizers``, ``others``, and ``blocking``: numbers again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What
+is already in the record stays if it is of the same commit, machine and versions: so passes may be run by several
+commands, where a command's time is limited.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -41,10 +45,24 @@ class Counts:
                 self.failed.append(report.nodeid)
 
 
-def one_pass(arguments: list[str]) -> dict[str, object]:
-    counts, begin = Counts(), time.monotonic()
-    pytest.main([*OPTIONS, *arguments], plugins=[counts])
-    return {**counts.outcomes, "failures": counts.failed, "seconds": round(time.monotonic() - begin, 1)}
+class Share:
+    """Every ``jobs``-th test; those that need most of the GPU's memory all go to the first process."""
+
+    def __init__(self, job: int, jobs: int) -> None:
+        self.job, self.jobs = job, jobs
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [
+            item
+            for index, item in enumerate(items)
+            if (0 if "2_to_the_31" in item.nodeid else index % self.jobs) == self.job
+        ]
+
+
+def part_of_pass(arguments: list[str], job: int, jobs: int) -> dict[str, Any]:
+    counts = Counts()
+    status = pytest.main([*OPTIONS, *arguments], plugins=[counts, Share(job, jobs)])
+    return {"outcomes": counts.outcomes, "failures": counts.failed, "status": int(status)}
 
 
 def commit() -> str:
@@ -58,38 +76,77 @@ def arguments_of(name: str) -> list[str]:
     def files(*names: str) -> list[str]:
         return [str(HERE / f"test_gpu_{name}.py") for name in names]
 
-    sanitizers = files("consan", "sanitize")
-    return {
+    passes = {
         "hopper": files("hopper"),
-        "sanitizers": sanitizers,
-        "others": [str(HERE), *(f"--ignore={path}" for path in (*files("hopper"), *sanitizers))],
-        "blocking": [
-            *files("matmul", "arrival", "hopper"), "-k",
-            "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
-        ],
-    }[name]  # fmt: skip
+        "attention": files("attention", "hopper_attention"),
+        "alone": files("arrival", "distributed", "demo"),
+        "sanitizers": files("consan", "sanitize"),
+    }
+    rest = [f"--ignore={path}" for paths in passes.values() for path in paths]
+    passes["others"] = [str(HERE), *rest]
+    passes["blocking"] = [
+        *files("matmul", "arrival", "hopper"), "-k",
+        "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
+    ]  # fmt: skip
+    return passes[name]
 
 
-PASSES = ("hopper", "sanitizers", "others", "blocking")
+PASSES = ("hopper", "attention", "alone", "sanitizers", "others", "blocking")
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
-    """A pass, in a process of its own."""
-    part = target.with_suffix(f".{name}")
+    """A pass, shared by JOBS processes. One that did not reach its end counts as a failure."""
+    begin, jobs = time.monotonic(), 1 if name == "alone" else int(os.environ.get("JOBS", "4"))
+    sample, end = int(os.environ.get("SAMPLE", "1")), begin + float(os.environ.get("LIMIT", "inf"))
     environment = {**os.environ, "TILESTREAM_PASS": name}
     if name == "blocking":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
-    subprocess.run([sys.executable, __file__, str(part), *arguments], env=environment, check=False)
-    found: dict[str, object] = json.loads(part.read_text(encoding="utf-8"))
-    part.unlink()
-    return found
+    parts = [target.with_suffix(f".{name}.{job}") for job in range(jobs)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(part), *arguments],
+            env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs * sample}"} | _device_of(job, jobs),
+        )
+        for job, part in enumerate(parts)
+    ]
+    statuses = [_wait(process, end) for process in started]
+    outcomes: collections.Counter[str] = collections.Counter()
+    failures: list[str] = []
+    for job, (part, status) in enumerate(zip(parts, statuses, strict=True)):
+        found = json.loads(part.read_text(encoding="utf-8")) if part.exists() else {}
+        part.unlink(missing_ok=True)
+        outcomes.update(found.get("outcomes", {}))
+        failures += found.get("failures", [])
+        if (ended := found.get("status", -1)) not in (0, 1, 5):  # 5: no test fell to this process
+            what = "was interrupted" if ended == 2 else f"ended with status {status}"
+            failures.append(f"process {job} of {jobs} {what}")
+    return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": sample}
+
+
+def _device_of(job: int, jobs: int) -> dict[str, str]:
+    """Processes that share a pass take the GPUs in turn; one that is alone has all of them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return {"CUDA_VISIBLE_DEVICES": str(job % count)} if jobs > 1 and count > 1 else {}
+
+
+def _wait(process: subprocess.Popen[bytes], end: float) -> int:
+    """Its status; what is not done at ``end`` is interrupted, and writes down what it has done."""
+    for signal_, seconds in ((signal.SIGINT, end - time.monotonic()), (signal.SIGKILL, 10.0)):
+        try:
+            return process.wait(None if math.isinf(seconds) else max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal_)
+    return process.wait()
 
 
 def main() -> int:
     target, *rest = sys.argv[1:]
-    if os.environ.get("TILESTREAM_PASS"):  # that process
-        counts = one_pass([*arguments_of(os.environ["TILESTREAM_PASS"]), *rest])
-        Path(target).write_text(json.dumps(counts), encoding="utf-8")
+    if os.environ.get("TILESTREAM_PASS"):  # one of those processes
+        job, jobs = map(int, os.environ["TILESTREAM_SHARE"].split("/"))
+        part = part_of_pass([*arguments_of(os.environ["TILESTREAM_PASS"]), *rest], job, jobs)
+        Path(target).write_text(json.dumps(part), encoding="utf-8")
         return 0
     split = rest.index("--") if "--" in rest else len(rest)
     names, arguments = rest[:split] or PASSES, rest[split + 1 :]

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from tilestream.runtime import tensor_map as module
 from tilestream.runtime.tensor_map import SIZE, TFLOAT32, TensorMap, encode
 
 BF16, FP32 = 9, 7
@@ -101,3 +102,9 @@ def test_what_the_driver_refuses(stub):
     stub.set("fails", 1)
     with pytest.raises(ValueError, match=r"CUDA_ERROR_INVALID_VALUE \(invalid argument\).*\(1000, 4096\).*swizzle 3"):
         encode(ADDRESS, BF16, 2, (1000, 4096), (4096, 1), (64, 64), 3)
+
+
+def test_a_fresh_thread_is_given_the_devices_context(stub, monkeypatch):
+    stub.set("fails", 201)
+    monkeypatch.setattr(module, "bind_context", lambda: stub.set("fails", 0))
+    assert told(encode(ADDRESS, BF16, 2, (64, 64), (64, 1), (64, 64), 3))["address"] == ADDRESS

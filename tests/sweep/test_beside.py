@@ -20,6 +20,8 @@ def test_what_both_take_at_least():
 def test_bad_input():
     with pytest.raises(ValueError, match="collective='gather'; it is one of all_reduce, all_gather"):
         beside.sweep_beside(SUITE, [0], ways(["torch"]), collective="gather")
+    with pytest.raises(ValueError, match=r"head_start=-1\.0: it is 0 or more seconds"):
+        beside.sweep_beside(SUITE, [0], ways(["torch"]), head_start=-1.0)
     if torch.cuda.device_count() < 2:
         with pytest.raises(ValueError, match=r"2 ranks take 2 GPUs; there are [01]"):
             beside.sweep_beside(SUITE, [0], ways(["torch"]))
@@ -37,6 +39,7 @@ def test_two_ranks(collective):
         assert point.more["floor"] == beside.floor(point.more["comm"], point.more["matmul"], 0, point.units)
         assert point.seconds > 0
     assert made.about["collective"] == collective
+    assert made.about["head_start_us"] == 20.0
 
 
 @pytest.mark.slow

@@ -30,6 +30,9 @@ def sweep(
     backend: Annotated[str, typer.Option(help="gpu or cpu.")] = "gpu",
     collective: Annotated[str, typer.Option(help="With nccl: all_reduce or all_gather.")] = "all_reduce",
     megabytes: Annotated[int, typer.Option(min=1, help="With nccl: MiB of its tensor.")] = 256,
+    head_start: Annotated[
+        float, typer.Option(min=0, help="With nccl: microseconds that the collective is ahead of the matmul.")
+    ] = 20.0,
     out: Annotated[Path, typer.Option(help="The record, .json; CSV and PNG beside it.")] = Path("sweep.json"),
 ) -> None:
     """Measure schedules and peers while a part of the device is taken away.
@@ -86,7 +89,10 @@ def sweep(
         if by == "nccl":
             from tilestream.sweep.beside import sweep_beside
 
-            made = sweep_beside(given, counts, todo, collective=collective, megabytes=megabytes, rounds=rounds or 15)
+            made = sweep_beside(
+                given, counts, todo, collective=collective, megabytes=megabytes, head_start=1e-6 * head_start,
+                rounds=rounds or 15,
+            )  # fmt: skip
             made.write(out)
         else:
             from tilestream.sweep.takers import taker

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 
 from tilestream.runtime import tensor_map
-from tilestream.runtime.driver import bind_context, cuda_function, error_name
+from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name
 
 #: Tensor maps that a launcher remembers for each descriptor: 128 bytes each.
 _REMEMBERED_MAPS = 1024
@@ -44,8 +44,6 @@ _COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC = 2, 4, 5, 6
 _SPREAD = 1
 #: A larger cluster needs an attribute of the function.
 _LARGEST_CLUSTER = 8
-
-_INVALID_CONTEXT = 201
 
 _hooks = triton.knobs.runtime
 
@@ -236,7 +234,7 @@ class Launcher:
             takes = ", ".join(self._names)
             raise ValueError(f"a launch of {self._kernel.name} takes ({takes}), not {varying}: {error}") from None
         code = self._issue(frame.config, self._function, frame.addresses, None)
-        if code == _INVALID_CONTEXT:  # a fresh thread, which used nothing of CUDA's runtime yet
+        if code == INVALID_CONTEXT:  # a fresh thread, which used nothing of CUDA's runtime yet
             bind_context()
             code = self._issue(frame.config, self._function, frame.addresses, None)
         self._free.append(frame)

@@ -9,7 +9,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 
-from tilestream.runtime.driver import cuda_function, error_name
+from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name
 
 #: Bytes of a tensor map.
 SIZE = 128
@@ -89,10 +89,14 @@ class TensorMap:
             )
         memory = ctypes.create_string_buffer(SIZE + _ALIGNMENT)
         offset = -ctypes.addressof(memory) % _ALIGNMENT
-        code = self._encode(
+        arguments = (
             ctypes.addressof(memory) + offset, self._elem_type, self._rank, address, self._shape, self._steps,
             self._box, self._ones, 0, self._swizzle, self._promotion, self._fill,
         )  # fmt: skip
+        code = self._encode(*arguments)
+        if code == INVALID_CONTEXT:  # some drivers want one, and a fresh thread has none yet
+            bind_context()
+            code = self._encode(*arguments)
         if code:
             raise ValueError(
                 f"the driver makes no tensor map: {error_name(code)}; element type {self._elem_type}, {self._what}, "

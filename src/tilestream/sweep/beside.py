@@ -2,11 +2,14 @@
 
 ::
 
-    begin;  collective on its own stream;  matmul;  wait for the collective;  end
+    begin;  collective on its own stream;  head start;  matmul;  wait for the collective;  end
 
-NCCL is told how many SMs it may have (a CTA each); the matmul is told nothing. Each point has the collective's time
-alone and the matmul's, and what both may take at least: the collective's, or the matmul's and what it loses of the
-device while the collective runs.
+NCCL is told how many SMs it may have (a CTA each); the matmul is told nothing. With a head start the collective is
+under way when the matmul comes, as that of the layer before is. Without one both become possible at once, and the
+matmul's launch wins: workers, or torch's first wave, hold every SM, and the collective begins when the first leaves;
+only a matmul that was told to leave SMs free (``told``) lets it begin. Each point has the collective's time alone and
+the matmul's, and what both may take at least: the collective's, or the matmul's and what it loses of the device while
+the collective runs.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from tilestream.sweep.takers import refuse_count
 COLLECTIVES = ("all_reduce", "all_gather")
 #: Seconds after which ranks that have not ended are ended.
 DEADLINE = 300.0
+#: Seconds that a collective needs to be on its SMs: an event between streams, and a launch.
+HEAD_START = 20e-6
 
 
 def floor(comm: float, matmul: float, taken: int, units: int) -> float:
@@ -53,16 +58,21 @@ class _Together:
 
 
 class _CpuClock(_Together, CpuClock):
-    pass
+    def pause(self, seconds: float) -> None:
+        """Nothing: the host launches nothing here."""
 
 
 class _GpuClock(_Together, GpuClock):
-    pass
+    def pause(self, seconds: float) -> None:
+        """Hold the current stream for about so long."""
+        if seconds:
+            torch.cuda._sleep(int(seconds * torch.cuda.clock_rate() * 1e6))
 
 
 def sweep_beside(
     suite: Suite, taken: Sequence[int], todo: Sequence[Way], *, world: int = 2, collective: str = "all_reduce",
-    megabytes: int = 256, rounds: int = 15, backend: str = "nccl", deadline: float = DEADLINE,
+    megabytes: int = 256, head_start: float = HEAD_START, rounds: int = 15, backend: str = "nccl",
+    deadline: float = DEADLINE,
 ) -> Sweep:  # fmt: skip
     """All points of a suite beside a collective.
 
@@ -74,6 +84,8 @@ def sweep_beside(
         Ranks, a GPU each.
     megabytes
         Of the collective's tensor: what each rank gives to all-reduce, or has after all-gather, in units of 2**20.
+    head_start
+        Seconds from the collective's issue to the matmul's. They are in the time of both.
     backend
         ``"nccl"``; ``"gloo"`` does the same on the CPU, where nothing is taken and the times mean nothing.
     deadline
@@ -88,12 +100,15 @@ def sweep_beside(
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"collective={collective!r}; it is one of {', '.join(COLLECTIVES)}")
+    if not 0 <= head_start < 1:
+        raise ValueError(f"head_start={head_start}: it is 0 or more seconds, and less than 1")
     if backend == "nccl" and torch.cuda.device_count() < world:
         raise ValueError(f"{world} ranks take {world} GPUs; there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         path, port = Path(folder) / "points.json", _free_port()
-        given = (world, port, str(path), backend, suite, tuple(taken), tuple(todo), collective, megabytes, rounds)
-        context: Any = spawn(_rank, given, nprocs=world, join=False)
+        given = (world, port, str(path), backend, suite, tuple(taken), tuple(todo))
+        how = (collective, megabytes, head_start, rounds)
+        context: Any = spawn(_rank, (*given, how), nprocs=world, join=False)
         end = time.monotonic() + deadline
         try:
             while not context.join(timeout=1.0):
@@ -116,8 +131,9 @@ def _free_port() -> int:
 
 def _rank(
     rank: int, world: int, port: int, path: str, backend: str, suite: Suite, taken: tuple[int, ...],
-    todo: tuple[Way, ...], collective: str, megabytes: int, rounds: int,
+    todo: tuple[Way, ...], how: tuple[str, int, float, int],
 ) -> None:  # fmt: skip
+    collective, megabytes, head_start, rounds = how
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
     if backend == "nccl":
@@ -129,14 +145,16 @@ def _rank(
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, device_id=bound)
     properties = device_of("cpu" if backend == "gloo" else "gpu")
     sweep = Sweep(about(properties) | {"world": world, "collective": collective, "megabytes": megabytes})
+    sweep.about["head_start_us"] = round(1e6 * head_start, 3)
     for count in taken:
         refuse_count(properties.workers, count)
         clock = _CpuClock() if backend == "gloo" else _GpuClock()
         clock.group = _group(backend, count)
         for shape in suite.shapes:
             _points(
-                sweep, clock, properties, shape, suite.dtype, count, todo, collective, megabytes << 20, rounds, device
-            )
+                sweep, clock, properties, shape, suite.dtype, count, todo, collective, megabytes << 20, head_start,
+                rounds, device,
+            )  # fmt: skip
     if rank == 0:
         sweep.write(path)
     dist.barrier()
@@ -155,7 +173,7 @@ def _group(backend: str, count: int) -> dist.ProcessGroup:
 
 def _points(
     sweep: Sweep, clock: _CpuClock | _GpuClock, properties: DeviceProperties, shape: Shape, dtype: str, count: int,
-    todo: Sequence[Way], collective: str, size: int, rounds: int, device: str,
+    todo: Sequence[Way], collective: str, size: int, head_start: float, rounds: int, device: str,
 ) -> None:  # fmt: skip
     how = {"device": device, "dtype": getattr(torch, dtype)}
     a, w = (torch.randn(rows, shape.k, **how) for rows in (shape.m, shape.n))
@@ -172,6 +190,7 @@ def _points(
     def beside(call: Call) -> Call:
         def both() -> None:
             work = communicate()
+            clock.pause(head_start)
             call()
             work.wait()
 

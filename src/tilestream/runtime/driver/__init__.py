@@ -17,6 +17,9 @@ import torch
 from tilestream.runtime.driver.cuda import Cuda
 from tilestream.runtime.driver.hip import Hip, library
 
+#: What CUDA's driver answers where the thread has no context: `bind_context`, and ask again.
+INVALID_CONTEXT = 201
+
 
 class Driver(Protocol):
     """A GPU's driver. Handles of streams are of the current device; addresses are mapped there.
