@@ -309,6 +309,8 @@ def products(level: Level) -> Iterator[ProductCase]:
         yield ProductCase(matmul("stream_k", 2, 1, k=2, running=running, settled=True), Ring(2, 2, consumers))
     gated = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True)
     yield ProductCase(gated, Ring(1, 1, precise=True))
+    chunked = arrival_order.ordered(2 if level == "full" else 1, 2, bounds=(0, 2, 4), pivot=1, drain="reset")
+    yield ProductCase(chunked, Ring(2, 1))
     if level == "full":
         yield ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 2, "ping_pong"))
         yield ProductCase(gated, Ring(2, 2))
