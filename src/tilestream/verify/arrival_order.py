@@ -69,13 +69,13 @@ LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
 def configurations(full: bool) -> Iterator[WorkersCase]:
     """1 to 3 workers (full: 4 too), 1 to 4 row tiles, every pivot, each way to drain; columns; batches; few running."""
     for w, num_m in product((1, 2, 3), (1, 2, 3)):
-        for bounds in LAYOUTS[num_m]:
-            few = w < 3 and num_m < 3
-            if w == num_m == 3 and not full and bounds != (0, 3, 5):
-                continue
-            for pivot in range(len(bounds) - 1) if few or full else (len(bounds) - 2,):
+        if w == num_m == 3 and not full:
+            continue
+        few = full or w * num_m < 6
+        for bounds in LAYOUTS[num_m] if few else LAYOUTS[num_m][1:2]:
+            for pivot in range(len(bounds) - 1) if few else (1,):
                 yield ordered(w, num_m, bounds=bounds, pivot=pivot)
-                if few or full:
+                if few:
                     yield ordered(w, num_m, bounds=bounds, pivot=pivot, drain="reset")
     for pivot in range(3) if full else (1,):
         yield ordered(2, 3, 2, bounds=(0, 2, 4, 6), pivot=pivot)

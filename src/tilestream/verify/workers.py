@@ -216,8 +216,7 @@ class WorkersModel(Words):
                 n[self.passed] = 1
                 n[pid] = self.locals.next(m[pid], -1)
                 out.append((f"{process.name}: {self.say(op)} -> the deadline has passed", n))
-                for queue in ops.queues_of(op):
-                    blocked |= self.wanted[queue] & ~m[self.signals]
+                blocked |= self.all_chunks & ~m[self.signals]
             elif type(op) in ops.WAITS:
                 bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]
                 if bit and type(op) is not ops.WaitForever and not m[self.aborted]:
