@@ -87,13 +87,13 @@ def test_the_record_of_an_expiry_names_the_first_item_not_taken(order):
     for chunk in (0, 1, 3):
         arrival.signal(chunk)
     with pytest.raises(ts.ArrivalTimeout) as caught:
-        planned(arrival, workers=1, order=order).run(x, b, out=out, arrival=arrival, deadline=0.03)
+        planned(arrival, workers=1, order=order).run(x, b, out=out, arrival=arrival, deadline=0.3)
     # The first tile of row tile 2, and tile ids count columns first.
     assert caught.value.item == "tile 6 (row tile 2, column tile 0)"
     assert caught.value.worker == 0
     message = str(caught.value)
     for part in (
-        "plan.run: arrival's chunk 2 did not arrive within the deadline of 0.03 s",
+        "plan.run: arrival's chunk 2 did not arrive within the deadline of 0.3 s",
         "worker 0 waited",
         "tile 6",
         "What was not computed is NaN",
@@ -104,7 +104,7 @@ def test_the_record_of_an_expiry_names_the_first_item_not_taken(order):
     assert out[32:48].isnan().all()
     if order == "arrival":
         assert not out[48:].isnan().any(), "a late chunk holds up no tile but its own"
-        assert caught.value.waited >= 0.01, "what it waited for several queues is counted"
+        assert caught.value.waited >= 0.05, "what it waited for several queues is counted"
     else:
         assert out[48:].isnan().all(), "one worker takes nothing behind the tile it could not do"
 
