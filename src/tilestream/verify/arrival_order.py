@@ -71,11 +71,11 @@ def configurations(full: bool) -> Iterator[WorkersCase]:
     for w, num_m in product((1, 2, 3), (1, 2, 3)):
         if w == num_m == 3 and not full:
             continue
-        few = full or w * num_m < 6
-        for bounds in LAYOUTS[num_m] if few else LAYOUTS[num_m][1:2]:
+        few = w * num_m < 6
+        for bounds in LAYOUTS[num_m] if few or full else LAYOUTS[num_m][1:2]:
             for pivot in range(len(bounds) - 1) if few else (1,):
                 yield ordered(w, num_m, bounds=bounds, pivot=pivot)
-                if few:
+                if few or (full and bounds == LAYOUTS[num_m][1]):
                     yield ordered(w, num_m, bounds=bounds, pivot=pivot, drain="reset")
     for pivot in range(3) if full else (1,):
         yield ordered(2, 3, 2, bounds=(0, 2, 4, 6), pivot=pivot)
@@ -87,8 +87,8 @@ def configurations(full: bool) -> Iterator[WorkersCase]:
     for w, drain in product((1, 2), get_args(Drain)[1:]):
         yield ordered(w, 2, bounds=(0, 2, 4), pivot=1, drain=drain, quarantined=True)
     if full:
-        for bounds in LAYOUTS[4]:
-            for pivot in range(3):
-                yield ordered(3, 4, 2, bounds=bounds, pivot=pivot)
-                yield ordered(4, 4, bounds=bounds, pivot=pivot)
-                yield ordered(2, 4, bounds=bounds, pivot=pivot, drain="reset")
+        for bounds, pivot in product(LAYOUTS[4], range(3)):
+            yield ordered(2, 4, bounds=bounds, pivot=pivot)
+            yield ordered(2, 4, bounds=bounds, pivot=pivot, drain="reset")
+        for pivot in range(2):
+            yield ordered(4, 2, 2, bounds=(0, 2, 4), pivot=pivot)
