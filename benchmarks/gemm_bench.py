@@ -230,15 +230,21 @@ def planned(shape: Shape, device: str) -> Any:
     return ask(*shape[:3], dtype="bfloat16", device=device, layout="nt")
 
 
+#: Plans that the model expects to take more than so many times its best are not run: ``--within``.
+within = float("inf")
+
+
 def every_plan(problem: Any, device: Any) -> Iterator[Any]:
-    """The plan's own search space; on a CPU, which has none, the schedules with small tiles."""
+    """The plan's own search space, as far as `within`; on a CPU, which has none, the schedules with small tiles."""
     if device.backend == "cpu":
         for kind in ("static", "dynamic", "stream_k"):
             yield plan_problem(problem, 2, kind, (16, 32), device=device)
         return
     from tilestream.plan import search_space
 
-    yield from search_space(problem, device)
+    found = list(search_space(problem, device))
+    most = within * min(plan.predicted for plan in found)
+    yield from (plan for plan in found if plan.predicted <= most)
 
 
 def plan_fields(plan: Any) -> dict[str, int | float | str | bool]:
@@ -282,7 +288,9 @@ def compile_ahead(bench: Bench, what: str, shapes: Iterable[Shape]) -> float:
     begin, count = time.monotonic(), min(os.cpu_count() or 1, 16)
     text = ",".join(map(str, shapes))
     running = [
-        subprocess.Popen(here("--compile", what, text, str(i), str(count)), stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            here("--within", str(within), "--compile", what, text, str(i), str(count)), stdout=subprocess.DEVNULL
+        )
         for i in range(count)
     ]
     limit = begin + min(0.4 * bench.left, 150)
@@ -302,13 +310,19 @@ def compile_ahead(bench: Bench, what: str, shapes: Iterable[Shape]) -> float:
 def compile_share(what: str, shapes: list[Shape], index: int, count: int) -> None:
     """The part of `compile_ahead` that one of ``count`` processes does: each kernel is one process's.
 
-    ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, or ``space`` for all plans of each shape.
+    ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
+    ``queues`` for those of that section.
     """
     tasks: dict[str, Callable[[], object]] = {}
     for shape in shapes:
         if what == "space":
             asked = planned(shape, "cuda")
             for found in every_plan(asked.problem, asked.device):
+                tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
+        elif what == "queues":
+            from gemm_queues import ways
+
+            for _, found in ways(shape, "cuda"):
                 tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
         elif what == "fp8":
             for way in FP8_WAYS:

@@ -146,6 +146,13 @@ VARIANTS = _shapes(
 )
 
 
+#: Where it matters which SM does which tile: short K, few columns, few rows; and where it should not.
+QUEUES = _shapes(
+    "8192x8192x1024 8192x8192x512 8192x8192x8192 4096x4096x4096 1024x10240x8192 256x8192x28672 4096x14336x4096 "
+    "16384x1024x8192 256x57344x8192"
+)
+
+
 class Peaks(NamedTuple):
     """A device's data sheet: dense operations a second with 16-bit operands, and bytes a second from memory.
 

@@ -11,11 +11,12 @@
 | `search`   | the plan beside the best of its whole space, for shapes the model was not fitted to   | 130     |
 | `host`     | host microseconds of a call; seconds of the first call, caches empty and filled       | 70      |
 | `variants` | every plan of the space for some shapes: what the cost model is fitted to             | 110     |
+| `queues`   | a static grid, one queue, a queue a worker, by group; idle and beside a neighbour     | 60      |
 
 Each section writes ``FOLDER/gpu_gemm_SECTION.json`` (``..._h200.json`` on an H200) anew after each row, and ends before
 the budget does: what it had no time for is in the record's ``missing``. COMMIT names the commit where the tree is a
-copy without its history. ``--shapes MxNxK,...`` gives `suite`, `search` and `variants` other shapes. ``--dry`` tries
-everything on the CPU, with small extents.
+copy without its history. ``--shapes MxNxK,...`` gives `suite`, `search`, `variants` and `queues` other shapes.
+``--dry`` tries everything on the CPU, with small extents; but for `queues`, whose neighbour needs a GPU.
 
 quack is not installed for this: its wheels are unpacked to a folder on PYTHONPATH. Where there is a network,
 
@@ -52,14 +53,25 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
+import gemm_bench  # noqa: E402
 from gemm_bench import Bench, OutOfTime, compile_share, plan_log  # noqa: E402
 from gemm_host import first_calls, run_host  # noqa: E402
+from gemm_queues import run_queues  # noqa: E402
 from gemm_search import run_search, run_variants  # noqa: E402
 from gemm_sections import run_epilogue, run_fp8, run_quack, run_suite  # noqa: E402
 from gemm_shapes import Shape, parse  # noqa: E402
 
 #: Seconds that a section needs, about: how a budget is shared out.
-SECONDS = {"suite": 150, "quack": 270, "fp8": 90, "epilogue": 270, "search": 130, "host": 70, "variants": 110}
+SECONDS = {
+    "suite": 150,
+    "quack": 270,
+    "fp8": 90,
+    "epilogue": 270,
+    "search": 130,
+    "host": 70,
+    "variants": 110,
+    "queues": 60,
+}
 
 
 def sections(shapes: list[Shape] | None) -> dict[str, Callable[[Bench], None]]:
@@ -72,6 +84,7 @@ def sections(shapes: list[Shape] | None) -> dict[str, Callable[[Bench], None]]:
         "search": lambda bench: run_search(bench, shapes),
         "host": run_host,
         "variants": lambda bench: run_variants(bench, shapes),
+        "queues": lambda bench: run_queues(bench, shapes),
     }
 
 
@@ -98,12 +111,16 @@ def main() -> int:
     parser.add_argument("sections", nargs="?", help=f"of {', '.join(SECONDS)}, with commas")
     parser.add_argument("folder", nargs="?", type=Path, help="where the records go")
     parser.add_argument("--budget", type=float, default=540, help="seconds for all (default: 540)")
-    parser.add_argument("--shapes", type=parse, help="for suite, search, variants: MxNxK,...")
+    parser.add_argument("--shapes", type=parse, help="for suite, search, variants, queues: MxNxK,...")
+    parser.add_argument(
+        "--within", type=float, default=gemm_bench.within, help="for search, variants: no plan expected to be as slow"
+    )
     parser.add_argument("--dry", action="store_true", help="on the CPU, with small extents")
     parser.add_argument("--compile", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--first-call", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
+    gemm_bench.within = given.within
     if given.compile:
         what, shapes, index, count = given.compile
         compile_share(what, parse(shapes), int(index), int(count))

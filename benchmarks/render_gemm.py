@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gemm_shapes import GROUPS, geomean, group_of, verdict
+from render_losses import losses
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -296,9 +297,41 @@ def cluster(data: Record) -> str:
     ])  # fmt: skip
 
 
+#: How a plan of the section `queues` gets its tiles: as the records have it, and for people.
+HANDED_OUT = {"static": "static", "queue": "one queue", "queues": "a queue each"}
+
+
+def queues(data: Record) -> str:
+    """How tiles are handed out to workers: each way with the raster's group that suits it best on an idle device."""
+    rows = []
+    for row in data["rows"]:
+        idle, held = row["us"], row["held_us"]
+        for tile in dict.fromkeys(" ".join(name.split()[:2]) for name in idle if name != "cublas"):
+            best = {
+                way: min((name for name in idle if name.startswith(f"{tile} {way} ")), key=lambda name: idle[name])
+                for way in HANDED_OUT
+            }
+            rows.append([
+                row["shape"], tile.replace("_", "-"), f"{idle['cublas']:.1f}",
+                *(f"{idle[name]:.1f} ({name.split()[-1]})" for name in best.values()), f"{held['cublas']:.1f}",
+                *(f"{held[name]:.1f}" for name in best.values()),
+            ])  # fmt: skip
+    early = data["early"]
+    drawn = f"asked for {early} steps of K before the present item's last" if early else "drawn when they are needed"
+    head = ["M x N x K", "tile", "cuBLAS", *HANDED_OUT.values(), "held: cuBLAS", *HANDED_OUT.values()]
+    return "\n\n".join([
+        f"### How tiles are handed out, {data['device']}",
+        f"Microseconds, {data['dtype']}, and in brackets the rows of tiles in the raster's group that suit it best on "
+        f"the idle device; then with the same group while another kernel holds {data['held']} SMs. Tickets are {drawn} "
+        f"({where(data)}).",
+        *incomplete(data),
+        table(head, rows),
+    ])  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "suite": suite, "quack": quack, "fp8": fp8, "epilogue": epilogue, "search": search, "host": host,
-    "cluster": cluster,
+    "queues": queues, "cluster": cluster,
 }  # fmt: skip
 
 
@@ -327,6 +360,7 @@ def sections(results: Path) -> list[str]:
             parts.append(section(data))
             if name == "suite":
                 parts.append(f"![Ratio to cuBLAS by shape, {data['device']}](images/gpu_gemm{suffix}.png)")
+                parts += [found] if (found := losses(data, table)) else []
         made += parts
     return made
 

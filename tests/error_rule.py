@@ -28,7 +28,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Maths:
     """``activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)``: what an answer is an answer to.
 
-    Scales are such that they broadcast to ``a @ b``.
+    Scales are such that they broadcast to ``a @ b``. ``tf32``: float32 operands count as rounded to tf32, whatever a
+    library makes of them: cuBLAS does not round at each shape where torch's flag lets it.
     """
 
     a: torch.Tensor
@@ -42,10 +43,11 @@ class Maths:
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
     fast_accum: bool = True
+    tf32: bool = False
 
     def by_torch(self) -> torch.Tensor:
         """In the operands' own dtype, as one would write it with torch."""
-        a, b = self.a.detach(), self.b.detach()
+        a, b = (to_tf32(x.detach()) if self.tf32 else x.detach() for x in (self.a, self.b))
         dtype = self.out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
         product = fp8_product(a, b, self.fast_accum) if a.dtype in FP8 else torch.matmul(a, b)
         return self._epilogue(product, lambda t: t.detach()).to(dtype)
@@ -66,6 +68,11 @@ class Maths:
         x = x + of(self.bias) if self.bias is not None else x
         x = x + self.beta * of(self.residual) if self.residual is not None and self.beta != 0 else x
         return ACTIVATIONS[self.activation](x)
+
+
+def to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32 with tf32's ten bits, halves away from zero."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def fp8_product(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:

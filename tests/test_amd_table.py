@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from tilestream.plan.cdna_attention import TILES
 from tilestream.plan.known import named
 from tilestream.plan.portable import CDNA
 
@@ -60,6 +61,16 @@ def test_the_plans_efficiencies_are_the_records(data):
         assert not any(row["spilled"].values())
         seen += 1
     assert seen >= 9
+
+
+def test_attentions_efficiencies_are_the_records(data):
+    rows = [row for row in data["rows"] if row["kernel"] == "cdna-attention"]
+    assert {(row["arch"], row["k"]) for row in rows} == {(arch, k) for arch in TILES for k in (64, 128, 256)}
+    for row in rows:
+        shape = (32 * row["warps"], row["tile"][1], row["stages"])
+        tile = next(t for t in TILES[row["arch"]] if (t.rows, t.block, t.stages) == shape and t.columns >= row["k"])
+        assert row["cycles"]["share"] == pytest.approx(tile.efficiency, abs=0.01)
+        assert not row["spilled"]["private_segment_fixed_size"]
 
 
 def asked_and_told(amd, data) -> tuple[set, set]:

@@ -71,7 +71,7 @@ BUGS = {
         (_READS, _PENDING),
     ),
     "no wait for an empty stage": Bug(
-        "gemm", (("                mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
+        "gemm", (("        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
     ),
     "no wait for a full stage": Bug(
         "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (_WRITES,)

@@ -102,6 +102,10 @@ class HopperCase:
         return self.dtype in (E4M3, E5M2)
 
     @property
+    def tf32(self) -> bool:
+        return self.dtype == F32
+
+    @property
     def result(self) -> torch.dtype:
         return self.out_dtype or (BF16 if self.fp8 else self.dtype)
 
@@ -176,7 +180,7 @@ class HopperCase:
             self.m, self.n, self.k, self.batch or 1, dtype_name(a.dtype), dtype_name(out.dtype),
             *(Incoming(chunks_of(bounds), self.pivot) if bounds else None for bounds in (self.rows, self.columns)),
             shared_rows=self.batch > 1 and a.stride(0) == 0, no_tma=gpu._no_tma(a, b, layout), b_dtype=b_dtype,
-            scales=self.scales, fast_accum=self.fast_accum or not self.fp8,
+            scales=self.scales, fast_accum=self.fast_accum or not self.fp8, tf32=self.tf32,
         )  # fmt: skip
         make = plan_problem if self.order is None else plan_problem.__wrapped__
         plan = make(
@@ -202,7 +206,7 @@ class HopperCase:
         """What the answer is an answer to."""
         return Maths(
             **operands, alpha=self.alpha, beta=self.beta, activation=self.activation, out_dtype=self.result,
-            fast_accum=self.fast_accum,
+            fast_accum=self.fast_accum, tf32=self.tf32,
         )  # fmt: skip
 
 
@@ -336,6 +340,25 @@ def _fp8() -> Iterator[HopperCase]:
         yield _case(row, 100, 120, 512, batch=3, schedule="stream_k", activation="gelu", **how)
 
 
+def _tf32() -> Iterator[HopperCase]:
+    """Every tile both ways round."""
+    for row in TILES:
+        bk = row.block_k(4)
+        for swapped, (bm, bn) in enumerate(ways(row)):
+            how = {"swapped": bool(swapped), "dtype": F32, "layout": "nt"}
+            yield _case(row, 3 * bm - 5, 3 * bn - 8, 3 * bk + 9, workers=4, **how)
+            if _has(row, dtype=F32, layout="nt", schedule="stream_k"):
+                yield _case(row, bm + 1, 2 * bn - 7, 13 * bk + 1, workers=7, schedule="stream_k", **how)
+    for row in FEW:
+        how = {"dtype": F32, "layout": "nt"}
+        yield _case(row, 520, 776, 4096, workers=5, **how)
+        yield _case(row, 333, 264, 1999, out_dtype=BF16, **how)
+        yield _case(row, 333, 517, 640, activation="gelu", **FULL, **how)
+        yield _case(row, 130, 144, 96, batch=3, schedule="stream_k", activation="relu", **FULL, **how)
+        for out in OUTS[2:]:
+            yield _case(row, 304, 264, 200, out=out, **how)
+
+
 def _epilogues() -> Iterator[HopperCase]:
     for row, activation in itertools.product(FEW, ("relu", "gelu", "gelu_tanh", "silu")):
         yield _case(row, 520, 776, 640, layout="nt", activation=activation, **FULL)
@@ -397,7 +420,7 @@ def _orders() -> Iterator[HopperCase]:
         yield _case(row, 500, 704, 128, schedule=kind, workers=5, order=order)
 
 
-SECTIONS = (_tiles, _layouts, _extents, _rings, _dtypes, _fp8, _epilogues, _outs, _batches, _orders)
+SECTIONS = (_tiles, _layouts, _extents, _rings, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders)
 CASES = list({case.name: case for section in SECTIONS for case in section()}.values())
 
 # What other tests launch ---------------------------------------------------------------------------------------------
@@ -471,6 +494,7 @@ def _arriving() -> Iterator[HopperCase]:
         yield _case(row, _M, _N, _K, rows=_ODD, pivot=2, workers=61, schedule="dynamic", order="chunk_major")
         for pivot, workers in itertools.product(range(len(_RAGGED) - 1), (3, 61)):
             yield _case(row, _M, _N, _K, rows=_RAGGED, pivot=pivot, workers=workers, layout="nt", schedule="dynamic")
+    yield _case(FEW[0], _M, _N, _K, dtype=F32, layout="nt", rows=_ODD, pivot=1, workers=61)
 
 
 ARRIVING = list({case.name: case for case in _arriving()}.values())
@@ -492,6 +516,8 @@ AUTO = [
     Case(520, 776, 640, layout="nt", bias=True, residual=True, alpha=1.5, beta=-0.5, activation="gelu"),
     Case(520, 776, 640, F16, bias=True, activation="silu", schedule="stream_k"),
     Case(520, 777, 640, layout="nt", bias=True), Case(777, 520, 640, schedule="static"),
+    Case(1000, 1040, 800, F32, "nt", tf32=True),
+    Case(512, 768, 640, F32, "nt", tf32=True, bias=True, activation="gelu"),
 ]  # fmt: skip
 #: Strides or addresses that TMA cannot address, and what the plan says of them.
 UNALIGNED = {
@@ -500,6 +526,8 @@ UNALIGNED = {
     Case(777, 520, 640, layout="tn"): "a has strides",
     Case(512, 768, 640, pad=3): "a has strides",
     Case(512, 768, 640, offset=1): "a lies at an address",
+    Case(512, 768, 640, F32, tf32=True): "b is not contiguous along K, and the tensor cores take tf32 only so",
+    Case(512, 768, 640, F32, "nt"): "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow",
 }
 
 

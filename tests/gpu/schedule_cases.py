@@ -12,8 +12,10 @@ from tilestream.plan.plan import Plan
 #: 81 tiles of 128 x 128, and 324 of 64 x 64; K long enough that stream-K has something to split.
 M, N, K = 1100, 1136, 1024
 BACKENDS = ("hopper", "portable")
-#: A schedule, and queues of dynamic.
-KINDS = (("static", None), ("dynamic", None), ("dynamic", 2), ("dynamic", 8), ("stream_k", None))
+#: A schedule, and queues of dynamic; Hopper has by itself a queue a worker.
+KINDS = (
+    ("static", None), ("dynamic", None), ("dynamic", 1), ("dynamic", 2), ("dynamic", 8), ("stream_k", None),
+)  # fmt: skip
 WORKERS = range(1, 133)
 HELD = (1, 2, 4, 8, 16, 32, 64, 100, 120, 130, 131)
 TILES = {"hopper": (128, 128), "portable": (64, 64)}

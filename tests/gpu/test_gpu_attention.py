@@ -33,6 +33,8 @@ def _known(backend: str) -> bool:
 
 
 BACKENDS = [backend for backend in ("portable", "hopper") if _known(backend)]
+if torch.version.hip is not None:
+    BACKENDS = ["portable", "cdna"]
 #: (rows, keys): at and around the edges of tiles and blocks, equal and not, longer and shorter.
 LENGTHS = (
     (1, 1), (1, 239), (3, 799), (37, 64), (64, 37), (64, 128), (113, 203), (127, 512), (128, 128), (128, 217),

@@ -20,7 +20,7 @@ from tilestream.runtime.properties import cuda_properties
 from tilestream.sweep.takers import GreenContext, Neighbour
 from tilestream.trace import draw, export, faults, load, record
 
-by_kind = pytest.mark.parametrize(("kind", "queues"), KINDS, ids=[f"{k}-{q or 1}" for k, q in KINDS])
+by_kind = pytest.mark.parametrize(("kind", "queues"), KINDS, ids=[f"{k}-{q or 'own'}" for k, q in KINDS])
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 

@@ -25,6 +25,7 @@ from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import gemm as gemm_text
 from tilestream.kernels.hopper import multiply as multiply_text
+from tilestream.kernels.hopper import queues as queues_text
 from tilestream.kernels.loop import Add, AddUp, Compute, Look, Restore, Write, settle
 from tilestream.plan.hopper import TILES, narrow, widths
 from tilestream.schedule import WorkItem, ring
@@ -237,9 +238,12 @@ class Kernel:
             "LINE": gate_text.LINE.value, "present": lambda clock: 0, "quarantined": lambda *_: int(over == ALREADY),
             "pass_gate": self.pass_gate, "fenced": self.fenced, "leave_gate": self.leave_gate, "float": self.nan,
             "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
-            "take": self.take, "take_ready": self.take_ready,
-            "put": self.put, "get": self.get, "step": ring.step, "skip": ring.skip, "before": ring.before,
-            "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers,
+            "take": self.take, "take_ready": self.take_ready, "ask": self.ask, "told": None, "add": None,
+            "look_at_many": None,
+            "EARLY": queues_text.EARLY.value, "home_queue": lambda worker, queues: worker,
+            "source_queue": lambda source, home: home, "put": self.put, "get": self.get, "step": ring.step,
+            "skip": ring.skip,
+            "before": ring.before, "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers,
             "make_slots": Anything(), "tma_load": self.tma_load, "mma_layout": Anything(),
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.retire, "columns_of": self.columns_of,
             "add_up": self.add_up, "barrier": self.meet, "hand_in": self.hand_in, "activate": lambda x, _: x,
@@ -269,6 +273,8 @@ class Kernel:
         self.left, self.taken = iter(items), 0
         self.item: WorkItem | None = None
         self.poisoned = -1
+        self.asked: list[int] = []
+        self.told: list[int] = []
         self.answers: Iterator[int] = iter(())
         gemm(**given)
 
@@ -302,11 +308,19 @@ class Kernel:
         self.made |= {Barrier(name, i): arrivals for i in range(count)}
         return Barriers(name)
 
-    def take(self, *_: object) -> tuple[int, ...]:
+    def take(self, *given: Any) -> tuple[int, ...]:
+        if self.over is None:
+            self.told.append(given[-3])
         item = self.item = next(self.left, None)
         if item is None:
             return (0, 7, 7, 7, 3, 9, 7, 7, 7, *[0] * 6)  # what a void ticket says is of no account
         return (1, 0, item.pm, item.pn, item.k_begin, item.k_end, item.part, item.parts, item.slot, *[0] * 6)
+
+    def ask(self, counters: object, queue: int, go: int) -> int:
+        self.loaded()
+        assert go == 1, "no share under way, and the worker's own queue not found empty"
+        self.asked.append(sum(isinstance(op, Expect) for op in self.log))
+        return len(self.asked)
 
     def put(self, _, slot: int, field: int, value: int, warps: int) -> None:
         assert warps == 1
@@ -517,7 +531,8 @@ class Held(NamedTuple):
 
 #: What of the kernel is run as it stands, beside `gemm`.
 TEXTS = (
-    gemm_text.load_loop, gemm_text.math_loop, gemm_text.load_operand, gemm_text.make_stages, multiply_text.product,
+    gemm_text.load_loop, gemm_text.load_steps, gemm_text.math_loop, gemm_text.load_operand, gemm_text.make_stages,
+    multiply_text.product,
     multiply_text.multiply, multiply_text.multiply_narrow, multiply_text.multiply_precisely, multiply_text.poison,
     multiply_text.operand,
     multiply_text.zero, multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
@@ -694,6 +709,18 @@ def test_loops_do_what_is_explored(shape):
             assert kernel.operations(who) == of_math(shape.ring, items, who)
 
 
+def test_a_ticket_is_asked_for_shortly_before_an_items_last_steps_and_told_once():
+    shape, items, early = SHAPES[0], items_of((9, 1, 4, 5)), queues_text.EARLY.value
+    kernel = Kernel(shape, items)
+    kernel.operations(None)
+    assert early == 4
+    assert kernel.asked == [0, 5, 9, 10, 15], "before the first item; with 4 steps of each to come, or all of it"
+    assert kernel.told == [1, 2, 3, 4, 5], "none is thrown away: its item would be nobody's"
+    gated = Kernel(shape, items, over=NEVER)
+    gated.operations(None)
+    assert not gated.asked, "who waits at a gate holds no ticket that others could use"
+
+
 @pytest.mark.parametrize("consumers", ["single", "cooperative", "ping_pong"])
 @pytest.mark.parametrize(("strips", "parts"), [(1, (64,)), (2, (64,)), (3, (64, 32)), (7, (64, 32, 16))])
 @pytest.mark.parametrize("counted", COUNTED)
@@ -779,12 +806,12 @@ CHANGES = {
     "empty is awaited in the wrong phase": ("empty.index(stage), phase ^ 1", "empty.index(stage), phase"),
     "bytes of one part are expected": ("start_of(WIDTHS, len(WIDTHS)) * BLOCK_K", "WIDTHS[0] * BLOCK_K"),
     "one part is loaded": (
-        "for i in gl.static_range(len(WIDTHS)):\n                    load",
-        "for i in (0,):\n                    load",
+        "for i in gl.static_range(len(WIDTHS)):\n            load",
+        "for i in (0,):\n            load",
     ),
     "a part is loaded from the map of another": ("y_maps[i], bar", "y_maps[0], bar"),
     "a part is loaded to the stages of another": ("bar, y_stages[i]", "bar, y_stages[0]"),
-    "all parts are loaded from the first column": ("pc * COLUMNS + start_of(WIDTHS, i)", "pc * COLUMNS"),
+    "all parts are loaded from the first column": ("column + start_of(WIDTHS, i)", "column"),
     "a half is loaded twice": ("first = row + half * HALF_ROWS", "first = row"),
     "the item is not given back": ("mbarrier.arrive(item_empty.index(slot))", "pass"),
     "order is awaited in the other phase": ("(number // 2) ^ (1 - WHO)", "(number // 2) ^ WHO"),

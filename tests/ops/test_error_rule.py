@@ -120,3 +120,14 @@ def test_notices_a_tile_that_a_kernel_leaves_out(monkeypatch):
     monkeypatch.setattr(GemmBody, "compute", lambda self, item: item.tile != 7 and real(self, item))
     with pytest.raises(AssertionError):
         check(ts.matmul(problem.a, problem.b, out=nans(M, N), workers=2, schedule="dynamic"), problem)
+
+
+def test_tf32_may_be_as_far_off_as_its_bits_and_no_further():
+    a, b = rand(M, K, seed=1), rand(K, N, seed=2)
+    rounded = Maths(a, b, tf32=True)
+    check(torch.matmul(a, b), rounded)
+    check(rounded.by_torch(), rounded)
+    with pytest.raises(AssertionError):
+        check(rounded.by_torch(), Maths(a, b))
+    with pytest.raises(AssertionError):
+        check(torch.matmul(a.bfloat16().float(), b.bfloat16().float()), rounded)

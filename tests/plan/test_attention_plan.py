@@ -75,10 +75,10 @@ def test_a_problem_refuses(change, error, message):
         ({"sinks": 3}, TypeError, "sinks=3; it is True or False"),
         ({"return_lse": "yes"}, TypeError, "return_lse='yes'; it is True or False"),
         ({"arrival": 3}, TypeError, r"arrival=3; it is a tilestream\.Arrival .*, or None where the keys are there"),
-        ({"backend": "foo"}, ValueError, "backend='foo'; attention has 'hopper' and 'portable' on GPUs: leave"),
+        ({"backend": "foo"}, ValueError, "backend='foo'; attention has 'hopper', 'cdna', 'portable' on GPUs: leave"),
         ({"backend": "hopper"}, NotImplementedError, "backend='hopper'; it is a GPU's.*leave backend= away, or give"),
         ({"backend": "portable"}, NotImplementedError, "backend='portable'; it is a GPU's.* for the CPU"),
-        ({"device": H100, "backend": "cdna"}, ValueError, "backend='cdna'; attention has"),
+        ({"device": H100, "backend": "cdna"}, NotImplementedError, "backend='cdna': it is for gfx942 and gfx950"),
         (
             {"device": H100, "backend": "hopper", "arrival": ts.Arrival.uniform(64, 1)},
             NotImplementedError,

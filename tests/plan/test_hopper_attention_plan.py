@@ -64,7 +64,7 @@ def test_the_portable_kernel_can_be_had():
     assert made.backend == "portable"
     assert "hopper: backend='portable' given" in made.explain()
     assert plan(DENSE).backend == "hopper"
-    with pytest.raises(ValueError, match="backend='cuda'; attention has 'hopper' and 'portable'"):
+    with pytest.raises(ValueError, match="backend='cuda'; attention has 'hopper', 'cdna', 'portable'"):
         plan(DENSE, backend="cuda")
 
 

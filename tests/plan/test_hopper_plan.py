@@ -103,8 +103,12 @@ REFUSED = [
     ({}, A100, "it is for sm_90, this is sm_80"),
     ({}, MI300X, "it is for sm_90, this is gfx942"),
     (
+        {"dtype": "float64", "out_dtype": "float64"}, H100,
+        "it multiplies bfloat16, float16, float8_e4m3fn, float8_e5m2, float32, not float64",
+    ),
+    (
         {"dtype": "float32", "out_dtype": "float32"}, H100,
-        "it multiplies bfloat16, float16, float8_e4m3fn, float8_e5m2, not float32",
+        "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)",
     ),
     ({"out_dtype": "float64"}, H100, "its outputs are bfloat16, float16, float32, not float64"),
     ({"m": 0}, H100, "there is nothing to load"),
@@ -152,7 +156,7 @@ def test_the_portable_kernel_takes_over_and_says_why(m, n, k, how, why):
 def test_what_it_does_it_does():
     made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100)
     assert (made.backend, made.warps) == ("hopper", 4)
-    assert made.label.startswith(f"hopper {made.variant} {made.schedule.kind}, 132 workers, ")
+    assert made.label.startswith(f"hopper {made.variant} dynamic, 132 workers with a queue each, ")
     text = made.explain()
     assert "refused   portable: the Hopper kernel does this" in text
     assert "refused   static: " in text
@@ -344,7 +348,9 @@ def test_a_layout_is_addressed_where_its_rows_are_aligned(layout, m, n, k, which
 # Candidates ----------------------------------------------------------------------------------------------------------
 
 problems = st.builds(
-    lambda m, n, k, batch, dtype, out, fast, plain: Problem(m, n, k, batch, dtype, out, fast_accum=fast, plain=plain),
+    lambda m, n, k, batch, dtype, out, fast, plain: Problem(
+        m, n, k, batch, dtype, out, tf32=dtype == "float32", fast_accum=fast, plain=plain
+    ),
     *[st.integers(1, 20000)] * 3, st.sampled_from([1, 1, 3]), st.sampled_from(hopper.DTYPES),
     st.sampled_from(hopper.OUT_DTYPES), st.booleans(), st.booleans(),
 )  # fmt: skip
@@ -400,6 +406,20 @@ def test_nothing_to_even_out_needs_no_queue():
     }  # fmt: skip
     assert {c.schedule.kind for c in candidates(small, kinds=("dynamic",))} == {"dynamic"}, "as it was asked for"
     assert plan(100, 100, 1000, dtype="bfloat16", device=H100, schedule="dynamic").schedule.kind == "dynamic"
+
+
+def test_a_queue_a_worker_where_there_is_something_to_even_out_and_nothing_arrives():
+    made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100, schedule="dynamic").schedule
+    assert (made.queues, made.split, made.workers) == (132, "strides", 132)
+    static = dataclasses.replace(made, kind="static", queues=1, split="items")
+    for worker in range(made.workers):  # what it takes by itself is what a static grid would give it
+        own = [made.ticket(worker, ticket)[0] for ticket in range(made.queue_size(worker))]
+        assert own == [static.ticket(0, at)[0] for at in range(worker, made.grid.tiles, made.workers)]
+    assert plan(4096, 4096, 4096, dtype="bfloat16", device=H100, queues=1).schedule.queues == 1
+    arriving = plan(
+        4096, 4096, 4096, dtype="bfloat16", device=H100, arrival=Arrival.uniform(512, 8), schedule="dynamic"
+    )
+    assert arriving.schedule.split != "strides"
 
 
 def test_shares_of_a_remainder():
@@ -577,6 +597,21 @@ def test_8_bit_operands_lie_along_k(dtypes):
     made = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100)
     assert made.backend == "hopper"
     assert plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn").backend == "portable"
+
+
+def test_float32_is_multiplied_as_tf32_where_that_is_allowed_and_lies_along_k():
+    problem = Problem(4096, 4096, 4096, dtype="float32", out_dtype="float32", tf32=True)
+    made, halves = (plan_problem(one, device=H100) for one in (problem, Problem(4096, 4096, 4096, **BF16)))
+    assert made.backend == "hopper"
+    assert made.block[2] % 32 == 0
+    assert 1.7 < made.predicted / halves.predicted < 2.3, "half the rate, twice the bytes"
+    assert tma.refuse_contiguous(64, 64, 64, "nt", ("float32", "float32")) == ""
+    for layout, name in (("nn", "b"), ("tt", "a"), ("tn", "a")):
+        why = tma.refuse_contiguous(64, 64, 64, layout, ("float32", "float32"))
+        assert why == f"{name} is not contiguous along K, and the tensor cores take tf32 only so"
+        other = plan_problem(dataclasses.replace(problem, no_tma=why), device=H100)
+        assert other.backend == "portable"
+        assert f"hopper: {why}" in other.explain()
 
 
 def test_8_bits_without_fast_accumulation():

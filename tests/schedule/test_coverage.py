@@ -166,11 +166,11 @@ class TestAWrongRuleIsFound:
         assert self.covers()
 
     def test_a_worker_that_does_not_steal(self, monkeypatch):
-        monkeypatch.setattr(queues, "fuller", lambda best, best_left, queue, queue_left: best)
+        monkeypatch.setattr(queues, "rank", lambda queue_left, queue, home: 0)
         assert not self.covers()
 
-    def test_a_queue_that_looks_shorter_than_it_is(self, monkeypatch):
-        monkeypatch.setattr(queues, "left", lambda size, taken: max(size - taken - 1, 0))
+    def test_a_queue_that_looks_empty_and_is_not(self, monkeypatch):
+        monkeypatch.setattr(queues, "left", lambda size, taken: max(size - taken - 3, 0))
         assert not self.covers()
 
     def test_a_void_ticket_taken_for_a_valid_one(self, monkeypatch):

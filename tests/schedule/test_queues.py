@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from int31 import Int31, on_int31
+from int31 import on_int31
 from strategies import int31
 from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, take
-from tilestream.schedule.queues import fuller, home_queue, left, neighbour, next_base
+from tilestream.schedule.queues import MOST_QUEUES, home_queue, left, neighbour, next_base, rank, ranked
 
 
 @given(int31(), int31(1))
@@ -36,12 +38,26 @@ def test_left_is_what_is_left_and_never_negative(size, taken):
     assert on_int31(left, size, taken) == max(size - taken, 0)
 
 
-@pytest.mark.parametrize(
-    ("best_left", "queue_left", "wins"), [(0, 0, False), (0, 1, True), (3, 3, False), (3, 4, True), (4, 3, False)]
-)
-def test_fuller_prefers_more_left_and_on_a_tie_the_first_seen(best_left, queue_left, wins):
-    best, queue = object(), object()  # only chosen between, never computed with: best may be -1, "none yet"
-    assert fuller(best, Int31(best_left), queue, Int31(queue_left)) is (queue if wins else best)
+@given(int31(), int31(), *[st.integers(0, MOST_QUEUES - 1)] * 3)
+def test_a_rank_says_which_queue_it_is_and_more_left_ranks_higher(left_1, left_2, queue_1, queue_2, home):
+    ranks = [on_int31(rank, *one, home) for one in ((left_1, queue_1), (left_2, queue_2))]
+    for one, queue, queue_left in zip(ranks, (queue_1, queue_2), (left_1, left_2), strict=True):
+        assert on_int31(ranked, one, home) == (queue, min(queue_left, 1))
+    if min(left_1, left_2) < 2**20 and left_1 != left_2:
+        assert (ranks[0] > ranks[1]) == (left_1 > left_2)
+
+
+def test_there_is_nothing_where_nobody_looked():
+    assert all(ranked(0, home)[1] == 0 for home in range(MOST_QUEUES))
+
+
+@pytest.mark.parametrize("held", [range(116, 132), range(16), range(0, 132, 8), range(128, 132)])
+def test_workers_that_look_at_the_same_time_go_to_different_queues(held):
+    """Somebody holds SMs, so the queues of the workers there are as full as at the beginning, and the others empty."""
+    workers = [worker for worker in range(132) if worker not in held]
+    went = Counter(ranked(max(rank(9, queue, worker) for queue in held), worker)[0] for worker in workers)
+    assert set(went) == set(held)
+    assert max(went.values()) <= 3 * len(workers) / len(held)
 
 
 class TestNoLeftovers:
@@ -54,10 +70,10 @@ class TestNoLeftovers:
 
 
 def steal(sizes_left: list[int], *, queues: int, worker: int = 0) -> list[object]:
-    """The operations of one `take` of a worker whose own queue is closed, when others have so many left."""
+    """The operations of one `take` of a worker whose own queue is empty, when others have so many left."""
     schedule = Schedule("dynamic", Grid(1, 1, 10 * queues), queues=queues, workers=queues)
     asked = []
-    protocol = take(schedule, worker, Cursor(home_open=False))
+    protocol = take(schedule, worker, Cursor(source=schedule.queues + 1))
     operation = next(protocol)
     try:
         while True:
@@ -79,29 +95,25 @@ class TestStealing:
             protocol.send(0)
         item, cursor = end.value.value
         assert item == schedule.ticket(2, 0)[0]
-        assert cursor.home_open
+        assert cursor.source == 0
 
     def test_a_void_ticket_closes_the_own_queue_for_good(self):
         schedule = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
         protocol = take(schedule, 2, Cursor())
         next(protocol)
         assert protocol.send(schedule.queue_size(2)) == Peek(0)
-        asked = [protocol.send(0), protocol.send(0)]
+        asked = [protocol.send(0), protocol.send(1)]
         assert asked == [Peek(1), Peek(3)], "its own queue is not asked again"
-        assert protocol.send(4) == Take(0), "all alike: the first seen"
+        assert protocol.send(4) == Take(0), "the fullest"
         with pytest.raises(StopIteration) as end:
             protocol.send(0)
-        assert not end.value.value[1].home_open
+        assert end.value.value[1].source == 1
 
     def test_from_the_fullest(self):
         *asked, item = steal([0, 3, 7, 5], queues=4)
         assert asked == [Peek(1), Peek(2), Peek(3), Take(2)]
         assert item is not None
         assert item.pn == 20 + 3
-
-    def test_on_a_tie_from_the_first_seen(self):
-        assert steal([0, 2, 7, 7], queues=4)[-2] == Take(2)
-        assert steal([7, 0, 7, 2], queues=4, worker=1)[-2] == Take(0)
 
     def test_nothing_left_is_stop_and_touches_no_counter(self):
         assert steal([0, 0, 0, 0], queues=4) == [Peek(1), Peek(2), Peek(3), None]
@@ -116,7 +128,7 @@ class TestStealing:
 
     def test_a_lost_race_looks_again(self):
         schedule = Schedule("dynamic", Grid(1, 1, 30), queues=3, workers=3)
-        protocol = take(schedule, 0, Cursor(home_open=False))
+        protocol = take(schedule, 0, Cursor(source=schedule.queues + 1))
         assert [next(protocol), protocol.send(9), protocol.send(8)] == [Peek(1), Peek(2), Take(2)]
         assert protocol.send(10) == Peek(1), "void: somebody was faster"
         assert [protocol.send(9), protocol.send(11)] == [Peek(2), Take(1)]
@@ -129,4 +141,3 @@ class TestStealing:
             assert item is None
         else:
             assert counts[asked[-1].queue] == max(counts)
-            assert asked[-1].queue == counts.index(max(counts))

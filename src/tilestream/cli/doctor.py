@@ -82,7 +82,7 @@ def backend(name: str) -> str:
         fits = torch.version.hip is not None and architecture in ("gfx942", "gfx950")
         if not fits:
             return f"no: {properties.name} is no CDNA 3 or 4"
-        return "yes: compiled and checked, never run; taken for backend='cdna' only"
+        return "yes: compiled and checked, never run; matmul takes it for backend='cdna' only, attention by itself"
     fits = torch.version.hip is None and properties.major == 9
     return "yes" if fits else f"no: {properties.name} is no Hopper"
 

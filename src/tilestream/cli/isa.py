@@ -16,9 +16,11 @@ def isa(
         str | None, typer.Argument(help="A kernel's name, or a file of AMDGCN assembly; none: list the kernels.")
     ] = None,
     arch: Annotated[str, typer.Option(help="gfx942, gfx950 or sm_90a.")] = "gfx942",
-    m: Annotated[int, typer.Option(min=1, help="Rows of A.")] = 8192,
-    n: Annotated[int, typer.Option(min=1, help="Columns of B.")] = 8192,
-    k: Annotated[int, typer.Option(min=1, help="Columns of A, rows of B.")] = 8192,
+    m: Annotated[int, typer.Option(min=1, help="Rows of A; attention's queries.")] = 8192,
+    n: Annotated[int, typer.Option(min=1, help="Columns of B; attention's keys.")] = 8192,
+    k: Annotated[
+        int | None, typer.Option(min=1, help="Columns of A, rows of B (8192); attention's: of a head (128).")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the operands.")] = "bfloat16",
     layout: Annotated[str, typer.Option(help="How A and B lie: nn, nt, tn or tt.")] = "nt",
     tile: Annotated[
@@ -51,7 +53,9 @@ def isa(
         text = Path(kernel).read_text(encoding="utf-8")
         made = report.of_amdgcn(text, warps=warps, shared=lds, memory_cycles=latency)
     else:
-        question = kernels.Question(arch, m, n, k, dtype, layout, parsed_tile(tile), schedule, stages)
+        known = kernels.KERNELS.get(kernel)
+        deep = k or (known.k if known else kernels.Question.k)
+        question = kernels.Question(arch, m, n, deep, dtype, layout, parsed_tile(tile), schedule, stages)
         made = report.of(kernel, question, latency)
     if json:
         typer.echo(made.to_json())

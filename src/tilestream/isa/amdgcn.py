@@ -234,10 +234,14 @@ class Kernel:
 
     @property
     def main_loop(self) -> Loop | None:
-        """The innermost loop with the most matrix operations; None where no loop has any."""
+        """The innermost loop with the most matrix operations, of several the shortest; None where no loop has any."""
         multiplying = [loop for loop in self.loops if any(one.mfma for one in loop.instructions)]
         inner = [loop for loop in multiplying if not any(other.body < loop.body for other in multiplying)]
-        return max(inner, key=lambda loop: sum(x.mfma.operations for x in loop.instructions if x.mfma), default=None)
+
+        def size(loop: Loop) -> tuple[int, int]:
+            return sum(x.mfma.operations for x in loop.instructions if x.mfma), -len(loop.instructions)
+
+        return max(inner, key=size, default=None)
 
 
 def parse(text: str) -> Kernel:

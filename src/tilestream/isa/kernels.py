@@ -10,15 +10,20 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tilestream.plan import cdna_attention as attention_policy
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.known import named
 from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_name
 from tilestream.plan.tma import refuse_contiguous
+from tilestream.schedule.schedule import Kind
 
 if TYPE_CHECKING:
     from tilestream.kernels.gate import GateArguments
     from tilestream.kernels.portable.arguments import Layout
+    from tilestream.plan.attention_plan import AttentionPlan
     from tilestream.plan.plan import Plan
 
 #: The GPU that stands for an arch.
@@ -35,7 +40,7 @@ class Question:
     arch
         One of `DEVICES`.
     m, n, k
-        The problem's extents.
+        The problem's extents; of attention queries, keys, and columns of a head.
     dtype
         Of the operands.
     layout
@@ -105,7 +110,7 @@ class Source(NamedTuple):
     filled: tuple[Any, ...]
     options: dict[str, Any]
     warps: int
-    plan: Plan | None = None
+    plan: Plan | AttentionPlan | None = None
 
 
 class Entry(NamedTuple):
@@ -119,11 +124,14 @@ class Entry(NamedTuple):
         ``"module:function"``, a function of a `Question` that gives a `Source`.
     what
         In a few words.
+    k
+        Of the question, where nobody says.
     """
 
     archs: tuple[str, ...]
     make: str
     what: str
+    k: int = 8192
 
 
 KERNELS: dict[str, Entry] = {
@@ -132,6 +140,12 @@ KERNELS: dict[str, Entry] = {
     ),
     "cdna-gemm": Entry(
         ("gfx942", "gfx950"), f"{__name__}:cdna_gemm", "Gluon: a ring without mbarriers, inverse swizzle, MFMA"
+    ),
+    "cdna-attention": Entry(
+        ("gfx942", "gfx950"),
+        f"{__name__}:cdna_attention",
+        "Gluon: keys and values in that ring; M queries, N keys",
+        128,
     ),
     "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
 }
@@ -246,6 +260,48 @@ def cdna_gemm(question: Question) -> Source:
         None if schedule.kind == "static" else Pointer("int64"), None, None, 0, 0, 1.5, 0.5, scales=(scale, scale),
     )  # fmt: skip
     return Source(gemm, filled, arguments.options, plan.warps, plan)
+
+
+#: Sequences, and heads of each, of a question to attention.
+ATTENTION_HEADS = (16, 16)
+
+
+def cdna_attention(question: Question) -> Source:
+    """CDNA's attention as its plan would launch it, of whole sequences without a mask.
+
+    Raises
+    ------
+    ValueError
+        If it has no such tile, or there is no such problem.
+    """
+    from tilestream.isa.build import Pointer
+    from tilestream.kernels.cdna.attention import attend
+    from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
+    from tilestream.kernels.portable.attention_arguments import AttentionLayout
+
+    device, (batch, heads) = question.device, ATTENTION_HEADS
+    problem = AttentionProblem(
+        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype)
+    )
+    kind: Kind = "static" if question.schedule == "static" else "dynamic"
+    found = [
+        one
+        for one in attention_policy.candidates(problem, device, device.workers, kind=kind)
+        if question.tile in (None, one.block) and question.stages in (None, one.stages)
+    ]
+    if not found:
+        raise ValueError(
+            f"tile={question.tile}, stages={question.stages}; it has no such tile for {question.k} columns"
+        )
+    best = min(found, key=lambda one: one.seconds)
+    plan = of_candidate(problem, device, "cdna", best, "asked for", ())
+    q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
+    arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
+    filled = arguments.fill(
+        *[Pointer(problem.dtype)] * 4, *[None] * 8, None if kind == "static" else Pointer("int64"), 0, 0,
+        *arguments.scales(question.k**-0.5),
+    )  # fmt: skip
+    return Source(attend, filled, arguments.options, plan.warps, plan)
 
 
 def hopper_gemm(question: Question) -> Source:

@@ -23,6 +23,7 @@ from tilestream.isa.rates import MEMORY_CYCLES
 from tilestream.runtime.errors import TilestreamError
 
 if TYPE_CHECKING:
+    from tilestream.plan.attention_plan import AttentionPlan
     from tilestream.plan.plan import Plan
 
 #: Seconds that a compilation may take.
@@ -156,7 +157,7 @@ def compiled(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES
 
 def of_amdgcn(
     text: str, *, name: str = "", triton: str = "", warps: int | None = None, shared: int | None = None,
-    plan: Plan | None = None, memory_cycles: float = MEMORY_CYCLES,
+    plan: Plan | AttentionPlan | None = None, memory_cycles: float = MEMORY_CYCLES,
 ) -> Report:  # fmt: skip
     """The report of an assembly text.
 

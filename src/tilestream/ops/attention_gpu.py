@@ -19,12 +19,13 @@ from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
+    from tilestream.kernels.cdna.attention_launch import CdnaAttentionLaunch
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.kernels.portable.attention_arguments import AttentionLayout
     from tilestream.kernels.portable.attention_launch import AttentionLaunch
     from tilestream.plan.attention_plan import AttentionPlan
 
-    AnyLaunch: TypeAlias = AttentionLaunch | HopperAttentionLaunch
+    AnyLaunch: TypeAlias = AttentionLaunch | CdnaAttentionLaunch | HopperAttentionLaunch
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +98,15 @@ def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit:
     problem = problem_of(t, s, keys, tf32=tf32)
     no_tma = refuse_strides(problem, layout.q, layout.k, layout.v, layout.out, x.out.data_ptr() % 16)
     plan = plan_attention(replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, limit=limit)
-    return launch_of(plan, layout)
+    return launch_of(plan, layout, x.out.data_ptr() % 16 == 0)
 
 
-def launch_of(plan: AttentionPlan, layout: AttentionLayout) -> AnyLaunch:
-    """The launch of a plan's backend."""
+def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> AnyLaunch:
+    """The launch of a plan's backend. ``aligned``: whether the output's address is a multiple of 16."""
+    if plan.backend == "cdna":
+        from tilestream.kernels.cdna.attention_launch import CdnaAttentionLaunch
+
+        return CdnaAttentionLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
         from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
 

@@ -202,10 +202,10 @@ def _by_tma(out: torch.Tensor, layout: Layout) -> bool:
 def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
     """What of A and B TMA cannot address, and why."""
     (ab, *a_strides), (bb, *b_strides) = layout.a, layout.b
-    k_major_only = a.element_size() == 1
+    along_k = tma.k_major_only(a.element_size())
     return tma.refuse(
-        "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if k_major_only else None
-    ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if k_major_only else None)
+        "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if along_k else None
+    ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if along_k else None)
 
 
 def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:

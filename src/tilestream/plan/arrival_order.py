@@ -56,6 +56,7 @@ def in_arrival_order(
     elif not schedule.grid.tiles:
         why = "there is no tile"
     else:
+        schedule = replace(schedule, split="items", queues=1)
         gate = gate_of(problem, best.block[:2])
         assert gate is not None, "nothing arrives"
         ends, why = arrival_order(schedule, gate), ""

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import cpu_attention, hopper_attention, portable_attention
+from tilestream.plan import cdna_attention, cpu_attention, hopper_attention, portable_attention
 from tilestream.plan.ask import default_workers, device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
+from tilestream.plan.choose import NAMES
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.limit import limit as current_limit
 from tilestream.plan.plan import Refusal
@@ -26,7 +27,9 @@ logger = logging.getLogger(__name__)
 #: What a caller may ask for as ``schedule=``: there is no K whose end could be shared out afterwards.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
 #: What a caller may ask for as ``backend=``, on GPUs.
-BACKENDS = ("hopper", "portable")
+BACKENDS = ("hopper", "cdna", "portable")
+#: What a plan of the CDNA kernel says of it.
+_NOT_RUN = "compiled and checked, not run on a GPU yet"
 #: Why a queue, where the caller does not say.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 
@@ -55,7 +58,7 @@ def plan_attention(
     device = device or cpu_properties()
     if backend not in (None, *BACKENDS):
         raise ValueError(
-            f"backend={backend!r}; attention has {' and '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
+            f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
             "the plan's choice"
         )
     if backend is not None and device.backend == "cpu":
@@ -78,6 +81,8 @@ def plan_attention(
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend)
         why = f"least of {len(found)} candidates in the cost model"
+        if name == "cdna":
+            why += f"; {_NOT_RUN}"
         refused += (elsewhere,)
     best = min(found, key=lambda candidate: candidate.seconds)
     others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.seconds)
@@ -98,16 +103,19 @@ def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None
 ) -> tuple[str, list[AttentionCandidate], Refusal]:
     """Which backend, its candidates, and why not the other one."""
-    why = hopper_attention.refusal(problem, device)
+    fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
+    if backend not in (None, fast, "portable"):
+        fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
+    why = policy.refusal(problem, device)
     if backend != "portable" and not why:
-        found = list(hopper_attention.candidates(problem, device, workers, kind=kind))
+        found = list(policy.candidates(problem, device, workers, kind=kind))
         if found:
-            return "hopper", found, Refusal("portable", "the Hopper kernel does this")
+            return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
         why = "no tile of it fits"
-    if backend == "hopper":
-        raise NotImplementedError(f"backend='hopper': {why}; leave backend= away")
+    if backend == fast:
+        raise NotImplementedError(f"backend={fast!r}: {why}; leave backend= away")
     found = list(portable_attention.candidates(problem, device, workers, kind=kind))
-    return "portable", found, Refusal("hopper", why or "backend='portable' given")
+    return "portable", found, Refusal(fast, why or "backend='portable' given")
 
 
 def attention_plan(
@@ -150,7 +158,7 @@ def attention_plan(
     device
         As for `tilestream.plan`.
     backend
-        Force a GPU's backend: ``"hopper"`` or ``"portable"``.
+        Force a GPU's backend: ``"hopper"``, ``"cdna"`` or ``"portable"``.
 
     Returns
     -------

@@ -7,7 +7,7 @@ import logging
 import math
 from typing import get_args
 
-from tilestream.plan import cdna_tiles, cpu, hopper, portable
+from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
@@ -44,8 +44,12 @@ def plan_problem(
     variant: str | None = None,
     stages: int | None = None,
     limit: int = 0,
+    consult: bool = True,
 ) -> Plan:
-    """`plan` for a `Problem`; the same object for the same question. ``limit``: see `tilestream.plan.limit`."""
+    """`plan` for a `Problem`; the same object for the same question.
+
+    ``limit``: see `tilestream.plan.limit`; ``consult``: whether what was measured counts, see `tilestream.plan.tuned`.
+    """
     device = device or cpu_properties()
     named, order = (order, None) if isinstance(order, str) else (None, order)
     if named == "arrival" and schedule == "auto":
@@ -63,7 +67,7 @@ def plan_problem(
         )
         if given
     ]  # fmt: skip
-    name = device.backend
+    name, why = device.backend, "least of {} candidates in the cost model"
     if device.backend == "cpu":
         inline = not arriving and not forced
         found = list(
@@ -82,6 +86,9 @@ def plan_problem(
             queues=queues, shares=shares, variant=variant, stages=stages,
         )  # fmt: skip
         best = _best(found)
+        if consult and not (forced or arriving or backend or variant or stages):
+            best, why, other = _as_measured(problem, device, best, found, why)
+            refused += other
         if name == "hopper" and schedule == "auto":
             refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
         refused += _other_tiles(best, found)
@@ -95,7 +102,7 @@ def plan_problem(
         best, why = in_arrival_order(problem, name, best, order is not None, named, queues)
         if why:
             refused += (Refusal("arrival order", why),)
-    made = of_candidate(problem, device, name, best, f"least of {len(found)} candidates in the cost model", refused)
+    made = of_candidate(problem, device, name, best, why.format(len(found)), refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
@@ -154,6 +161,27 @@ def _no_candidate(backend: str, tile: tuple[int, int] | None, kinds: tuple[Kind,
     if tile in known or tile[::-1] in known:
         return f"a tile of {name} does not fit with {' or '.join(kinds)} here: registers, or shared memory"
     return f"it has no {name} tile here"
+
+
+def _as_measured(
+    problem: Problem, device: DeviceProperties, best: Candidate, found: list[Candidate], why: str
+) -> tuple[Candidate, str, tuple[Refusal, ...]]:
+    """The candidate that `tilestream tune` found to be the fastest here, if it was run; why; and what it replaces."""
+    entry = tuned.lookup(problem, device)
+    if entry is None:
+        return best, why, ()
+    measured = tuned.matching(entry, found)
+    if measured is None:
+        return (
+            best,
+            why,
+            (Refusal("what was measured", "tilestream tune found a plan that there is no more: tune anew"),),
+        )
+    why = f"fastest of {entry['plans']} plans that tilestream tune measured here on {entry['date']}"
+    if measured is best:
+        return best, why, ()
+    times = f"{entry['model_us']:.4g} us, this {entry['us']:.4g} us"
+    return measured, why, (Refusal("the cost model's choice", f"measured: {times}"),)
 
 
 def _best(found: list[Candidate]) -> Candidate:

@@ -43,6 +43,8 @@ def _dtypes(plan: Plan) -> str:
 def _schedule(plan: Plan) -> list[tuple[str, str]]:
     schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind != "static" else ""
+    if schedule.split == "strides":
+        queues = " with a queue each: what a static grid would give them, and then others' tiles"
     remainder = ""
     if schedule.remainder:
         remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"

@@ -15,13 +15,13 @@ from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import TileOrder
+from tilestream.schedule.order import Raster, TileOrder
 from tilestream.schedule.schedule import Kind, Schedule, Split
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
 VARIANTS = ("cooperative", "ping_pong", "single")
-#: Operands whose products are added in fp32, and outputs.
-DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+#: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 #: Bytes of shared memory kept free of stages: barriers and the item ring.
 _BARRIER_BYTES = 1024
@@ -36,14 +36,20 @@ _MOST = 2**31 - 512
 # Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
-EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.78, "single": 2.11}
+EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
+#: In ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
+ALONE = 0.78
 #: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
 LINES, SHALLOW_LOSS = 4, 0.0169
 #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
 #: column come to that, and with fewer than 64 columns it is this that binds.
 ROWS_CYCLES = 22.0
+#: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
+FURTHER_CYCLES = 16.0
 #: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
 NARROW_LOSS = 1.02
+#: What any other tile of several parts costs more: the power again, of reading its rows for each part.
+PARTS_LOSS = 1.016
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
 FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
 #: Seconds of an epilogue more for each register of a thread, where TMA does not store: as rows of the accumulator lie
@@ -52,14 +58,16 @@ DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
 #: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
 #: partial results; of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
-#: What L2's way to the SMs takes more where there are several waves: neighbours of a texture processing cluster no
-#: longer share operands. A static grid drifts apart as a queue does: see the next.
-SCATTERED = 1.2
+#: What L2's way to the SMs takes more where there are several waves: workers drift apart, so neighbours share less of
+#: what they read; and where one queue hands out the tiles, little of it.
+DRIFTED, SCATTERED = 1.05, 1.1
 #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
 #: of 8 K steps (benchmarks/results/gpu_neighbours_idle.json: 0.999 to 1.006 of static's throughput).
 TICKET_SECONDS = 0.0
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.147, 0.075
+#: Clusters of SMs (GPCs) of the device: those of one read from L2 by the same way.
+CLUSTERS = 8
 #: Bytes of an operand that L2 keeps beside the other's.
 L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
@@ -181,6 +189,8 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     """Why this kernel does not do such a problem; empty if it does."""
     if device.arch != "sm_90":
         return f"it is for sm_90, this is {device.arch}"
+    if problem.dtype == "float32" and not problem.tf32:
+        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)"
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
@@ -259,20 +269,18 @@ def candidates(
                 continue
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-            # So that the tiles under way at once read as little as they can, together.
-            group = 2 ** round(math.log2(max(1.0, math.sqrt(workers * block_n / block_m) / (2 if swapped else 1))))
-            raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
-                several = kind == "dynamic" and queues is not None
-                split: Split = split_of(raster) if several else "items"
+                group = _group(block, workers, kind == "stream_k" or bool(arriving(problem)), swapped)
+                raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
+                count_of, split = _queues(problem, kind, queues, raster, min(workers, grid.tiles))
                 for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
                     schedule = Schedule(
                         kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
-                        (queues or 1) if several else 1, split, count, first_batch_of(problem),
+                        count_of, split, count, first_batch_of(problem),
                     )  # fmt: skip
                     seconds = _seconds(problem, device, schedule, row, swapped)
                     yield Candidate(
@@ -280,6 +288,30 @@ def candidates(
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
                     )  # fmt: skip
+
+
+def _group(block: tuple[int, int, int], workers: int, scattered: bool, swapped: bool) -> int:
+    """Rows of tiles in a group of the raster, so that tiles that are under way at once read as little as they can.
+
+    Together with all others where tickets are as chance has it; else with those of the same cluster of SMs.
+    """
+    sharing = workers / (4 if swapped else 1) if scattered else workers / CLUSTERS
+    return int(2 ** round(math.log2(max(1.0, math.sqrt(sharing * block[1] / block[0])))))
+
+
+def _queues(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
+    """How many queues, and what they split: one a worker, which takes the tiles of a static grid until it steals.
+
+    So neighbours in a cluster of SMs work on neighbouring tiles, and read much of the same at the same time; the
+    tickets of one queue soon come to them as chance has it. Not where chunks arrive: a list of one's own may be late.
+    """
+    if kind != "dynamic":
+        return 1, "items"
+    if forced is not None:
+        return forced, split_of(raster)
+    if arriving(problem) or workers == 1:
+        return 1, "items"
+    return workers, "strides"
 
 
 def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
@@ -296,20 +328,21 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     """A K step: the slower of its multiplications and of its bytes' way from L2."""
     size, parts = ITEMSIZE[problem.dtype], widths(tile.columns)
     # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
-    cycles = sum(
-        max(width / 2, width / 4 + (0 if narrow(parts, 8 * size) and width == parts[-1] else ROWS_CYCLES))
-        for width in parts
-    )
+    cycles = 0.0
+    for i, width in enumerate(parts):
+        rows = 0.0 if narrow(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
+        cycles += max(width / 2, width / 4 + rows)
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
-    multiply = cycles * instructions / (rate * EFFICIENCY[tile.variant])
-    if narrow(parts, 8 * size):
-        multiply *= NARROW_LOSS
+    alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
+    multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
+    if len(parts) > 1:
+        multiply *= NARROW_LOSS if narrow(parts, 8 * size) else PARTS_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
     if schedule.kind == "stream_k" or schedule.grid.tiles > schedule.workers:
-        feed *= SCATTERED
+        feed *= DRIFTED if schedule.kind == "static" or schedule.split == "strides" else SCATTERED
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
 

@@ -105,12 +105,14 @@ class Plan:
         schedule = self.schedule
         if self.variant == "inline":
             return f"{self.backend} inline"
-        queues = f", {schedule.queues} queues" if schedule.queues > 1 else ""
+        each = schedule.split == "strides"
+        queues = f", {schedule.queues} queues" if schedule.queues > 1 and not each else ""
         if schedule.split == "chunks":
             queues += " in arrival order"
         backend = f"{self.backend} {self.variant}" if self.backend in ("hopper", "cdna") else self.backend
         return (
-            f"{backend} {schedule.kind}{queues}, {self.workers} workers, {self.tile[0]}x{self.tile[1]} tiles, "
+            f"{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}, "
+            f"{self.tile[0]}x{self.tile[1]} tiles, "
             f"{schedule.raster.order} raster"
         )
 

@@ -41,6 +41,14 @@ def store_major_of(extents: tuple[int, int], strides: tuple[int, int], batch_str
     return major if major is not None and extents[major] * size % _ALIGNMENT == 0 else None
 
 
+def k_major_only(size: int) -> bool:
+    """Whether the tensor cores take operands of so many bytes from shared memory only as they lie along K.
+
+    Of 16 bits they transpose on the way; of 8, and of tf32's 32, not.
+    """
+    return size != 2
+
+
 def refuse(
     name: str, extents: Sequence[int], strides: Sequence[int], batch_stride: int, size: int, address: int,
     major: int | None = None,
@@ -50,7 +58,7 @@ def refuse(
     Parameters
     ----------
     major
-        The dimension that must be the contiguous one; None: either will do. Of 8 bits the tensor cores take K only.
+        The dimension that must be the contiguous one; None: either will do. See `k_major_only`.
     """
     if address % _ALIGNMENT:
         return f"{name} lies at an address that is no multiple of {_ALIGNMENT}, TMA's rule"
@@ -61,7 +69,8 @@ def refuse(
             f"{_ALIGNMENT} bytes"
         )
     if major not in (None, found):
-        return f"{name} is not contiguous along K, and the tensor cores take 8-bit operands only so"
+        what = "8-bit operands" if size == 1 else "tf32"
+        return f"{name} is not contiguous along K, and the tensor cores take {what} only so"
     return ""
 
 
@@ -71,7 +80,7 @@ def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, st
     for (name, (rows, columns), letter, along_k), dtype in zip(operands, dtypes, strict=True):
         size = ITEMSIZE[dtype]
         strides = (columns, 1) if letter == "n" else (1, rows)
-        why = refuse(name, (rows, columns), strides, 0, size, 0, along_k if size == 1 else None)
+        why = refuse(name, (rows, columns), strides, 0, size, 0, along_k if k_major_only(size) else None)
         if why:
             return why
     return ""

@@ -23,8 +23,8 @@ from tilestream.schedule.schedule import Schedule
 
 #: 8-byte words from one counter to the next; `tilestream.kernels.portable.schedule.LINE` says why.
 LINE = 16
-#: 8-byte words of the slab: 512 KiB, about two thousand captured launches of one queue.
-_SLAB = 65536
+#: 8-byte words of the slab: 2 MiB, about five thousand captured launches of one queue, or 120 of a queue a worker.
+_SLAB = 2**18
 
 
 class Words(NamedTuple):

@@ -25,10 +25,7 @@ def part_begin(total: int, parts: int, part: int) -> int:
 
 def part_size(total: int, parts: int, part: int) -> int:
     """Number of elements in ``part``: ``part_begin(part + 1) - part_begin(part)``."""
-    size = total // parts
-    if part < total % parts:
-        size = size + 1
-    return size
+    return total // parts + min(1, (total % parts) // (part + 1))  # one more for the first ``total % parts`` of them
 
 
 def part_of(total: int, parts: int, x: int) -> int:

@@ -14,6 +14,9 @@ ever, so counters are 64-bit words, and what a worker counts in 31 bits is the d
 
 from __future__ import annotations
 
+#: Queues that `rank` tells apart.
+MOST_QUEUES = 1024
+
 
 def home_queue(worker: int, queues: int) -> int:
     """The queue a worker calls its own.
@@ -38,11 +41,19 @@ def left(size: int, taken: int) -> int:
     return size - min(size, taken)
 
 
-def fuller(best: int, best_left: int, queue: int, queue_left: int) -> int:
-    """The better victim of two: more left; on a tie the one seen first."""
-    if queue_left > best_left:
-        best = queue
-    return best
+def rank(queue_left: int, queue: int, home: int) -> int:
+    """How good a victim a queue is, of `MOST_QUEUES` at most: the fullest is the best; see `ranked`.
+
+    Of queues that are as full as each other the workers of each ``home`` prefer another one: many look at the same
+    time, and of those who go to the same queue most come too late. Multiplying by an odd number mixes low bits into
+    high ones, by which is compared, and can be undone: ``633 * 969 % 1024 == 1``.
+    """
+    return min(queue_left, 1048576) * 1024 + (queue ^ home) * 633 % 1024
+
+
+def ranked(best: int, home: int) -> tuple[int, int]:
+    """``(queue, some)``: the queue of this rank for ``home``, and whether there is anything left in it: 1 or 0."""
+    return (best % 1024 * 969 % 1024) ^ home, min(best // 1024, 1)
 
 
 def next_base(base: int, size: int, workers: int) -> int:

@@ -19,7 +19,7 @@ from tilestream.schedule.integers import part_begin, part_of, part_size
 from tilestream.schedule.order import ROW_MAJOR, Raster
 
 Kind = Literal["static", "dynamic", "stream_k"]
-Split = Literal["items", "columns", "rows", "chunks"]
+Split = Literal["items", "columns", "rows", "strides", "chunks"]
 
 #: Queues of a schedule that is split at its chunks, at most: a worker remembers those it has found empty in one word,
 #: and one register is what the load warp of the Hopper kernel has left for it.
@@ -59,8 +59,9 @@ class Cursor(NamedTuple):
     ----------
     ticket
         ``static``: how many items this worker has taken.
-    home_open
-        Whether the worker's own queue may still hold an item.
+    source
+        Where the worker takes from next: 0 for its own queue, ``q + 1`` for queue ``q``, from which it has stolen, and
+        one more than the number of queues where that was found empty, and it has to look.
     share, unit, unit_end
         ``stream_k``: the share in progress, and the units of it that are left; none where ``unit == unit_end``.
     queue, empty
@@ -68,7 +69,7 @@ class Cursor(NamedTuple):
     """
 
     ticket: int = 0
-    home_open: bool = True
+    source: int = 0
     share: int = -1
     unit: int = 0
     unit_end: int = 0
@@ -93,10 +94,12 @@ class Schedule:
     queues
         Number of queues (``dynamic``).
     split
-        What queues divide: the raster's positions (``items``), or the tiles' columns or rows, each queue then going
-        through its stripe in the raster's order. Queues split the dimension that does not arrive, so that a late
-        chunk idles nobody's queue. Or (``chunks``: *arrival order*) the positions where the raster comes to tiles that
-        read other chunks: then a worker takes from the first queue whose chunks it has seen.
+        What queues divide: the raster's positions, each queue having a run of them (``items``) or one in so many
+        (``strides``: with a queue a worker, what ``static`` would give that worker); or the tiles' columns or rows,
+        each queue then going through its stripe in the raster's order. Where chunks arrive, queues split the dimension
+        that does not, so that a late chunk idles nobody's queue. Or (``chunks``: *arrival order*) the positions where
+        the raster comes to tiles that read other chunks: then a worker takes from the first queue whose chunks it has
+        seen.
     first_batch
         The batch to start from; the others follow in order and wrap around.
     shares
@@ -127,6 +130,8 @@ class Schedule:
         for name, least in (("workers", 1), ("queues", 1), ("shares", 0), ("first_batch", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"Schedule: {name}={getattr(self, name)}; it is at least {least}")
+        if self.queues > queue_rules.MOST_QUEUES:
+            raise ValueError(f"Schedule: queues={self.queues}; there are {queue_rules.MOST_QUEUES} at most")
         if self.kind != "dynamic" and self.queues != 1:
             raise ValueError(f"Schedule: queues={self.queues} with kind={self.kind!r}; only dynamic has more than one")
         if self.kind != "dynamic" and self.split != "items":
@@ -228,6 +233,8 @@ class Schedule:
         grid = self.grid
         if self.split == "chunks":
             return self._whole(self._begin(queue) + ticket), Cursor()
+        if self.split == "strides":
+            return self._whole(queue + ticket * self.queues), Cursor()
         if self.split == "items":
             position = part_begin(self.full_tiles + self.num_shares, self.queues, queue) + ticket
             if position < self.full_tiles:
@@ -294,12 +301,14 @@ def take(
         a share in progress:  its next part
         static:               own position, no shared memory touched
         arrival order:        see `take_ready`
-        own queue open:       ticket = add(own queue, 1); valid -> item
-        else, until none is left anywhere:
+        from its own queue until that is empty, then from where it has stolen until that is:
+                              ticket = add(queue, 1); valid -> item
+        until none is left anywhere:
                               read every other counter; ticket = add(the fullest, 1); valid -> item
                               void: somebody was faster and that queue is empty for good; look again
 
-    Each pass of the last loop finds one more queue empty, so it ends.
+    Each pass of the last loop finds one more queue empty, so it ends. A queue that gave a worker a void ticket is one
+    that it sees empty from then on, so it draws one from each at most.
     """
     if cursor.unit < cursor.unit_end:
         item, behind = schedule._next_part(cursor.share, cursor.unit, cursor.unit_end)
@@ -312,25 +321,26 @@ def take(
         return item, cursor._replace(ticket=cursor.ticket + 1)
     if schedule.split == "chunks":
         return (yield from take_ready(schedule, cursor))
-    home = queue_rules.home_queue(worker, schedule.queues)
-    if cursor.home_open:
-        ticket = yield Take(home)
-        if ticket < schedule.queue_size(home):
-            return schedule.ticket(home, ticket)
-        cursor = Cursor(home_open=False)
+    home, none = queue_rules.home_queue(worker, schedule.queues), schedule.queues + 1
+    if cursor.source < none:
+        queue = cursor.source - 1 if cursor.source else home
+        ticket = yield Take(queue)
+        if ticket < schedule.queue_size(queue):
+            item, behind = schedule.ticket(queue, ticket)
+            return item, behind._replace(source=cursor.source)
     while True:
-        victim, most = -1, 0
+        best = 0
         for queue in range(schedule.queues):
             if queue != home:
                 queue_left = queue_rules.left(schedule.queue_size(queue), (yield Peek(queue)))
-                victim = queue_rules.fuller(victim, most, queue, queue_left)
-                most = max(most, queue_left)
-        if victim < 0:
-            return None, cursor
+                best = max(best, queue_rules.rank(queue_left, queue, home))
+        victim, some = queue_rules.ranked(best, home)
+        if not some:
+            return None, Cursor(source=none)
         ticket = yield Take(victim)
         if ticket < schedule.queue_size(victim):
             item, behind = schedule.ticket(victim, ticket)
-            return item, behind._replace(home_open=False)
+            return item, behind._replace(source=victim + 1)
 
 
 def take_ready(schedule: Schedule, cursor: Cursor) -> Generator[Take | Ready, int, tuple[WorkItem | None, Cursor]]:

@@ -18,6 +18,7 @@ from tilestream.verify import seeded_gather as g
 from tilestream.verify import seeded_order as o
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
+from tilestream.verify import seeded_shared_attention as k
 from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.arrival_order import ordered
@@ -31,6 +32,7 @@ from tilestream.verify.product import Handing, ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
 from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
+from tilestream.verify.shared_attention import OPERANDS
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
 from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 from tilestream.verify.workers import Program, WorkersCase
@@ -382,6 +384,11 @@ def _shared() -> tuple[SeededBug, ...]:
         cases = tuple(SharedCase(SharedRing(depth, 2), items, text, exact) for items in sizes)
         return SeededBug(name, kind, "shared", _says(text), cases)
 
+    def attends(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
+        ring, blocks = SharedRing(depth, 2, operands=OPERANDS), ((1,), (4,), (1, 1))
+        cases = tuple(SharedCase(ring, tuple((n, False) for n in items), text, exact) for items in blocks)
+        return SeededBug(f"keys and values: {name}", kind, "shared", _says(text), cases)
+
     early, overwritten, wrong = "read before arrival", "overwritten while read", "wrong data"
     return (
         bug("one buffer, no barrier after the read", overwritten, h.one_buffer_without_barrier, 1),
@@ -396,6 +403,15 @@ def _shared() -> tuple[SeededBug, ...]:
         bug("put without a barrier", overwritten, h.put_without_barrier, 2, exact=False),
         bug("read without a barrier", wrong, h.read_without_barrier, 2, exact=False),
         bug("rest put without a barrier", overwritten, h.rest_without_barrier),
+        attends("one buffer, no barrier after the read", overwritten, k.one_buffer_without_barrier, 1),
+        attends("wait counts groups", "drained in vain", k.waits_count_groups),
+        attends("values not waited for", early, k.waits_leave_values_out),
+        attends("values overwritten", overwritten, k.values_overwritten, exact=False),
+        attends("copies before the barrier", overwritten, k.copies_before_the_barrier, exact=False),
+        attends("no barrier behind the queries", overwritten, k.no_barrier_behind_queries),
+        attends("no barrier between items", overwritten, k.no_barrier_between_items),
+        attends("values put without a barrier", wrong, k.values_put_without_barrier, 1, exact=False),
+        attends("keys put without a barrier", wrong, k.keys_put_without_barrier, 1, exact=False),
     )
 
 

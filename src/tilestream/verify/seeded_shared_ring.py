@@ -24,7 +24,7 @@ from tilestream.verify.shared_ring import (
 )
 
 
-def _changed(turn: Turn, change: Callable[[Any], Any]) -> Turn:
+def changed(turn: Turn, change: Callable[[Any], Any]) -> Turn:
     """``turn`` with each operation replaced by what ``change`` makes of it; None leaves it out."""
     answer: Any = None
     while True:
@@ -48,19 +48,17 @@ def one_buffer_without_barrier(ring: SharedRing, item: Item) -> Turn:
 
 def waits_count_groups(ring: SharedRing, item: Item) -> Turn:
     """A wait is told how many groups may be in flight, where the hardware counts instructions."""
-    return _changed(
-        direct(ring, item), lambda op: WaitLoads(op.left // ring.loads) if isinstance(op, WaitLoads) else op
-    )
+    return changed(direct(ring, item), lambda op: WaitLoads(op.left // ring.loads) if isinstance(op, WaitLoads) else op)
 
 
 def waits_a_group_short(ring: SharedRing, item: Item) -> Turn:
     """A wait leaves as many groups in flight as there are: the step's own is among them."""
-    return _changed(direct(ring, item), lambda op: WaitLoads(op.left + ring.loads) if isinstance(op, WaitLoads) else op)
+    return changed(direct(ring, item), lambda op: WaitLoads(op.left + ring.loads) if isinstance(op, WaitLoads) else op)
 
 
 def no_barrier_after_the_wait(ring: SharedRing, item: Item) -> Turn:
     """A warp has waited for its own copies, and reads others' shares."""
-    return _changed(direct(ring, item), lambda op: None if isinstance(op, Arrive | Await) else op)
+    return changed(direct(ring, item), lambda op: None if isinstance(op, Arrive | Await) else op)
 
 
 def copies_before_the_barrier(ring: SharedRing, item: Item) -> Turn:
@@ -89,13 +87,13 @@ def short_items_commit_less(ring: SharedRing, item: Item) -> Turn:
             return op if started <= item.steps else None
         return op
 
-    return _changed(loop, change)
+    return changed(loop, change)
 
 
 def no_barrier_between_items(ring: SharedRing, item: Item) -> Turn:
     """A warp begins the next item while others read the last stages of this one."""
-    for op in _operations(direct(ring, item))[:-1]:
-        yield from _done(op)
+    for op in operations(direct(ring, item))[:-1]:
+        yield from done(op)
 
 
 def no_barrier_after_the_rest(ring: SharedRing, item: Item) -> Turn:
@@ -108,7 +106,7 @@ def no_barrier_after_the_rest(ring: SharedRing, item: Item) -> Turn:
 def barrier_passes_reads(ring: SharedRing, item: Item) -> Turn:
     """A warp comes to the barrier with reads in flight: the copies that the others then start overwrite them."""
     reading = False
-    for op in _operations(direct(ring, item)):
+    for op in operations(direct(ring, item)):
         if op is not None and not isinstance(op, Have):
             yield op
         if op is None:
@@ -133,23 +131,23 @@ def put_without_barrier(ring: SharedRing, item: Item) -> Turn:
 
 def read_without_barrier(ring: SharedRing, item: Item) -> Turn:
     """Through registers: a step is read before others have written their shares."""
-    ops = _operations(staged(ring, item))
+    ops = operations(staged(ring, item))
     for op, behind in zip(ops, [*ops[1:], Have()], strict=True):
         if op is not None or not isinstance(behind, Read):
-            yield from _done(op)
+            yield from done(op)
 
 
 def rest_without_barrier(ring: SharedRing, item: Item) -> Turn:
     """The rest of K is written to the first stage while others read it."""
-    ops = _operations(direct(ring, item))
+    ops = operations(direct(ring, item))
     last = max((i for i, op in enumerate(ops) if isinstance(op, Put)), default=len(ops))
     barriers = [i for i, op in enumerate(ops) if op is None and i < last]
     for i, op in enumerate(ops):
         if not item.rest or i not in barriers[-2:]:
-            yield from _done(op)
+            yield from done(op)
 
 
-def _operations(turn: Turn) -> list[Any]:
+def operations(turn: Turn) -> list[Any]:
     """The operations of a turn; None for a barrier."""
     ops: list[Any] = []
     answer: Any = None
@@ -163,7 +161,8 @@ def _operations(turn: Turn) -> list[Any]:
             ops.append(None if isinstance(op, Arrive) else op)
 
 
-def _done(op: Any) -> Turn:
+def done(op: Any) -> Turn:
+    """An operation as `operations` gives it: a barrier for None."""
     if op is None:
         yield from meet()
     else:

@@ -97,11 +97,21 @@ Turn = Generator[Any, Any, None]
 
 @dataclass(frozen=True)
 class SharedRing:
-    """The ring: ``depth`` stages, ``loads`` instructions of a warp to fill its share of one."""
+    """The ring: ``depth`` stages, ``loads`` instructions of a warp to fill its share of one.
+
+    ``operands``: where a stage's operands are read one after the other, each has a slot of its own, ``loads`` of its
+    own, and a number: stage ``s`` has the slots from ``s * operands`` on.
+    """
 
     depth: int = 3
     loads: int = 2
     warps: int = 2
+    operands: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Of all stages."""
+        return self.depth * self.operands
 
 
 def meet() -> Turn:
@@ -189,7 +199,8 @@ class SharedCase:
         ring = self.ring
         items = ", ".join(f"{steps}{' and a rest' if rest else ''}" for steps, rest in self.items)
         name = getattr(self.text, "__name__", "a text")
-        return f"{name}: {ring.warps} warps, {ring.depth} stages, {ring.loads} loads a stage; items of {items} K steps"
+        loads = f"{ring.loads} loads a stage" if ring.operands == 1 else f"{ring.loads} loads an operand"
+        return f"{name}: {ring.warps} warps, {ring.depth} stages, {loads}; items of {items} K steps"
 
 
 class SharedModel(Model):
@@ -214,14 +225,14 @@ class SharedModel(Model):
         self.arrivals = ring.warps
         self.round = self.arrivals + 1
         self.shares = self.round + 1
-        self.flying = self.shares + ring.depth * ring.warps
+        self.flying = self.shares + ring.slots * ring.warps
         self.reading = self.flying + ring.warps
         super().__init__([Process(name, turn, 0, name) for name in names], reduce, symmetry)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
         ring = self.case.ring
-        return [0, 0, *[0] * (ring.depth * ring.warps), *[()] * ring.warps, *[()] * ring.warps]
+        return [0, 0, *[0] * (ring.slots * ring.warps), *[()] * ring.warps, *[()] * ring.warps]
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
         """As `Model.domain`."""
@@ -266,7 +277,8 @@ class SharedModel(Model):
         flying = m[self.flying + pid]
         landed = flying[: max(0, len(flying) - op.left)]
         if self.case.exact and landed:
-            needed = len([stage for stage in flying if stage == flying[0]])
+            operands = self.case.ring.operands
+            needed = len([stage for stage in flying if stage // operands == flying[0] // operands])
             if len(landed) > needed:
                 raise Fault(
                     "drained in vain", f"warp {pid} waits for {len(landed)} copies, its step is there after {needed}"

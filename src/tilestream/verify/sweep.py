@@ -19,6 +19,7 @@ from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.ring import RingCase
+from tilestream.verify.shared_attention import OPERANDS, attend_direct, attend_staged
 from tilestream.verify.shared_ring import SharedCase, SharedRing, direct, staged
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
@@ -344,6 +345,13 @@ def shared_rings(level: Level) -> Iterator[SharedCase]:
         yield SharedCase(SharedRing(depth, 2, warps), items, direct)
     for warps, items in product((2, 3) if full else (2,), few + many * full):
         yield SharedCase(SharedRing(2, 2, warps), items, staged, exact=False)
+    # Attention: keys and values of a block, and no rest.
+    blocks: tuple[tuple[int, ...], ...] = ((1, 2), (3, 1), (3, 2, 5), (4, 1)) if full else ((1, 2), (3, 1))
+    for warps, counts in product((2, 3) if full else (2,), blocks):
+        attended = tuple((count, False) for count in counts)
+        for depth in (3, 4) if full else (3,):
+            yield SharedCase(SharedRing(depth, 2, warps, OPERANDS), attended, attend_direct)
+        yield SharedCase(SharedRing(1, 2, warps, OPERANDS), attended, attend_staged, exact=False)
 
 
 def attentions(level: Level) -> Iterator[AttentionCase]:

@@ -99,7 +99,9 @@ def _elementwise(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in ("add", "radd", "sub", "mul", "rmul", "floordiv", "mod", "xor", "and", "lt", "ge"):
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "floordiv", "mod", "xor", "and", "lt", "le", "ge", "eq",
+):  # fmt: skip
     setattr(Tensor, f"__{_name}__", _elementwise(f"__{_name}__"))
 
 

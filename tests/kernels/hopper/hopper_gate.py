@@ -15,8 +15,8 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``split``: ``worst``, with A's rows in ragged chunks;
 * ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
 
-as far as the plan has the tile for that; with 16-bit operands, and with 8-bit ones of one and of two dtypes, with and
-without fast accumulation.
+as far as the plan has the tile for that; with 16-bit operands, with float32 ones as tf32, and with 8-bit ones of one
+and of two dtypes, with and without fast accumulation.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ INPUTS = {
     "fp8": ("float8_e4m3fn", "", True),
     "fp8 precise": ("float8_e4m3fn", "", False),
     "fp8 mixed": ("float8_e5m2", "float8_e4m3fn", True),
+    "tf32": ("float32", "", True),
 }
 _SIZE = 4096
 #: Of a residual that is a view of something wider.
@@ -165,6 +166,7 @@ QUICK = (
     (("cooperative", 128, 128), False, "fp8", "plain", "nt"),
     (("ping_pong", 64, 128), False, "bfloat16", "plain", "nn"),
     (("cooperative", 128, 128), False, "fp8 precise", "plain", "nt"),
+    (("ping_pong", 64, 128), True, "tf32", "plain", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "across", "nt"),
     (("single", 64, 64), False, "bfloat16", "worst", "nt"),
     (("cooperative", 128, 256), False, "bfloat16", "rows", "nt"),
@@ -192,7 +194,10 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
             yield inputs, "worst", "nt"
             yield inputs, "split", "nt"
             yield inputs, "arriving", "nt"
+    yield "tf32", "plain", "nt"
     if few:
+        yield "tf32", "worst", "nt"
+        yield "tf32", "split", "nt"
         yield "float16", "wide", "nt"
         yield "fp8 mixed", "plain", "nt"
 
@@ -205,9 +210,10 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how in ("split", "ordered") else rows
     columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
+    out = "bfloat16" if batch == 1 and inputs != "tf32" else "float32"
     problem = Problem(
-        _SIZE, _SIZE, _SIZE, batch, dtype, "bfloat16" if batch == 1 else "float32", rows, columns, b_dtype=other,
-        scales=scales, fast_accum=fast, plain=not full,
+        _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other,
+        scales=scales, fast_accum=fast, plain=not full, tf32=inputs == "tf32",
     )  # fmt: skip
     parts = (full and how not in ("arriving", "ordered")) or how == "across"
     kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
@@ -223,18 +229,18 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         chosen, _ = in_arrival_order(problem, "hopper", chosen, False, "arrival", None)
     plan = of_candidate(problem, DEVICE, "hopper", chosen, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
-    a, b, out = strides[layout[0]], strides[layout[1]], strides["t" if how == "across" else "n"]
+    a, b, stored = strides[layout[0]], strides[layout[1]], strides["t" if how == "across" else "n"]
     if how in ("direct", "wide"):
-        out = (0, _SIZE + 1, 1)
-    made = Layout(a, b, out)
+        stored = (0, _SIZE + 1, 1)
+    made = Layout(a, b, stored)
     if full:
         made = made._replace(
-            bias=1, residual=_WIDE if how == "wide" else out, scaled=True, activation="gelu", scale_a=(0, 1),
+            bias=1, residual=_WIDE if how == "wide" else stored, scaled=True, activation="gelu", scale_a=(0, 1),
             scale_b=(0, 1),
         )  # fmt: skip
     if batch > 1:
         step = _SIZE * _SIZE
-        made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *out[1:]), residual=(step, *out[1:]))
+        made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *stored[1:]), residual=(step, *stored[1:]))
     name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
     # Without fast accumulation a stage is 128 of K, whatever the tile.
     return Configuration(name, plan, made, row if fast else row._replace(lines=1))
@@ -284,7 +290,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     problem = plan.problem
     arguments = Arguments(plan, layout)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    names = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    names = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float32": "tf32"}
     x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
     depth = 32 // size
     halves = 2 if row.variant == "cooperative" else 1

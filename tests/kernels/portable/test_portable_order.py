@@ -55,7 +55,7 @@ def test_rasters(kind, raster):
     check_order(plan.schedule, probed(plan))
 
 
-@pytest.mark.parametrize("split", ["items", "columns", "rows"])
+@pytest.mark.parametrize("split", ["items", "columns", "rows", "strides"])
 @pytest.mark.parametrize("queues", [2, 3, 7])
 def test_queues_and_stealing(queues, split):
     # More queues than workers, so that some are nobody's own; than columns, so that some are empty.

@@ -30,7 +30,7 @@ _LANE_COLUMNS = 4
 #: Registers of a lane for what is finished at a time.
 _PIECE_REGISTERS = 8
 #: Of the layouts of the matrix units.
-_VERSION = {"gfx942": 3, "gfx950": 4}
+VERSION = {"gfx942": 3, "gfx950": 4}
 
 
 class Operand(NamedTuple):
@@ -178,7 +178,7 @@ class Arguments:
             "Y_TURNED": y.turned,
             "X_HOW": x.how,
             "Y_HOW": y.how,
-            "VERSION": _VERSION[self.arch],
+            "VERSION": VERSION[self.arch],
             "SHAPE": instruction(self.arch, self.size),
             "ACROSS": spread(block_m, block_n, plan.warps),
             "WIDTH": CELL_BYTES // self.size,

@@ -62,6 +62,28 @@ def uniform(x):
 
 
 @gluon.jit
+def reciprocal(x):
+    """``1 / x`` to the last bit or the one before: the instruction, without the ten that make a division of it.
+
+    On gfx942 another unit may read what it gives one state later.
+    """
+    return gl.inline_asm_elementwise("v_rcp_f32 $0, $1\n\ts_nop 0", "=v,v", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_scalar(at):
+    """The int32 at an address that is the same for all lanes, which nobody writes while the kernel runs.
+
+    By way of the scalar cache, and counted apart: a load of a lane's is counted with the copies in flight, in order, so
+    that who waits for it waits for all of them.
+    """
+    return gl.inline_asm_elementwise(
+        "s_load_dword $0, $1, 0x0\n\ts_waitcnt lgkmcnt(0)", "=s,s", [at.to(gl.int64, bitcast=True)], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def nothing():
     """0, of which the compiler does not know it.
 
@@ -69,6 +91,12 @@ def nothing():
     tile's elements from its corner, is made once before the loop, and takes registers in all of it.
     """
     return gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def settled(x):
+    """``x``, before which nothing is read of shared memory that stands behind it: it would wait in registers."""
+    return gl.inline_asm_elementwise("; settled", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 def device(leaf: Callable[..., Any]) -> Any:

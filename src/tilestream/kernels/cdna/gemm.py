@@ -281,7 +281,7 @@ def gemm(
     enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
     zero = tl.cast(0, tl.int32)
     ticket = zero
-    home_open = zero + 1
+    source = zero
     share = zero - 1
     unit = zero
     unit_end = zero
@@ -304,8 +304,8 @@ def gemm(
             abort, base, records, claims, op, allowed, ROWS, COLUMNS,
         )  # fmt: skip
     while found != 0:
-        found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted = take(
-            worker, workers, ticket, home_open, share, unit, unit_end,
+        found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted = take(
+            worker, workers, ticket, source, share, unit, unit_end,
             counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
             band, first_batch, probe, capacity, noted,
             KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,

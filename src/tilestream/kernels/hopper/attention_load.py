@@ -159,12 +159,12 @@ def load_loop(
     one = tl.cast(1, tl.int32)
     zero = tl.cast(0, tl.int32)
     enter(counters, base, worker, one, reset, KIND == "static", False)
-    ticket, home_open, stage, phase, v_stage, v_phase = zero, one, zero, zero, zero, zero
+    ticket, source, stage, phase, v_stage, v_phase = zero, zero, zero, zero, zero, zero
     slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one
     while found != 0:
-        found, _, pm, pn, _, _, _, _, _, ticket, home_open, _, _, _, _ = take(
-            worker, workers, ticket, home_open, zero, zero, zero,
+        found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
+            worker, workers, ticket, source, zero, zero, zero,
             counters, base, one, one, num_m, num_n, one, tiles, zero, zero, None, group, zero, one, zero,
             None, zero, zero, KIND, "items", False, ORDER, False, False,
         )  # fmt: skip

@@ -56,8 +56,9 @@ from tilestream.kernels.hopper.gate import (
 )
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.queues import EARLY, ask, look_at_many, told
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
-from tilestream.kernels.portable.schedule import enter, leave, take
+from tilestream.kernels.portable.schedule import add, enter, home_queue, leave, source_queue, take
 from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
@@ -85,6 +86,27 @@ def load_operand(
             tma_load(tensor_map, [batch, outer, inner], bar, viewed(buffer, tensor_map))
         else:
             tma_load(tensor_map, [outer, inner], bar, buffer)
+
+
+@gluon.jit
+def load_steps(
+    begin, end, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase, x_batch, y_batch, row, column,
+    WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr,
+    BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
+):  # fmt: skip
+    """Load K steps [begin, end) of a tile into the ring: ``(stage, phase)`` behind them."""
+    for k in range(begin, end):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        load_operand(x_map, bar, x_stages, stage, x_batch, row, k * BLOCK_K, HALVES, HALF_ROWS, X_K_MAJOR, BATCHED)
+        for i in gl.static_range(len(WIDTHS)):
+            load_operand(
+                y_maps[i], bar, y_stages[i], stage, y_batch, column + start_of(WIDTHS, i), k * BLOCK_K, 1, 0,
+                Y_K_MAJOR, BATCHED,
+            )  # fmt: skip
+        stage, phase = step(stage, phase, STAGES)
+    return stage, phase
 
 
 @gluon.jit
@@ -121,7 +143,7 @@ def load_loop(
     enter(counters, base, worker, queues, leaves, KIND == "static", GATED)
     zero = tl.cast(0, tl.int32)
     ticket = zero
-    home_open = zero + 1
+    source = zero
     share = zero - 1
     unit = zero
     unit_end = zero
@@ -133,6 +155,11 @@ def load_loop(
     slot_phase = zero
     if GATED:
         watch, carried = begin_gate(gate, worker, counters, base, queues, ROW_CHUNKS, COLUMN_CHUNKS)
+    # At a gate a worker may wait for long: it holds no ticket then that somebody else could use.
+    ASKS: gl.constexpr = KIND != "static" and not GATED
+    asked = tl.cast(0, tl.int64)
+    if ASKS:
+        asked = ask(counters, home_queue(worker, queues), zero + 1)
     waited = tl.cast(0, tl.int64)
     if SPLIT == "chunks":
         queue = zero - 1
@@ -147,13 +174,13 @@ def load_loop(
             k_begin, k_end, part, parts, partial = zero, zero + k_steps, zero, zero + 1, zero - 1
         else:
             (
-                found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, home_open, share, unit, unit_end,
+                found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, source, share, unit, unit_end,
                 noted,
             ) = take(
-                worker, workers, ticket, home_open, share, unit, unit_end,
+                worker, workers, ticket, source, share, unit, unit_end,
                 counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
                 band, first_batch, probe, capacity, noted,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, asked, told if ASKS else add, look_at_many,
             )  # fmt: skip
         if SWAPPED:
             pr, pc = pn, pm
@@ -190,20 +217,22 @@ def load_loop(
         mbarrier.arrive(item_full.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
-            for k in range(k_begin, k_end):
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                bar = full.index(stage)
-                mbarrier.expect(bar, BYTES)
-                load_operand(
-                    x_map, bar, x_stages, stage, batch * x_batched, pr * ROWS, k * BLOCK_K,
-                    HALVES, ROWS // HALVES, X_K_MAJOR, BATCHED,
+            if ASKS:
+                early = tl.maximum(k_begin, k_end - EARLY)
+                stage, phase = load_steps(
+                    k_begin, early, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase,
+                    batch * x_batched, batch * y_batched, pr * ROWS, pc * COLUMNS,
+                    WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED,
                 )  # fmt: skip
-                for i in gl.static_range(len(WIDTHS)):
-                    load_operand(
-                        y_maps[i], bar, y_stages[i], stage, batch * y_batched, pc * COLUMNS + start_of(WIDTHS, i),
-                        k * BLOCK_K, 1, 0, Y_K_MAJOR, BATCHED,
-                    )  # fmt: skip
-                stage, phase = step(stage, phase, STAGES)
+                k_begin = early
+                # Not while there is more of a share to do, nor where the worker will look before it takes.
+                go = tl.where((unit >= unit_end) & (source <= queues), 1, 0)
+                asked = ask(counters, source_queue(source, home_queue(worker, queues)), go)
+            stage, phase = load_steps(
+                k_begin, k_end, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase,
+                batch * x_batched, batch * y_batched, pr * ROWS, pc * COLUMNS,
+                WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED,
+            )  # fmt: skip
     if GATED:
         end_gate(
             gate, watch, carried[0], leaves, reset, worker, workers, queues, counters, base, batches, num_m, num_n,

@@ -97,8 +97,13 @@ class GemmLaunch(Launch):
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
         problem = self.plan.problem
         promotion = _FAR if min(problem.m, problem.n) <= _FEW else 128
+        last = len(maps) - 1
         varying: list[Any] = [
-            None if made is None else Descriptor(made.shape, made.strides, promotion=promotion) for made, _ in maps
+            # What an operand is rounded to; the output, the last, is what it is.
+            None
+            if made is None
+            else Descriptor(made.shape, made.strides, tf32=problem.kind == "tf32" and i < last, promotion=promotion)
+            for i, (made, _) in enumerate(maps)
         ]
         varying += [None if tensor is None else VARIES for tensor in given]
         if gate is not NO_GATE:

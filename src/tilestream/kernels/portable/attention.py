@@ -274,7 +274,7 @@ def attention(
         counts_out = tl.where(epoch == 0, 1, reset)
     enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
     ticket = zero
-    home_open = zero + 1
+    source = zero
     share = zero - 1
     unit = zero
     unit_end = zero
@@ -292,8 +292,8 @@ def attention(
         begun = present(clock)
         over = look_at_keys(worker, epoch, quarantine, key, abort, base, records, claims, op, allowed)
     while found != 0:
-        found, _, pm, pn, _, _, _, _, _, ticket, home_open, share, unit, unit_end, noted = take(
-            worker, workers, ticket, home_open, share, unit, unit_end,
+        found, _, pm, pn, _, _, _, _, _, ticket, source, share, unit, unit_end, noted = take(
+            worker, workers, ticket, source, share, unit, unit_end,
             counters, base, queues, 1, num_m, num_n, 1, tiles, 0, 0, None, group, 0, 1,
             0, None, 0, noted, KIND, SPLIT, STEAL, ORDER, False, False,
         )  # fmt: skip

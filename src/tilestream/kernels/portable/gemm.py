@@ -177,7 +177,7 @@ def gemm(
     enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
     zero = tl.zeros((), tl.int32)
     ticket = zero
-    home_open = zero + 1
+    source = zero
     share = zero - 1
     unit = zero
     unit_end = zero
@@ -215,10 +215,9 @@ def gemm(
             k_begin, k_end, part, parts, slot = zero, zero + k_steps, zero, zero + 1, zero - 1
         else:
             (
-                found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end,
-                noted,
+                found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted,
             ) = take(
-                worker, workers, ticket, home_open, share, unit, unit_end,
+                worker, workers, ticket, source, share, unit, unit_end,
                 counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
                 band, first_batch, probe, capacity, noted,
                 KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,

@@ -19,20 +19,23 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def device(leaf: Callable[..., Any]) -> Any:
-    """``leaf``, a leaf in the sense of `tilestream.schedule.integers`, as kernels call it."""
-    return _of_vectors(leaf) if INTERPRETED else triton.jit(leaf)
+    """``leaf``, a leaf in the sense of `tilestream.schedule.integers`, as kernels call it, on scalars or vectors."""
+    if INTERPRETED:
+        return _with(leaf, _least, _most)
+    return triton.jit(_with(leaf, tl.minimum, tl.maximum))
 
 
-def _of_vectors(leaf: Any) -> Any:
-    """``leaf`` with the `min` and `max` that a compiler gives it: Python's own ask a vector whether it is true."""
-
-    def least(a: Any, b: Any) -> Any:
-        return tl.minimum(a, b) if _is_vector(a) or _is_vector(b) else min(a, b)
-
-    def most(a: Any, b: Any) -> Any:
-        return tl.maximum(a, b) if _is_vector(a) or _is_vector(b) else max(a, b)
-
+def _with(leaf: Any, least: Any, most: Any) -> Any:
+    """``leaf`` with another `min` and `max`: Python's own ask a vector whether it is true."""
     return FunctionType(leaf.__code__, {**leaf.__globals__, "min": least, "max": most}, leaf.__name__)
+
+
+def _least(a: Any, b: Any) -> Any:
+    return tl.minimum(a, b) if _is_vector(a) or _is_vector(b) else min(a, b)
+
+
+def _most(a: Any, b: Any) -> Any:
+    return tl.maximum(a, b) if _is_vector(a) or _is_vector(b) else max(a, b)
 
 
 def _is_vector(x: Any) -> bool:

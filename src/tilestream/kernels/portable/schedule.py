@@ -4,8 +4,9 @@
 
     a share in progress:  its next part
     static:               own position, no shared memory touched
-    own queue open:       ticket = add(own queue, 1); valid -> item
-    else, until none is left anywhere:
+    from its own queue until that is empty, then from where it has stolen until that is:
+                          ticket = add(queue, 1); valid -> item
+    until none is left anywhere:
                           read every other counter; ticket = add(the fullest, 1); valid -> item
 
 All arithmetic is `tilestream.schedule`'s own functions, bound by `tilestream.kernels.portable.jit.device`; here is only
@@ -37,7 +38,8 @@ chunk_major = device(raster.chunk_major)
 longest_first = device(raster.longest_first)
 home_queue = device(queues.home_queue)
 left = device(queues.left)
-fuller = device(queues.fuller)
+rank = device(queues.rank)
+ranked = device(queues.ranked)
 share_part = device(stream_k.share_part)
 slot_of = device(stream_k.slot)
 
@@ -81,8 +83,8 @@ def note(probe, capacity, worker, noted, kind, x0, x1, x2, x3, x4, x5, PROBE: tl
 
 
 @triton.jit
-def add(counters, queue, base):
-    """Draw a ticket. The counter is at least ``base``: see the module."""
+def add(counters, queue, base, asked=0):
+    """Draw a ticket. The counter is at least ``base``: see the module. ``asked``: of no account, see `take`."""
     return (tl.atomic_add(counters + queue * LINE, 1, sem="relaxed") - base).to(tl.int32)
 
 
@@ -105,43 +107,61 @@ def queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT: tl.constexpr)
 
 
 @triton.jit
-def draw(
-    counters, base, worker, home_open, queues, batch, num_m, num_n, tickets,
-    probe, capacity, noted, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr,
+def look(
+    counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
+    SPLIT: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
-    """``(found, queue, ticket, home_open, noted)``: a ticket from the worker's own queue, then from the fullest."""
+    """``(best, noted)``: the rank of the best victim. Reads every counter but the worker's own, one after the other."""
+    best = tl.cast(0, tl.int32)
+    for other in range(queues):
+        if other != home:
+            taken = peek(counters, other, base)
+            noted = note(probe, capacity, worker, noted, PEEKED, other, taken, 0, 0, 0, 0, PROBE)
+            rest = left(queue_size(other, queues, batch, num_m, num_n, tickets, SPLIT), taken)
+            best = tl.maximum(best, rank(rest, other, home))
+    return best, noted
+
+
+@triton.jit
+def source_queue(source, home):
+    """The queue that a cursor's ``source`` stands for."""
+    return tl.where(source == 0, home, source - 1)
+
+
+@triton.jit
+def draw(
+    counters, base, worker, source, queues, batch, num_m, num_n, tickets, asked,
+    probe, capacity, noted, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr, ADD: tl.constexpr,
+    LOOK: tl.constexpr,
+):  # fmt: skip
+    """``(found, queue, ticket, source, noted)``: a ticket from where the worker takes, then from the fullest."""
     home = home_queue(worker, queues)
-    queue = home
+    queue = source_queue(source, home)
     ticket = tl.cast(0, tl.int32)
     found = tl.cast(0, tl.int32)
-    if home_open != 0:
-        ticket = add(counters, home, base)
-        noted = note(probe, capacity, worker, noted, TOOK, home, ticket, 0, 0, 0, 0, PROBE)
-        found = (ticket < queue_size(home, queues, batch, num_m, num_n, tickets, SPLIT)).to(tl.int32)
-        home_open = found
+    if source <= queues:
+        ticket = ADD(counters, queue, base, asked)
+        noted = note(probe, capacity, worker, noted, TOOK, queue, ticket, 0, 0, 0, 0, PROBE)
+        found = (ticket < queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT)).to(tl.int32)
     if STEAL:
         looking = 1 - found
         while looking != 0:
-            victim = tl.cast(-1, tl.int32)
-            most = tl.cast(0, tl.int32)
-            for other in range(queues):
-                if other != home:
-                    size = queue_size(other, queues, batch, num_m, num_n, tickets, SPLIT)
-                    taken = peek(counters, other, base)
-                    noted = note(probe, capacity, worker, noted, PEEKED, other, taken, 0, 0, 0, 0, PROBE)
-                    rest = left(size, taken)
-                    victim = fuller(victim, most, other, rest)
-                    most = tl.maximum(most, rest)
-            if victim < 0:
-                looking = looking * 0
-            else:
+            best, noted = LOOK(
+                counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
+            )
+            victim, some = ranked(best, home)
+            looking = looking * some
+            if looking != 0:
                 ticket = add(counters, victim, base)
                 noted = note(probe, capacity, worker, noted, TOOK, victim, ticket, 0, 0, 0, 0, PROBE)
                 if ticket < queue_size(victim, queues, batch, num_m, num_n, tickets, SPLIT):
                     found = found * 0 + 1
                     queue = victim
+                    source = victim + 1
                     looking = looking * 0
-    return found, queue, ticket, home_open, noted
+    if found == 0:
+        source = queues + 1
+    return found, queue, ticket, source, noted
 
 
 @triton.jit
@@ -226,6 +246,8 @@ def tile_of_ticket(
         rows = part_size(num_m, queues, queue)
     if SPLIT == "items":
         position = part_begin(tickets, queues, queue) + ticket
+    elif SPLIT == "strides":
+        position = queue + ticket * queues
     else:
         position = ticket
     batch = position // (rows * cols)
@@ -239,17 +261,23 @@ def tile_of_ticket(
 
 @triton.jit
 def take(
-    worker, workers, ticket, home_open, share, unit, unit_end,
+    worker, workers, ticket, source, share, unit, unit_end,
     counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first, band,
     first_batch, probe, capacity, noted,
     KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PROBE: tl.constexpr,
+    PROBE: tl.constexpr, asked=0, ADD: tl.constexpr = add, LOOK: tl.constexpr = look,
 ):  # fmt: skip
     """The worker's next work item, and its cursor behind it; ``found`` is 0 for STOP.
 
+    Parameters
+    ----------
+    asked, ADD, LOOK
+        How a ticket is drawn from the queue of ``source``, and how all queues are looked at. ``asked`` is for ``ADD``,
+        which may have been begun before; see `tilestream.kernels.hopper.queues`.
+
     Returns
     -------
-    (found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted)
+    (found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted)
     """
     found = tl.cast(1, tl.int32)
     batch = tl.cast(0, tl.int32)
@@ -269,9 +297,9 @@ def take(
             )
             ticket = ticket + 1
     elif KIND == "dynamic":
-        found, queue, drawn, home_open, noted = draw(
-            counters, base, worker, home_open, queues, batches, num_m, num_n, full_tiles,
-            probe, capacity, noted, SPLIT, STEAL, PROBE,
+        found, queue, drawn, source, noted = draw(
+            counters, base, worker, source, queues, batches, num_m, num_n, full_tiles, asked,
+            probe, capacity, noted, SPLIT, STEAL, PROBE, ADD, LOOK,
         )  # fmt: skip
         if found != 0:
             batch, pm, pn = tile_of_ticket(
@@ -279,9 +307,9 @@ def take(
             )
     else:
         if unit >= unit_end:
-            found, queue, drawn, home_open, noted = draw(
-                counters, base, worker, home_open, queues, batches, num_m, num_n, full_tiles + shares,
-                probe, capacity, noted, "items", False, PROBE,
+            found, queue, drawn, source, noted = draw(
+                counters, base, worker, source, queues, batches, num_m, num_n, full_tiles + shares, asked,
+                probe, capacity, noted, "items", False, PROBE, ADD, LOOK,
             )  # fmt: skip
             share = tl.cast(-1, tl.int32)
             if found != 0:
@@ -313,4 +341,4 @@ def take(
         )  # fmt: skip
     else:
         noted = note(probe, capacity, worker, noted, STOPPED, 0, 0, 0, 0, 0, 0, PROBE)
-    return found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, home_open, share, unit, unit_end, noted
+    return found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted

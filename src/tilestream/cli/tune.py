@@ -1,0 +1,54 @@
+"""``tilestream tune``: measure the likely plans of some shapes here, and have plans know what was found."""
+
+import functools
+from typing import Annotated
+
+import typer
+
+from tilestream.cli import ui
+
+
+def tune(
+    shape: Annotated[list[str], typer.Argument(help="MxNxK; several may be named.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    layout: Annotated[str, typer.Option(help="How A and B lie: nn, nt, tn or tt; nt is a Linear layer's.")] = "nt",
+    within: Annotated[
+        float, typer.Option(min=1.0, help="Only plans expected to take no more than so many times the best.")
+    ] = 1.2,
+) -> None:
+    """Measure the plans that the cost model thinks likely, and keep the fastest.
+
+    Optional: without it plans are the cost model's. Each plan's answer is checked. What is found is kept in a file of
+    yours, by device and versions; TILESTREAM_TUNED names another, and 0 has plans look at none.
+    """
+    import torch
+
+    from tilestream.plan import tuned
+    from tilestream.sweep import run
+    from tilestream.sweep.clock import GpuClock
+    from tilestream.sweep.suite import Shape
+    from tilestream.sweep.tune import tune as measure
+
+    if dtype not in ("bfloat16", "float16"):
+        raise ValueError(f"--dtype {dtype}: it is bfloat16 or float16")
+    if layout not in ("nn", "nt", "tn", "tt"):
+        raise ValueError(f"--layout {layout}: it is nn, nt, tn or tt")
+    shapes = [Shape.parse(text) for text in shape]
+    path = tuned.tuned_path()
+    if path is None:
+        raise ValueError(f"{tuned.ENVIRONMENT}=0: plans look at no file, so there is nothing to tune; unset it")
+    try:
+        device = run.device_of("gpu")
+    except NotImplementedError:
+        raise ValueError("there is no GPU here: tune where the plans will run") from None
+    clock, wrong = GpuClock(), 0
+    told = functools.partial(ui.console().print, markup=False)
+    for one in shapes:
+        found = measure(one.m, one.n, one.k, getattr(torch, dtype), layout, device, clock, within, told)
+        wrong += len(found.wrong)
+        gain = found.model_seconds / found.seconds
+        verdict = "the cost model's choice" if found.plan is found.model else f"{gain:.3f} x the cost model's choice"
+        told(f"{one}: {1e6 * found.seconds:.4g} us, {verdict}, of {found.plans} plans: {found.plan.label}")
+    told(f"kept in {path}")
+    if wrong:
+        ui.fail(f"{wrong} plans gave no right answer, and were left out", ui.FAILED)

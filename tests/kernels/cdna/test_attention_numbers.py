@@ -1,0 +1,188 @@
+"""What CDNA's attention computes, by its own text on numpy: every mask and layout, both ways of the copies, both archs.
+
+The machine rounds nothing to 16 bits, so its answers are held to the error rule of float32 (`attention_maths`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.language")
+
+from emulated import Machine
+from emulated_attention import AttentionMachine, run
+
+from attention_maths import FEATURES, MIXES, Case, call_of
+from tilestream.kernels.attention import Operands
+from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
+from tilestream.ops.attention_gpu import layout_of
+from tilestream.ops.attention_library import lse_shape
+from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, schedule_of
+from tilestream.plan.cdna_attention import packed_heads
+from tilestream.plan.known import named
+
+DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
+#: Architecture, copies, stages.
+WAYS = (
+    ("gfx942", "staged", 2),
+    ("gfx950", "direct", 3),
+    pytest.param("gfx942", "direct", 3, marks=pytest.mark.slow),
+    pytest.param("gfx950", "staged", 2, marks=pytest.mark.slow),
+)
+
+
+def check(
+    case: Case, arch: str = "gfx950", copies: str = "direct", stages: int = 3, *, warps: int = 2, block: int = 32,
+    late: bool = True, kind: str = "dynamic", change=lambda x: x,
+) -> CdnaAttentionArguments:  # fmt: skip
+    """What the kernel's text makes of a case, against the error rule."""
+    call = call_of(case)
+    options = dict(call.options)
+    left, right = options.get("window", (None, None))
+    t = Tensors(**{**call.tensors, "sinks": options.get("sinks")})
+    scale = options.get("scale", t.q.shape[-1] ** -0.5)
+    causal = options.get("causal", False)
+    settings = Settings(
+        bool(causal), "top_left" if causal == "top_left" else "bottom_right", -1 if left is None else left,
+        -1 if right is None else right, options.get("softcap", 0.0), scale, return_lse=True,
+    )  # fmt: skip
+    problem = replace(problem_of(t, settings), dtype="float16")
+    pack = packed_heads(problem, 32 * warps)
+    schedule = schedule_of(problem, 32 * warps // pack, pack, 2, kind, 1)
+    found = AttentionCandidate(copies, (32 * warps, block), schedule, 0.0, pack, warps, stages)
+    plan = of_candidate(problem, DEVICES[arch], "cdna", found, "a test's", ())
+    out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"))
+    lse = torch.full(lse_shape(t), float("nan"))
+    x = Operands(t.q, t.k, t.v, out, scale, lse, *t[3:])
+    arguments = change(CdnaAttentionArguments(plan, layout_of(x)))
+    run(plan, arguments, x, late)
+    call.check(out, lse)
+    return arguments
+
+
+@pytest.mark.parametrize("features", [name for name in FEATURES if name != "scale"])
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_masks(features, arch, copies, stages):
+    # Ragged in queries and keys; the window's edge, plain blocks, the diagonal and the tail.
+    check(Case((70,), (203, 203), (2, 1), (32, 32), features), arch, copies, stages)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize(("arch", "copies", "stages"), [*WAYS, ("gfx950", "direct", 4)])
+@pytest.mark.parametrize(("queries", "keys"), [((0, 3), (4, 300)), ((5, 0, 37, 1), (20, 7, 0, 33))])
+def test_packed_sequences(queries, keys, arch, copies, stages, late):
+    # Some see no key, some have no query, some rows belong to no sequence.
+    case = Case(queries, keys, (4, 2), (32, 32), "causal", "packed", extra=9)
+    check(case, arch, copies, stages, late=late)
+
+
+@pytest.mark.parametrize("page", [4, 32, 128])
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_pages(page, arch, copies, stages):
+    # Pages that hold less than a block, as much and more; the table names none behind a sequence's last.
+    for queries, keys in MIXES[:1]:
+        case = Case(queries, keys, (2, 1), (32, 32), "all", "packed paged", page=page)
+        made = check(case, arch, copies, stages)
+        assert made.direct == (copies == "direct" and page >= 32)
+
+
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_lengths_of_dense_sequences(arch, copies, stages):
+    # What lies behind a sequence's last key is NaN.
+    check(Case((40,), (90, 33, 7), (2, 2), (32, 32), "window", "lengths"), arch, copies, stages)
+
+
+@pytest.mark.parametrize(
+    ("dims", "parts"),
+    [((96, 64), 3), ((192, 128), 3), ((80, 80), 3), ((40, 72), 1), ((128, 256), 2), ((8, 16), 1)],
+    ids=str,
+)
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_columns_in_parts(dims, parts, arch, copies, stages):
+    # Whole parts go past the registers; what is left of the last one of keys is zeros, which only registers hold.
+    made = check(Case((33,), (70,), (1, 1), dims, "causal"), arch, copies, stages)
+    assert made.direct == (copies == "direct" and dims[0] % 32 == 0)
+    assert made.keys.parts == (1 if arch == "gfx942" and dims[0] == 128 else parts)
+
+
+def test_queries_keys_and_values_each_have_a_swizzle():
+    hows = [check(Case((33,), (70,), (1, 1), (192, 128)), "gfx942", "staged", 2, block=block) for block in (32, 64)]
+    for made in hows:
+        found = made.constants()
+        assert found["Q_HOW"] == found["K_HOW"] != found["V_HOW"]
+    found = check(Case((33,), (70,), (1, 1), (96, 128))).constants()
+    assert found["Q_HOW"] == found["K_HOW"] == (8, 4, 4)
+    assert found["V_HOW"] == (8, 2, 8)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(3, (8, 1)), (1, (16, 2)), (16, (6, 1))])
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_heads_side_by_side(rows, heads, arch, copies, stages):
+    made = check(Case((rows,), (100, 100), heads, (32, 32), "sinks"), arch, copies, stages)
+    assert made.plan.pack > 1
+
+
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 32), (65, 33), (130, 20), (20, 130), (64, 96)])
+def test_edges_of_tiles_and_blocks(queries, keys, arch, copies, stages):
+    for late in (True, False):
+        check(Case((queries,), (keys,), (1, 1), (32, 32), "causal"), arch, copies, stages, late=late)
+
+
+def test_rows_that_lie_far_apart_go_by_64_bits():
+    def far(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
+        arguments._far_q = arguments._far_keys = True
+        arguments.direct = False
+        made = arguments.constants() | {"FAR_OUT": True}
+        arguments.constants = lambda: made
+        return arguments
+
+    check(Case((70,), (150,), (4, 2), (32, 32), "causal"), change=far)
+    check(Case((3,), (150,), (4, 1), (32, 32), "causal"), "gfx942", "staged", 2, change=far)
+
+
+def test_a_static_schedule():
+    check(Case((200,), (90, 90), (2, 1), (32, 32), "top left"), kind="static")
+
+
+CAUSAL = Case((70,), (203,), (1, 1), (32, 32), "causal window")
+
+
+def changed(**change):
+    def change_all(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
+        made = arguments.constants()
+        assert all(made[name] != value for name, value in change.items())
+        arguments.constants = lambda: made | change
+        return arguments
+
+    return change_all
+
+
+@pytest.mark.parametrize("change", [{"STAGES": 5}, {"K_HOW": (8, 1, 4)}, {"V_HOW": (8, 2, 4)}], ids=str)
+def test_another_depth_and_another_swizzle_are_right_too(change):
+    check(CAUSAL, change=changed(**change))
+
+
+@pytest.mark.parametrize("change", [{"LEFT": False}, {"RIGHT": False}, {"TOP_LEFT": True}, {"PACK": 2}], ids=str)
+def test_another_mask_is_wrong(change):
+    with pytest.raises(AssertionError):
+        check(CAUSAL, change=changed(**change))
+
+
+def test_a_wait_for_a_group_less_is_wrong(monkeypatch):
+    check(CAUSAL)
+    monkeypatch.setattr(AttentionMachine, "wait", lambda self, left: Machine.wait(self, left + 1))
+    with pytest.raises(AssertionError):
+        check(CAUSAL)
+
+
+def test_a_copy_into_the_stage_that_is_read_is_wrong(monkeypatch):
+    # Into the block's own stage, not the one before it: its values are read after that.
+    monkeypatch.setattr(AttentionMachine, "before", staticmethod(lambda stage, depth: stage))
+    for late in (True, False):
+        with pytest.raises(AssertionError):
+            check(CAUSAL, late=late)

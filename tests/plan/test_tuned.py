@@ -1,0 +1,150 @@
+"""What `tilestream tune` has measured, as plans find it: where it counts, and where it must not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from tilestream.plan import DeviceProperties, Problem, plan_problem, search_space, tuned
+
+HZ = 1.83e9
+H100 = DeviceProperties(
+    "a tuned H100", "portable", 132, 256 * HZ, 3.35e12, "a stub", "sm_90", 232448,
+    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ), ("fp8", 8192 * HZ)),
+)  # fmt: skip
+PROBLEM = Problem(2048, 6144, 4096, dtype="bfloat16", out_dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch, tmp_path):
+    """A file of the test's own, which is not there yet."""
+    path = tmp_path / "kept" / "tuned.json"
+    monkeypatch.setenv(tuned.ENVIRONMENT, str(path))
+    anew()
+    yield path
+    anew()
+
+
+def anew() -> None:
+    tuned.forget()
+    plan_problem.cache_clear()
+
+
+def keep(plan, problem=PROBLEM, device=H100, **change) -> None:
+    entry = {"knobs": tuned.knobs(plan), "us": 90.0, "model_us": 100.0, "plans": 7, "date": "2026-11-21", **change}
+    tuned.save(problem, device, entry)
+    plan_problem.cache_clear()
+
+
+def other_plan():
+    """One that the model does not choose."""
+    model = plan_problem(PROBLEM, device=H100, consult=False)
+    return next(plan for plan in search_space(PROBLEM, H100) if plan.block != model.block)
+
+
+def test_without_a_file_nothing_is_different():
+    assert plan_problem(PROBLEM, device=H100) == plan_problem(PROBLEM, device=H100, consult=False)
+
+
+def test_what_was_measured_is_what_is_planned_and_explained():
+    model, other = plan_problem(PROBLEM, device=H100, consult=False), other_plan()
+    keep(other)
+    made = plan_problem(PROBLEM, device=H100)
+    assert tuned.knobs(made) == tuned.knobs(other) != tuned.knobs(model)
+    text = made.explain()
+    assert "fastest of 7 plans that tilestream tune measured here on 2026-11-21" in text
+    assert "refused   the cost model's choice: measured: 100 us, this 90 us" in text
+    assert plan_problem(PROBLEM, device=H100, consult=False) == model
+
+
+def test_where_the_model_was_right_that_is_said():
+    model = plan_problem(PROBLEM, device=H100, consult=False)
+    keep(model)
+    made = plan_problem(PROBLEM, device=H100)
+    assert tuned.knobs(made) == tuned.knobs(model)
+    assert "tilestream tune measured here" in made.explain()
+    assert "the cost model's choice" not in made.explain()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"m": 2049}, {"k": 4104}, {"dtype": "float16"}, {"out_dtype": "float32"}, {"plain": False}, {"scales": "row"}],
+    ids=str,
+)
+def test_another_problem_is_not_concerned(change):
+    keep(other_plan())
+    problem = dataclasses.replace(PROBLEM, **change)
+    assert tuned.lookup(problem, H100) is None
+    assert "tilestream tune" not in plan_problem(problem, device=H100).explain()
+
+
+@pytest.mark.parametrize("change", [{"name": "another"}, {"workers": 114}], ids=str)
+def test_another_device_is_not_concerned(change):
+    keep(other_plan())
+    assert tuned.lookup(PROBLEM, dataclasses.replace(H100, **change)) is None
+
+
+def test_other_versions_are_not_concerned(monkeypatch):
+    keep(other_plan())
+    monkeypatch.setattr(tuned, "version", lambda package: "9.9.9")
+    assert tuned.lookup(PROBLEM, H100) is None
+
+
+@pytest.mark.parametrize(
+    "how", [{"schedule": "dynamic"}, {"workers": 100}, {"tile": (128, 128)}, {"limit": 90}, {"backend": "hopper"}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_forced_goes_before_what_was_measured(how):
+    keep(other_plan())
+    assert "tilestream tune" not in plan_problem(PROBLEM, device=H100, **how).explain()
+
+
+def test_switched_off(monkeypatch):
+    keep(other_plan())
+    monkeypatch.setenv(tuned.ENVIRONMENT, "0")
+    anew()
+    assert tuned.tuned_path() is None
+    assert "tilestream tune" not in plan_problem(PROBLEM, device=H100).explain()
+    with pytest.raises(ValueError, match=r"^TILESTREAM_TUNED=0: .*; unset it, or give a path$"):
+        tuned.save(PROBLEM, H100, {"knobs": {}})
+
+
+def test_a_plan_that_there_is_no_more_is_said_and_not_taken():
+    keep(other_plan(), knobs={**tuned.knobs(other_plan()), "stages": 99})
+    made = plan_problem(PROBLEM, device=H100)
+    assert tuned.knobs(made) == tuned.knobs(plan_problem(PROBLEM, device=H100, consult=False))
+    assert "refused   what was measured: tilestream tune found a plan that there is no more" in made.explain()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"b": {}}}', '{"a": {"b": 3}}'])
+def test_a_file_that_cannot_be_read_is_as_none_and_said_once(text, path, caplog):
+    path.parent.mkdir()
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING, "tilestream"):
+        for m in (64, 128):
+            made = plan_problem(dataclasses.replace(PROBLEM, m=m), device=H100)
+            assert "tilestream tune" not in made.explain()
+    assert caplog.text.count("cannot be read") == 1
+    assert str(path) in caplog.text
+
+
+def test_entries_are_kept_beside_each_other(path):
+    other = dataclasses.replace(PROBLEM, m=64)
+    for problem, device in ((PROBLEM, H100), (other, H100), (PROBLEM, dataclasses.replace(H100, name="a second"))):
+        keep(other_plan(), problem, device)
+    data = json.loads(path.read_text())
+    assert sorted(map(len, data.values())) == [1, 2]
+    assert tuned.lookup(other, H100)["us"] == 90.0
+    assert [file.name for file in path.parent.iterdir()] == ["tuned.json"], "no half of one"
+
+
+def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv(tuned.ENVIRONMENT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuned.tuned_path() == tmp_path / "tilestream" / "tuned.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert tuned.tuned_path() == tmp_path / "home" / ".cache" / "tilestream" / "tuned.json"
