@@ -1,6 +1,9 @@
 """A matmul whose input is copied to the GPU while it runs, beside copying first and multiplying then.
 
-    PYTHONPATH=src python benchmarks/gpu_stream.py [RESULT.json]
+    PYTHONPATH=src python benchmarks/gpu_stream.py [RESULT.json [SHAPE,...]]
+
+Either operand: the activations by rows (``MxNxK``), or an offloaded weight by rows of ``[N, K]`` (``MxNxK weight``:
+``ts.linear`` with ``weight_arrival``). ``by the raster`` is ``streamed`` without arrival order.
 
 bf16, from pinned memory, `stream_in`'s default chunks. No overlap goes below the larger of copying and multiplying:
 that ratio is the one to look at. ``in turn`` is one plain copy and torch.mm behind it in the same stream; ``by chunks``
@@ -24,8 +27,11 @@ import torch
 import tilestream as ts
 from harness import GPU_PEAK, errors, gpu_record, interleave
 
-#: M, N, K.
-SHAPES = [(16384, 8192, 8192), (8192, 8192, 8192), (16384, 4096, 8192), (4096, 14336, 4096)]
+#: M, N, K, and what is streamed.
+SHAPES = [
+    (16384, 8192, 8192, "rows"), (65536, 4096, 4096, "rows"), (8192, 8192, 8192, "rows"), (16384, 4096, 8192, "rows"),
+    (4096, 14336, 4096, "rows"), (4096, 14336, 4096, "weight"), (8192, 8192, 8192, "weight"),
+]  # fmt: skip
 #: PCIe 5.0 with 16 lanes, GB/s: above this a figure is an error.
 LINK_PEAK = 64.0
 ROUNDS = 15
@@ -34,29 +40,42 @@ ROUNDS = 15
 class Problem:
     """The buffers of one shape, and each way to run it; every way leaves the GPU idle."""
 
-    def __init__(self, m: int, n: int, k: int) -> None:
+    def __init__(self, m: int, n: int, k: int, what: str) -> None:
         torch.manual_seed(m + n + k)
-        self.host = torch.randn(m, k, device="cuda", dtype=torch.bfloat16).cpu().pin_memory()
-        self.w = torch.randn(k, n, device="cuda").mul_(k**-0.5).to(torch.bfloat16)
+        self.weight = what == "weight"
+        rows = n if self.weight else m
+        self.host = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16).cpu().pin_memory()
+        there = torch.randn((m, k) if self.weight else (k, n), device="cuda").mul_(k**-0.5).to(torch.bfloat16)
         self.out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         self.stream = ts.stream_in(self.host)
         self.x = self.stream.wait()
+        #: What is multiplied: views of what is there and of what the stream brings.
+        self.a, self.w = (there, self.x.mT) if self.weight else (self.x, there)
+        self.plan = self._plan("chunk_major")
         self.copies = torch.cuda.Stream()
         self.flush = torch.empty(96 * 2**20, dtype=torch.int32, device="cuda")
-        there = self.host.cuda()  # not what the stream brought: that is to be checked
-        self.peer = torch.mm(there, self.w)
-        self.reference = there.double() @ self.w.double()
+        brought = self.host.cuda()  # not what the stream brought: that is to be checked
+        a, w = (there, brought.mT) if self.weight else (brought, there)
+        self.peer = torch.mm(a, w)
+        self.reference = a.double() @ w.double()
         self.errors: dict[str, dict[str, float]] = {}
+
+    def _plan(self, order: str | None = None) -> ts.Plan:
+        (m, k), n = self.a.shape, self.w.shape[1]
+        coming = {"weight_arrival" if self.weight else "arrival": self.stream.arrival}
+        layout = "nt" if self.weight else "nn"
+        return ts.plan(m, n, k, dtype=torch.bfloat16, device="cuda", layout=layout, order=order, **coming)
 
     def ways(self) -> dict[str, Callable[[], None]]:
         """By name."""
         return {
             "copy": self._copy,
-            "multiply": lambda: self._alone(lambda: ts.matmul(self.x, self.w, out=self.out)),
-            "torch.mm": lambda: self._alone(lambda: torch.mm(self.x, self.w, out=self.out)),
+            "multiply": lambda: self._alone(lambda: ts.matmul(self.a, self.w, out=self.out)),
+            "torch.mm": lambda: self._alone(lambda: torch.mm(self.a, self.w, out=self.out)),
             "in turn": lambda: self._alone(self._in_turn),
             "by chunks": lambda: self._alone(self._by_chunks),
             "streamed": lambda: self._alone(self._streamed),
+            "by the raster": lambda: self._alone(self._by_the_raster),
         }
 
     def _copy(self) -> None:
@@ -69,7 +88,7 @@ class Problem:
 
     def _in_turn(self) -> None:
         self.x.copy_(self.host, non_blocking=True)
-        torch.mm(self.x, self.w, out=self.out)
+        torch.mm(self.a, self.w, out=self.out)
 
     def _by_chunks(self) -> None:
         bounds = self.stream.arrival.chunks(self.x.shape[0]).bounds
@@ -80,11 +99,22 @@ class Problem:
                 self.x[begin:end].copy_(self.host[begin:end], non_blocking=True)
                 landed = self.copies.record_event()
             here.wait_event(landed)
-            torch.mm(self.x[begin:end], self.w, out=self.out[begin:end])
+            if self.weight:
+                self.out[:, begin:end] = torch.mm(self.a, self.w[:, begin:end])
+            else:
+                torch.mm(self.a[begin:end], self.w, out=self.out[begin:end])
 
     def _streamed(self) -> None:
         self.stream.restart()
-        ts.matmul(self.x, self.w, out=self.out, arrival=self.stream.arrival)
+        if self.weight:
+            self.out = ts.linear(self.a, self.x, weight_arrival=self.stream.arrival)
+        else:
+            ts.matmul(self.a, self.w, out=self.out, arrival=self.stream.arrival)
+
+    def _by_the_raster(self) -> None:
+        self.stream.restart()
+        coming = {"weight_arrival" if self.weight else "arrival": self.stream.arrival}
+        self.plan.run(self.a, self.w, out=self.out, **coming)
 
     def before(self, name: str) -> None:
         """Poison what ``name`` shall write, flush, and wait."""
@@ -101,9 +131,9 @@ class Problem:
             self.errors[name] = errors(self.out, self.peer, self.reference)
 
 
-def row(m: int, n: int, k: int) -> dict[str, Any]:
+def row(m: int, n: int, k: int, what: str) -> dict[str, Any]:
     """One shape, every way."""
-    problem = Problem(m, n, k)
+    problem = Problem(m, n, k, what)
     samples = interleave(problem.ways(), rounds=ROUNDS, before=problem.before, after=problem.after)
     ms = {name: statistics.median(seconds) * 1e3 for name, seconds in samples.items()}
     tflops = {name: 2e-9 * m * n * k / ms[name] for name in ms if name != "copy"}
@@ -112,10 +142,10 @@ def row(m: int, n: int, k: int) -> dict[str, Any]:
         raise AssertionError(f"{m}x{n}x{k}: {tflops}, {link} GB/s, above the peak: the answer or the timing is wrong")
     arrival = problem.stream.arrival
     return {
-        "shape": f"{m}x{n}x{k}",
+        "shape": name_of(m, n, k, what),
         "bytes": problem.host.nbytes,
         "chunks": [arrival.num_chunks, arrival.rows_per_chunk],
-        "plan": ts.plan(m, n, k, dtype=torch.bfloat16, device="cuda", arrival=arrival).label,
+        "plan": problem._plan().label,
         "ms": {name: round(value, 4) for name, value in ms.items()},
         "copy_gb_per_s": round(link, 2),
         "tflops": {name: round(value, 1) for name, value in tflops.items()},
@@ -127,10 +157,18 @@ def row(m: int, n: int, k: int) -> dict[str, Any]:
     }
 
 
+def name_of(m: int, n: int, k: int, what: str) -> str:
+    """What a shape is called."""
+    return f"{m}x{n}x{k}" + (" weight" if what == "weight" else "")
+
+
 def main() -> None:
-    """Measure every shape and write the record."""
+    """Measure every shape, or those named, and write the record."""
     rows = []
+    named = sys.argv[2].split(",") if len(sys.argv) > 2 else None
     for shape in SHAPES:
+        if named is not None and name_of(*shape) not in named:
+            continue
         rows.append(row(*shape))
         one = rows[-1]
         times = ", ".join(f"{name} {value:.3f}" for name, value in one["ms"].items())

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import render_arrival
 import render_attention
 import render_gemm
 import render_neighbours
@@ -199,6 +200,7 @@ def page() -> str:
             sections += render_attention.sections(RESULTS)
         elif path.exists():
             sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
+    sections += render_arrival.sections(RESULTS)
     return "\n\n".join(part.strip() for part in sections) + "\n"
 
 

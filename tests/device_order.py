@@ -6,9 +6,9 @@ from collections import Counter
 
 from tilestream.arrival import Gate
 from tilestream.schedule import Cursor, Schedule, WorkItem, take
-from tilestream.schedule.schedule import Peek, Take
+from tilestream.schedule.schedule import Peek, Ready, Take
 
-TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE = range(6)
+TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = range(7)
 
 
 def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkItem]:
@@ -26,6 +26,11 @@ def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkIt
         try:
             while True:
                 asked = turn.send(answer)
+                if isinstance(asked, Ready):
+                    kind, answer = next(records)[:2]
+                    assert kind == READY, (asked, kind)
+                    assert answer < 0 or asked.queues >> answer & 1, "a queue that this worker has found empty"
+                    continue
                 kind, queue, answer = next(records)[:3]
                 assert (kind, queue) == ({Take: TOOK, Peek: PEEKED}[type(asked)], asked.queue), (asked, kind, queue)
         except StopIteration as end:

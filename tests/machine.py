@@ -31,7 +31,7 @@ from tilestream.kernels.loop import (
 )  # fmt: skip
 from tilestream.schedule.grid import WorkItem
 from tilestream.schedule.queues import next_base
-from tilestream.schedule.schedule import Peek, Schedule, Take
+from tilestream.schedule.schedule import Peek, Ready, Schedule, Take
 
 
 @dataclass
@@ -139,13 +139,21 @@ class Machine:
     @property
     def runnable(self) -> list[int]:
         """Workers that are not asleep at a gate."""
+        return [worker for worker, (_, operation) in self._at.items() if self.aborted or self._awake(operation)]
+
+    def _awake(self, operation) -> bool:
+        if isinstance(operation, Ready):
+            return bool(self._ready(operation))
+        return not isinstance(operation, Wait | See) or (operation.operand, operation.chunk) in self.arrived
+
+    def _ready(self, operation: Ready) -> list[int]:
+        """The queues of an operation whose items' chunks have all arrived."""
+        schedule = self.schedule
         return [
-            worker
-            for worker, (_, operation) in self._at.items()
-            if not isinstance(operation, Wait | See)
-            or self.aborted
-            or (operation.operand, operation.chunk) in self.arrived
-        ]
+            queue for queue in range(schedule.queues)
+            if operation.queues >> queue & 1
+            and all((w.operand, w.chunk) in self.arrived for w in self.gate.needs(schedule.ticket(queue, 0)[0]))
+        ]  # fmt: skip
 
     def step(self, worker: int) -> None:
         turn, operation = self._at.pop(worker)
@@ -167,6 +175,8 @@ class Machine:
                 return self.words.add(queue)
             case Peek(queue):
                 return self.words.peek(queue)
+            case Ready():
+                return next(iter(self._ready(operation)), -1)
             case Wait(operand, chunk, _):
                 self.log.waited.append(operation)
                 return int((operand, chunk) in self.arrived)

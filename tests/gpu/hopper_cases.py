@@ -19,6 +19,7 @@ from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.ops import gpu
 from tilestream.plan import hopper
+from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
@@ -60,7 +61,7 @@ class HopperCase:
     queues: int | None = None
     shares: int | None = None
     stages: int | None = None
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | OrderName | None = None
     out: str = "rows"
     bias: bool = False
     residual: str = ""
@@ -84,7 +85,7 @@ class HopperCase:
             for name, value in (
                 ("", self.workers and f"{self.workers}w"), ("", self.queues and f"{self.queues}q"),
                 ("", self.shares and f"{self.shares}shares"), ("", self.stages and f"{self.stages}stages"),
-                ("own-order", self.order is not None),
+                (self.order if isinstance(self.order, str) else "own-order", self.order is not None),
                 ("shared-", self.shared), ("", self.out if self.out != "rows" else ""), ("bias", self.bias),
                 ("residual-", self.residual), ("alpha", self.alpha if self.alpha != 1 else None),
                 ("", self.activation), ("scales-", self.scales if self.scales != "none" else ""),
@@ -189,12 +190,15 @@ class HopperCase:
         if self.swapped not in (None, plan.swapped):
             found = hopper.candidates(
                 problem, device, self.workers or device.workers, kinds=(self.schedule,), tile=self.tile,
-                order=self.order, queues=self.queues, shares=self.shares, variant=self.variant, stages=self.stages,
+                order=None if isinstance(self.order, str) else self.order, queues=self.queues, shares=self.shares,
+                variant=self.variant, stages=self.stages,
             )  # fmt: skip
             found = [one for one in found if one.swapped == self.swapped]
             if not found:
                 raise NotImplementedError(f"no such tile for {self.name}")
             best = min(found, key=lambda one: one.seconds)
+            if self.rows or self.columns:
+                best, _ = in_arrival_order(problem, "hopper", best, False, None, self.queues)
             plan = of_candidate(problem, device, "hopper", best, "a test's")
         return plan, layout
 
@@ -485,6 +489,11 @@ def _arriving() -> Iterator[HopperCase]:
     for row in MORE:
         yield _case(row, _M, _N, _K, rows=_ODD, pivot=4, workers=61)
     yield _case(FEW[0], _M, _N, _K, rows=_WHOLE, pivot=1, workers=61, queues=3)
+    # Whatever arrives first; and, in arrival order, each chunk the pivot, and few workers, so that each has many items.
+    for row in FEW:
+        yield _case(row, _M, _N, _K, rows=_ODD, pivot=2, workers=61, schedule="dynamic", order="chunk_major")
+        for pivot, workers in itertools.product(range(len(_RAGGED) - 1), (3, 61)):
+            yield _case(row, _M, _N, _K, rows=_RAGGED, pivot=pivot, workers=workers, layout="nt", schedule="dynamic")
     yield _case(FEW[0], _M, _N, _K, dtype=F32, layout="nt", rows=_ODD, pivot=1, workers=61)
 
 

@@ -79,7 +79,7 @@ def arguments_of(name: str) -> list[str]:
     passes = {
         "hopper": files("hopper"),
         "attention": files("attention", "hopper_attention"),
-        "alone": files("arrival", "distributed", "demo"),
+        "alone": files("arrival", "arrival_order", "distributed", "demo"),
         "sanitizers": files("consan", "sanitize"),
     }
     rest = [f"--ignore={path}" for paths in passes.values() for path in paths]

@@ -37,8 +37,8 @@ def four_chunks(**options) -> ts.Arrival:
     return ts.Arrival.uniform(ROWS, 4, **options)
 
 
-def planned(arrival, schedule="dynamic", workers=3) -> ts.Plan:
-    return ts.plan(M, N, K, tile=(TILE, TILE), schedule=schedule, workers=workers, arrival=arrival)
+def planned(arrival, schedule="dynamic", workers=3, order=None) -> ts.Plan:
+    return ts.plan(M, N, K, tile=(TILE, TILE), schedule=schedule, workers=workers, arrival=arrival, order=order)
 
 
 # Expiry ---------------------------------------------------------------------------------------------------------------
@@ -80,19 +80,20 @@ def test_invariant_5_a_chunk_that_never_comes(schedule, workers, missing):
     assert out[16 * missing : 16 * missing + 16].isnan().all()
 
 
-def test_the_record_of_an_expiry_names_the_first_item_not_taken():
+@pytest.mark.parametrize("order", ["arrival", "chunk_major"])
+def test_the_record_of_an_expiry_names_the_first_item_not_taken(order):
     x, b, out = rand(M, K), rand(K, N), nans(M, N)
     arrival = four_chunks()
     for chunk in (0, 1, 3):
         arrival.signal(chunk)
     with pytest.raises(ts.ArrivalTimeout) as caught:
-        planned(arrival, workers=1).run(x, b, out=out, arrival=arrival, deadline=0.03)
-    # One worker in row order: it stops before the first tile of row tile 2, and tile ids count columns first.
+        planned(arrival, workers=1, order=order).run(x, b, out=out, arrival=arrival, deadline=0.3)
+    # The first tile of row tile 2, and tile ids count columns first.
     assert caught.value.item == "tile 6 (row tile 2, column tile 0)"
     assert caught.value.worker == 0
     message = str(caught.value)
     for part in (
-        "plan.run: arrival's chunk 2 did not arrive within the deadline of 0.03 s",
+        "plan.run: arrival's chunk 2 did not arrive within the deadline of 0.3 s",
         "worker 0 waited",
         "tile 6",
         "What was not computed is NaN",
@@ -100,7 +101,12 @@ def test_the_record_of_an_expiry_names_the_first_item_not_taken():
     ):
         assert part in message
     assert not out[:32].isnan().any()
-    assert out[32:].isnan().all(), "one worker takes nothing behind the tile it could not do"
+    assert out[32:48].isnan().all()
+    if order == "arrival":
+        assert not out[48:].isnan().any(), "a late chunk holds up no tile but its own"
+        assert caught.value.waited >= 0.05, "what it waited for several queues is counted"
+    else:
+        assert out[48:].isnan().all(), "one worker takes nothing behind the tile it could not do"
 
 
 def test_an_expiry_can_be_pickled():

@@ -195,15 +195,17 @@ class Kernel:
     """The kernel for a shape and a script of items, run loop by loop.
 
     ``counted``: the answers to looks and counts. ``change``: a piece of the text, and what stands there instead.
-    ``over``: at which item the launch is; None: nothing arrives, and there is no gate.
+    ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
+    item, where they are taken in arrival order; else 0.
     """
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
         change: tuple[str, str] | None = None, over: int | None = None, swapped: bool = False,
+        ordered: int = 0,
     ) -> None:  # fmt: skip
         self.shape, self.ring, self.items, self.counted, self.change = shape, shape.ring, items, counted, change
-        self.over, self.swapped = over, swapped
+        self.over, self.swapped, self.ordered = over, swapped, ordered
         self.log: list[Any] = []
         self.copies: list[tuple[Any, ...]] = []
         self.nbytes = 0
@@ -236,7 +238,8 @@ class Kernel:
             "LINE": gate_text.LINE.value, "present": lambda clock: 0, "quarantined": lambda *_: int(over == ALREADY),
             "pass_gate": self.pass_gate, "fenced": self.fenced, "leave_gate": self.leave_gate, "float": self.nan,
             "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
-            "take": self.take, "ask": self.ask, "told": None, "add": None, "look_at_many": None,
+            "take": self.take, "take_ready": self.take_ready, "ask": self.ask, "told": None, "add": None,
+            "look_at_many": None,
             "EARLY": queues_text.EARLY.value, "home_queue": lambda worker, queues: worker,
             "source_queue": lambda source, home: home, "put": self.put, "get": self.get, "step": ring.step,
             "skip": ring.skip,
@@ -264,9 +267,10 @@ class Kernel:
             "KIND": "stream_k" if split else "dynamic", "CONSUMERS": ring_.consumers, "PROMOTE": ring_.precise,
             "CHAINED": over is None, "BIAS": "none", "SCALES": False, "RESIDUAL": False, "SCALED": False,
             "FLIPPED": False, "BATCHED": False, "SWAPPED": swapped, "EIGHTS": False, "COLUMN_CHUNKS": "none",
-            "ROW_CHUNKS": "none" if over is None else "uniform",
+            "ROW_CHUNKS": "none" if over is None else "uniform", "SPLIT": "chunks" if ordered else "items",
+            "k_steps": ordered,
         }  # fmt: skip
-        self.left = iter(items)
+        self.left, self.taken = iter(items), 0
         self.item: WorkItem | None = None
         self.poisoned = -1
         self.asked: list[int] = []
@@ -367,13 +371,24 @@ class Kernel:
             assert sorted(self.copies) == [("x", h) for h in range(self.halves)] + [(part, 0) for part in self.parts]
         self.copies = []
 
+    def take_ready(self, worker: int, queue: int, empty: int, over: int, *_: object) -> tuple[int, ...]:
+        """In arrival order: a queue of its own for each item, for which it has waited so many nanoseconds."""
+        item = self.item = next(self.left, None)
+        assert (queue, empty) == (self.taken - 1, self.taken), "what it knew of the queues is handed back"
+        assert over == int(self.taken > self.over), "who is told that it is over waits no more"
+        self.taken += 1
+        if item is None:
+            return (0, 7, 7, 7, 3, 9, 7, 0)
+        return (1, 0, item.pm, item.pn, self.taken - 1, self.taken, 100 + self.taken, 0)
+
     def pass_gate(self, over: int, worker: int, batch: int, pm: int, pn: int, *rest: Any) -> tuple[int, ...]:
         """The waits of an item; a launch that is over makes none."""
         item = self.item
         assert item is not None, "STOP has no gate"
         assert (pm, pn) == (item.pm, item.pn), "a gate knows rows and columns of the output"
         tile = (ROWS, self.shape.columns)
-        assert rest[-5:] == (*(tile[::-1] if self.swapped else tile), "uniform", "none", 0)
+        assert rest[-6:-1] == (*(tile[::-1] if self.swapped else tile), "uniform", "none", 0)
+        assert rest[-1] == (100 + self.taken if self.ordered else 0), "what the item was waited for"
         if not over:
             self.log.append(Pass(item))
             over = int(self.items.index(item) >= self.over)
@@ -523,7 +538,7 @@ TEXTS = (
     multiply_text.zero, multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
     epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
     epilogue_text.hold, epilogue_text.finish_strip, epilogue_text.settle, gate_text.counts_out, gate_text.begin_gate,
-    gate_text.pass_item, gate_text.end_gate,
+    gate_text.take_arrived, gate_text.pass_item, gate_text.end_gate,
 )  # fmt: skip
 
 
@@ -746,6 +761,18 @@ def test_parts_of_a_launch_that_is_over_are_settled_as_is_explored(shape, counte
         kernel.operations(None)
         for who in range(shape.ring.num_consumers):
             assert unmet(kernel.operations(who)) == of_math(shape.ring, items, who, counted, over)
+
+
+@pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
+def test_in_arrival_order_items_go_the_same_way(shape):
+    for steps, count in ((1, 1), (1, 4), (3, 3)):
+        items = [item._replace(k_begin=0, k_end=steps) for item in items_of((steps,) * count)]  # whole tiles
+        for over in (ALREADY, *range(count), NEVER):
+            kernel = Kernel(shape, items, over=over, ordered=steps)
+            assert kernel.operations(None) == of_load(shape.ring, items, over)
+            assert kernel.taken == count + 1
+            for who in range(shape.ring.num_consumers):
+                assert kernel.operations(who) == of_math(shape.ring, items, who, over=over)
 
 
 def test_a_gate_is_told_the_outputs_rows_and_columns_when_operands_are_swapped():

@@ -92,7 +92,7 @@ class TestRefused:
             ({"backend": "hopper"}, ValueError, "backend='hopper' with device=cpu: it is for GPUs; leave it away"),
             ({"stages": 4}, ValueError, "stages=4 with device=cpu: it is for GPUs; leave it away"),
             ({"device": "h100", "dtype": "bfloat16", "backend": "portable", "stages": 4}, ValueError, "variant=None, stages=4 with backend='portable': only 'hopper' and 'cdna' have them; leave them away"),
-            ({"tile": (50, 30), "order": "0123"}, TypeError, "order: '0'; a tile is an id pm * num_n + pn or a pair (pm, pn)"),
+            ({"tile": (50, 30), "order": "0123"}, ValueError, "order='0123'; by name it is one of arrival, chunk_major"),
         ],
     )  # fmt: skip
     def test_bad_arguments(self, arguments, error, message):

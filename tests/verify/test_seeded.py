@@ -15,6 +15,7 @@ from tilestream.verify import (
     seeded_buffers,
     seeded_drain,
     seeded_gather,
+    seeded_order,
     seeded_publish,
     seeded_ring,
     seeded_settle,
@@ -150,8 +151,8 @@ SUMS = ("produce", "scatter", "add_up")
 def written():
     """The names of what the files of seeded bugs define."""
     modules = (
-        seeded_workers, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention, seeded_gather,
-        seeded_publish, seeded_sums,
+        seeded_workers, seeded_order, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention,
+        seeded_gather, seeded_publish, seeded_sums,
     )  # fmt: skip
     for module in modules:
         for name, value in vars(module).items():

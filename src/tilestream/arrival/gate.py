@@ -3,6 +3,9 @@
 `Gate.needs` says which chunks an item needs: a function of the rows it reads, after raster and pivot, and of nothing
 else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
 `Wait` and is told whether the chunk has arrived.
+
+In arrival order a worker takes an item only after its chunks were seen, and then passes this gate like any other: the
+gate is what makes it right, the order what keeps it from waiting there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from tilestream.arrival.chunks import Chunks
 from tilestream.schedule.grid import WorkItem
+from tilestream.schedule.schedule import Schedule
 
 
 class Wait(NamedTuple):
@@ -139,3 +143,31 @@ def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, t
                 seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
             )
     return True, seen
+
+
+def arrival_order(schedule: Schedule, gate: Gate) -> tuple[int, ...]:
+    """Where a schedule's queues end in arrival order: each position behind which tiles read other chunks.
+
+    Parameters
+    ----------
+    schedule
+        Of one queue, in a raster that goes through what arrives chunk by chunk: between two positions that are a
+        multiple of the other dimension's tiles all tiles read the same chunks.
+    gate
+        Of one operand.
+    """
+    grid = schedule.grid
+    ends: list[int] = []
+    before: tuple[int, ...] = ()
+    for position in range(0, grid.tiles, grid.num_m if gate.rows is None else grid.num_n):
+        chunks = tuple(need.chunk for need in gate.needs(schedule.ticket(0, position)[0]))
+        if position and chunks != before:
+            ends.append(position)
+        before = chunks
+    return (*ends, grid.tiles)
+
+
+def chunks_of(schedule: Schedule, gate: Needs) -> tuple[tuple[int, ...], ...]:
+    """For each queue in arrival order: the chunks that its items read, all the same."""
+    firsts = (schedule.ticket(queue, 0)[0] for queue in range(schedule.queues))
+    return tuple(tuple(need.chunk for need in gate.needs(item)) for item in firsts)

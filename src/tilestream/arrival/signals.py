@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableSequence, Sequence
 from enum import Enum, auto
 from typing import ClassVar
 
@@ -211,17 +211,28 @@ class Signals:
         over
             The launch's abort word. Whoever sets it rings.
         """
+        return self.wait_any(((chunk,),), epoch, deadline, over)[0]
+
+    def wait_any(
+        self, sets: Sequence[Sequence[int]], epoch: int, deadline: float, over: Callable[[], bool]
+    ) -> tuple[Outcome, int]:
+        """As `wait`, until all chunks of one of several sets have arrived; with that, the first such set.
+
+        Where it ends otherwise, -1.
+        """
         pause = _LONGEST_SLEEP if self._own else POLL_SECONDS[0]
         with self._bell:
-            while not self.arrived(chunk, epoch):
+            while True:
+                for number, chunks in enumerate(sets):
+                    if all(self.arrived(chunk, epoch) for chunk in chunks):
+                        return Outcome.ARRIVED, number
                 if self.error(epoch) is not None:
-                    return Outcome.FAILED
+                    return Outcome.FAILED, -1
                 if over():
-                    return Outcome.OVER
+                    return Outcome.OVER, -1
                 remaining = deadline - time.perf_counter()
                 if remaining <= 0:
-                    return Outcome.EXPIRED
+                    return Outcome.EXPIRED, -1
                 self._bell.wait(min(remaining, pause))
                 if not self._own:
                     pause = min(2 * pause, POLL_SECONDS[1])
-            return Outcome.ARRIVED

@@ -237,7 +237,8 @@ def gate_arguments(plan: Plan) -> GateArguments:
         return Pointer("int32", 4), Pointer("int32", 4), None if incoming.chunks.rows_per_chunk else Pointer("int32")
 
     channel = None if plan.gate is None else Pointer("int64")
-    return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel)
+    queues = Pointer("int32") if plan.schedule.split == "chunks" else None
+    return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel, queues)
 
 
 def cdna_gemm(question: Question) -> Source:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
-from tilestream.arrival.gate import Gate
+from tilestream.arrival.gate import Gate, chunks_of
 from tilestream.plan.plan import Plan
 from tilestream.schedule.grid import WorkItem
 
@@ -25,6 +25,8 @@ class GateArguments(NamedTuple):
         Of A's rows; None, and an epoch of 1, where they are all there. The same for B's columns.
     records, claims
         The device's error channel.
+    queue_table
+        In arrival order, see `queue_table`.
     allowed
         Nanoseconds.
     op
@@ -39,12 +41,23 @@ class GateArguments(NamedTuple):
     column_table: Any = None
     records: Any = None
     claims: Any = None
+    queue_table: Any = None
     row_epoch: int = 1
     row_key: int = 0
     column_epoch: int = 1
     column_key: int = 0
     allowed: int = 0
     op: int = 0
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """What has an address, in the kernels' order."""
+        return self[:9]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The rest."""
+        return self[9:]
 
 
 NO_GATE = GateArguments()
@@ -126,3 +139,17 @@ def chunk_table(plan: Plan, operand: int) -> list[int] | None:
     needed = [_needs(gate, item, operand) for item in _tiles(plan, operand)]
     starts = itertools.accumulate(map(len, needed), initial=len(needed) + 1)
     return [*starts, *itertools.chain.from_iterable(needed), *_unread(plan, operand)]
+
+
+def queue_table(plan: Plan) -> list[int] | None:
+    """In arrival order, what a worker knows of the queues; None otherwise.
+
+    Entry ``q`` is the position that queue ``q`` begins with, and the last of these the number of tiles. As many entries
+    behind them say where in the table each queue's chunks begin, and the last where they all end.
+    """
+    schedule, gate = plan.schedule, plan.gate
+    if schedule.split != "chunks" or gate is None:
+        return None
+    chunks = chunks_of(schedule, gate)
+    starts = itertools.accumulate(map(len, chunks), initial=2 * schedule.queues + 2)
+    return [0, *schedule.ends, *starts, *itertools.chain.from_iterable(chunks)]

@@ -9,7 +9,7 @@ import torch
 
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_table
+from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_table, queue_table
 from tilestream.kernels.portable.schedule import RECORD
 from tilestream.kernels.spans import SpanLog
 from tilestream.plan.plan import Plan
@@ -80,6 +80,7 @@ class Launch:
         self.plan = plan
         self.table = Table(plan.schedule.raster.table)
         self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
+        self._queues = Table(queue_table(plan))
         self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
     def __call__(
@@ -110,7 +111,7 @@ class Launch:
         report = channel(device)
         return GateArguments(
             rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
-            report.records, report.claims, rows[2], rows[3], columns[2], columns[3],
+            report.records, report.claims, self._queues.on(device), rows[2], rows[3], columns[2], columns[3],
             int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
         )  # fmt: skip
 

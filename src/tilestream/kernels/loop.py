@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from tilestream.arrival.gate import Needs, See, Seen, Wait, pass_gate
 from tilestream.schedule.grid import WorkItem
-from tilestream.schedule.schedule import Cursor, Peek, Schedule, Take, take
+from tilestream.schedule.schedule import Cursor, Peek, Ready, Schedule, Take, take
 
 
 class Poll(NamedTuple):
@@ -157,7 +157,7 @@ class Quarantine(NamedTuple):
     """
 
 
-Operation = Take | Peek | Wait | Poll | Compute | Count | Reduce
+Operation = Take | Peek | Ready | Wait | Poll | Compute | Count | Reduce
 Settling = Look | Write | Add | Restore | AddUp
 DrainingOperation = Operation | Settling | Poison | Leave | See | Reset | Quarantine
 
@@ -220,7 +220,7 @@ def work_through(
 
 def take_and_pass(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
-) -> Generator[Take | Peek | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
+) -> Generator[Take | Peek | Ready | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
     """The first half of `work_through`: an item, whether it is to be computed or poisoned, and the state behind it.
 
     With warp specialisation that is the load warp's half, and what follows the math warps'.

@@ -9,6 +9,7 @@ from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.plan import cdna_tiles, hopper, tma
+from tilestream.plan.arrival_order import OrderName
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.known import KNOWN, named
@@ -39,7 +40,7 @@ def plan(
     workers: int | None = None,
     schedule: str = "auto",
     tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
+    order: TileOrder | OrderName | None = None,
     queues: int | None = None,
     shares: int | None = None,
     arrival: Arrival | None = None,
@@ -77,6 +78,8 @@ def plan(
     order
         Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
         or pairs, in order (give ``tile`` too, so that you know how many there are). Each batch is done in this order.
+        Where an operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice
+        where it can), or ``"chunk_major"``, from the pivot on whatever arrives.
     queues, shares
         Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
     arrival, weight_arrival
@@ -119,7 +122,14 @@ def plan(
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival)):
         if coming is not None and not isinstance(coming, Arrival):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
-    if order is not None and not callable(order) and not isinstance(order, Sequence):
+    if isinstance(order, str):
+        if order not in get_args(OrderName):
+            raise ValueError(f"order={order!r}; by name it is one of {', '.join(get_args(OrderName))}")
+        if arrival is None and weight_arrival is None:
+            raise ValueError(
+                f"order={order!r}: nothing arrives; give arrival or weight_arrival, or your own order of tiles"
+            )
+    elif order is not None and not callable(order) and not isinstance(order, Sequence):
         raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
         if value is not None and (not _whole(value) or value < 1):
@@ -167,7 +177,7 @@ def plan(
         b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    if order is not None:
+    if order is not None and not isinstance(order, str):
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
         return plan_problem.__wrapped__(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,

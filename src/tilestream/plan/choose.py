@@ -8,6 +8,7 @@ import math
 from typing import get_args
 
 from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned
+from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.plan import Plan, Refusal, of_candidate
@@ -34,7 +35,7 @@ def plan_problem(
     workers: int | None = None,
     schedule: str = "auto",
     tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
+    order: TileOrder | OrderName | None = None,
     queues: int | None = None,
     shares: int | None = None,
     default_workers: int | None = None,
@@ -50,6 +51,9 @@ def plan_problem(
     ``limit``: see `tilestream.plan.limit`; ``consult``: whether what was measured counts, see `tilestream.plan.tuned`.
     """
     device = device or cpu_properties()
+    named, order = (order, None) if isinstance(order, str) else (None, order)
+    if named == "arrival" and schedule == "auto":
+        schedule = "dynamic"
     kinds, refused = _kinds(schedule, queues, shares)
     arriving = problem.rows is not None or problem.columns is not None
     arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
@@ -59,7 +63,7 @@ def plan_problem(
         name
         for name, given in (
             ("workers", workers), ("a limit of workers", limited and not workers), ("schedule", schedule != "auto"),
-            ("tile", tile), ("order", order is not None), ("queues", queues), ("shares", shares),
+            ("tile", tile), ("order", order is not None or named is not None), ("queues", queues), ("shares", shares),
         )
         if given
     ]  # fmt: skip
@@ -100,6 +104,10 @@ def plan_problem(
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (_no_stream_k(problem, name, best, found),)
     refused += (elsewhere,)
+    if arriving:
+        best, why = in_arrival_order(problem, name, best, order is not None, named, queues)
+        if why:
+            refused += (Refusal("arrival order", why),)
     made = of_candidate(problem, device, name, best, why.format(len(found)), refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))

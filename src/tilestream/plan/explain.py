@@ -55,10 +55,15 @@ def _schedule(plan: Plan) -> list[tuple[str, str]]:
     order = f"{raster.order}{first}, group {raster.group}"
     if raster.table is not None:
         order = f"a table of {len(raster.table)} tiles"
+    ordered = []
+    if schedule.split == "chunks":
+        cost = "an atomic add an item, and for each queue and worker a look at each chunk, an atomic max, a void ticket"
+        ordered = [("order", f"in arrival order, from the first queue whose chunks were seen: {cost}")]
     return [
         ("tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"),
         ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"),
         ("raster", order),
+        *ordered,
     ]
 
 

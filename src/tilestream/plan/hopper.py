@@ -268,8 +268,9 @@ def candidates(
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
-        if arriving(problem) > 1 and len(widths(row.columns, widest(problem))) > 1:  # the load warp spills: `no_parts`
-            continue
+        parts = len(widths(row.columns, widest(problem)))
+        if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(arriving(problem), 1):
+            continue  # the load warp spills: `no_parts`
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
             continue

@@ -11,7 +11,7 @@ from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.explain import explain
 from tilestream.plan.floor import Floor
-from tilestream.plan.problem import Problem
+from tilestream.plan.problem import Problem, gate_of
 from tilestream.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -97,12 +97,7 @@ class Plan:
     @property
     def gate(self) -> Gate | None:
         """What items wait for; None, and then no gate code runs, where all is there at launch."""
-        problem = self.problem
-        if problem.rows is None and problem.columns is None:
-            return None
-        rows = problem.rows.chunks if problem.rows is not None else None
-        columns = problem.columns.chunks if problem.columns is not None else None
-        return Gate(problem.m, problem.n, *self.tile, rows, columns, problem.row_of_batch)
+        return gate_of(self.problem, self.tile)
 
     @property
     def label(self) -> str:
@@ -112,6 +107,8 @@ class Plan:
             return f"{self.backend} inline"
         each = schedule.split == "strides"
         queues = f", {schedule.queues} queues" if schedule.queues > 1 and not each else ""
+        if schedule.split == "chunks":
+            queues += " in arrival order"
         backend = f"{self.backend} {self.variant}" if self.backend in ("hopper", "cdna") else self.backend
         return (
             f"{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}, "

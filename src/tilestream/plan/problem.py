@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.gate import Gate
 
 #: The kinds of 8 bits: OCP's, and those that AMD's gfx942 has matrix units for. They have another exponent, no infinity
 #: and no negative zero: of the same bits the value is half.
@@ -188,3 +189,12 @@ class Problem:
             if self.m
             else ()
         )
+
+
+def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:
+    """What items of ``tile`` rows and columns wait for; None where all is there at launch."""
+    if problem.rows is None and problem.columns is None:
+        return None
+    rows = problem.rows.chunks if problem.rows is not None else None
+    columns = problem.columns.chunks if problem.columns is not None else None
+    return Gate(problem.m, problem.n, *tile, rows, columns, problem.row_of_batch)

@@ -51,12 +51,12 @@ def _by_chunks(
     if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
         begin = chunks.pivot_tile(pivot, block, num)
         return Raster("chunk_major", group, begin, min(chunks.rows_per_chunk // block, num), transposed)
+    needs = [chunks.of_rows(tile * block, min(rows, (tile + 1) * block)) for tile in range(num)]
     of_tile = min if first else max
-    ready = [
-        of_tile((chunk - pivot) % chunks.count for chunk in chunks.of_rows(tile * block, min(rows, (tile + 1) * block)))
-        for tile in range(num)
-    ]
-    return by_arrival(ready, others, group, transposed)
+    # Apart, too, those that wait for others beside the last: in arrival order, a queue each.
+    when = [(of_tile((chunk - pivot) % chunks.count for chunk in need), () if first else need) for need in needs]
+    ranks = {key: rank for rank, key in enumerate(sorted(set(when)))}
+    return by_arrival([ranks[key] for key in when], others, group, transposed)
 
 
 def split_of(raster: Raster) -> Split:

@@ -2,7 +2,7 @@
 
 from tilestream.schedule.grid import INT31, Grid, WorkItem
 from tilestream.schedule.order import Order, Raster, TileOrder, by_arrival, by_cost, table_raster
-from tilestream.schedule.schedule import Cursor, Kind, Peek, Schedule, Split, Take, take
+from tilestream.schedule.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take
 
 __all__ = [
     "INT31",
@@ -12,6 +12,7 @@ __all__ = [
     "Order",
     "Peek",
     "Raster",
+    "Ready",
     "Schedule",
     "Split",
     "Take",

@@ -1,8 +1,8 @@
 """`Schedule`: which worker does which work item next, and `take`, the protocol by which a worker finds out.
 
-`take` is a generator: it yields the operations on shared memory it needs (`Take`, `Peek`) and is sent their results.
-Whoever drives it decides what they mean. The CPU backend performs them on locked counters; `tilestream.verify` performs
-them on every interleaving of several workers; tests perform them in any order they like. All run this text.
+`take` is a generator: it yields the operations on shared memory it needs (`Take`, `Peek`, `Ready`) and is sent their
+results. Whoever drives it decides what they mean. The CPU backend performs them on locked counters; `tilestream.verify`
+performs them on every interleaving of several workers; tests perform them in any order they like. All run this text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from tilestream.schedule import queues as queue_rules
@@ -19,7 +20,11 @@ from tilestream.schedule.integers import part_begin, part_of, part_size
 from tilestream.schedule.order import ROW_MAJOR, Raster
 
 Kind = Literal["static", "dynamic", "stream_k"]
-Split = Literal["items", "columns", "rows", "strides"]
+Split = Literal["items", "columns", "rows", "strides", "chunks"]
+
+#: Queues of a schedule that is split at its chunks, at most: a worker remembers those it has found empty in one word,
+#: and one register is what the load warp of the Hopper kernel has left for it.
+MOST_QUEUES = 32
 
 
 class Take(NamedTuple):
@@ -34,6 +39,20 @@ class Peek(NamedTuple):
     queue: int
 
 
+class Ready(NamedTuple):
+    """Wait until what the items of one of several queues read has arrived, under the launch's deadline and abort word.
+
+    Answer: the first of these queues of which that was seen; -1: the launch is over, or its deadline has passed.
+
+    Attributes
+    ----------
+    queues
+        As bits.
+    """
+
+    queues: int
+
+
 class Cursor(NamedTuple):
     """Where a worker stands in the schedule: all it remembers from one `take` to the next.
 
@@ -46,6 +65,8 @@ class Cursor(NamedTuple):
         one more than the number of queues where that was found empty, and it has to look.
     share, unit, unit_end
         ``stream_k``: the share in progress, and the units of it that are left; none where ``unit == unit_end``.
+    queue, empty
+        In arrival order: the queue of the item before, and those that this worker has found empty, as bits.
     """
 
     ticket: int = 0
@@ -53,6 +74,8 @@ class Cursor(NamedTuple):
     share: int = -1
     unit: int = 0
     unit_end: int = 0
+    queue: int = -1
+    empty: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,11 +98,15 @@ class Schedule:
         What queues divide: the raster's positions, each queue having a run of them (``items``) or one in so many
         (``strides``: with a queue a worker, what ``static`` would give that worker); or the tiles' columns or rows,
         each queue then going through its stripe in the raster's order. Where chunks arrive, queues split the dimension
-        that does not, so that a late chunk idles nobody's queue.
+        that does not, so that a late chunk idles nobody's queue. Or (``chunks``: *arrival order*) the positions where
+        the raster comes to tiles that read other chunks: then a worker takes from the first queue whose chunks it has
+        seen.
     first_batch
         The batch to start from; the others follow in order and wrap around.
     shares
         Into how many shares stream-K cuts the remainder; 0 for one per worker, at most one per unit.
+    ends
+        ``split="chunks"``: the position behind each queue's last; see `tilestream.arrival.gate.arrival_order`.
 
     Raises
     ------
@@ -95,6 +122,7 @@ class Schedule:
     split: Split = "items"
     shares: int = 0
     first_batch: int = 0
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in (("kind", get_args(Kind)), ("split", get_args(Split))):
@@ -111,6 +139,8 @@ class Schedule:
             raise ValueError(
                 f"Schedule: split={self.split!r} with kind={self.kind!r}; only dynamic has queues to split"
             )
+        if self.split == "chunks" or self.ends:
+            self._check_ends()
         if self.kind != "stream_k" and self.shares:
             raise ValueError(f"Schedule: shares={self.shares} with kind={self.kind!r}; only stream_k cuts a remainder")
         if self.units >= INT31:
@@ -129,6 +159,19 @@ class Schedule:
                 "Schedule: split='columns' where columns arrive; queues split the one that does not arrive"
             )
         self.raster.check(self.grid)
+
+    def _check_ends(self) -> None:
+        ends = self.ends
+        if self.split != "chunks" or len(ends) != self.queues or self.queues > MOST_QUEUES:
+            raise ValueError(
+                f"Schedule: {len(ends)} ends, queues={self.queues}, split={self.split!r}; split='chunks' has an end "
+                f"for each queue, and {MOST_QUEUES} queues at most"
+            )
+        if any(end <= begin for begin, end in pairwise((0, *ends))) or ends[-1] != self.grid.tiles:
+            raise ValueError(
+                f"Schedule: ends={list(ends)} with {self.grid.tiles} tiles; each queue has a tile at least, and the "
+                "last ends with the tiles"
+            )
 
     # Stream-K's remainder ------------------------------------------------------------------------------------------
 
@@ -184,11 +227,18 @@ class Schedule:
             return grid.batch * grid.num_m * part_size(grid.num_n, self.queues, queue)
         if self.split == "rows":
             return grid.batch * part_size(grid.num_m, self.queues, queue) * grid.num_n
+        if self.split == "chunks":
+            return self.ends[queue] - self._begin(queue)
         return part_size(self.full_tiles + self.num_shares, self.queues, queue)
+
+    def _begin(self, queue: int) -> int:
+        return self.ends[queue - 1] if queue else 0
 
     def ticket(self, queue: int, ticket: int) -> tuple[WorkItem, Cursor]:
         """The first work item of a ticket, and the cursor behind it."""
         grid = self.grid
+        if self.split == "chunks":
+            return self._whole(self._begin(queue) + ticket), Cursor()
         if self.split == "strides":
             return self._whole(queue + ticket * self.queues), Cursor()
         if self.split == "items":
@@ -249,13 +299,14 @@ class Schedule:
 
 def take(
     schedule: Schedule, worker: int, cursor: Cursor
-) -> Generator[Take | Peek, int, tuple[WorkItem | None, Cursor]]:
+) -> Generator[Take | Peek | Ready, int, tuple[WorkItem | None, Cursor]]:
     """The protocol by which ``worker`` takes its next work item; None is STOP.
 
     ::
 
         a share in progress:  its next part
         static:               own position, no shared memory touched
+        arrival order:        see `take_ready`
         from its own queue until that is empty, then from where it has stolen until that is:
                               ticket = add(queue, 1); valid -> item
         until none is left anywhere:
@@ -274,6 +325,8 @@ def take(
             return None, cursor
         item, _ = schedule.ticket(0, position)
         return item, cursor._replace(ticket=cursor.ticket + 1)
+    if schedule.split == "chunks":
+        return (yield from take_ready(schedule, cursor))
     home, none = queue_rules.home_queue(worker, schedule.queues), schedule.queues + 1
     if cursor.source < none:
         queue = cursor.source - 1 if cursor.source else home
@@ -294,3 +347,37 @@ def take(
         if ticket < schedule.queue_size(victim):
             item, behind = schedule.ticket(victim, ticket)
             return item, behind._replace(source=victim + 1)
+
+
+def take_ready(schedule: Schedule, cursor: Cursor) -> Generator[Take | Ready, int, tuple[WorkItem | None, Cursor]]:
+    """`take` in arrival order: an item only of a queue whose chunks were seen; blocked on all queues, not on one.
+
+    ::
+
+        until each queue was found empty:
+            the queue of the item before, or else the first that is ready     # waits while none is
+            ticket = add(queue, 1); valid -> item
+            void: that queue is empty for good
+
+    A worker that is told that the launch is over, or that its deadline has passed, takes from the first queue that it
+    has not found empty: the gate of that item is where an expiry is found, recorded, and the item given up. So each
+    queue's items are taken once, whatever arrives, and each worker draws one void ticket from each queue at most.
+    """
+    queue, empty = cursor.queue, cursor.empty
+    every = (1 << schedule.queues) - 1
+    while empty != every:
+        if queue < 0:
+            queue = yield Ready(every & ~empty)
+            if queue < 0:
+                queue = first_of(every & ~empty)
+        ticket = yield Take(queue)
+        if ticket < schedule.queue_size(queue):
+            item, behind = schedule.ticket(queue, ticket)
+            return item, behind._replace(queue=queue, empty=empty)
+        queue, empty = -1, empty | 1 << queue
+    return None, Cursor(empty=empty)
+
+
+def first_of(queues: int) -> int:
+    """The first of queues that are given as bits."""
+    return (queues & -queues).bit_length() - 1

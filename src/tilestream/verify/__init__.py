@@ -5,7 +5,8 @@ Seven models, each explored through every interleaving:
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
    whose workers hand in NaN until no item is left, the last of them out resetting the words; and both ways to hand in
-   the parts of a tile, `hand_in` and `settle`.
+   the parts of a tile, `hand_in` and `settle`. Also in arrival order (`arrival_order`), where nobody may wait beside
+   work.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`): the
    Hopper kernel, operation by operation.
 3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel,
@@ -30,8 +31,8 @@ of `settle`. A property can be broken in two places: the memory the workers shar
 counts, slots of partials, the output), and one worker's rings and C buffers.
 
 *Interface.* What a worker's loops tell each other is the sequence of items handed on, then STOP. Rings are private to
-the worker, C buffers to a math loop; the load loop touches shared memory only in Poll, Take, Peek and Wait, the math
-loop only from the epilogue on.
+the worker, C buffers to a math loop; the load loop touches shared memory only in Poll, Take, Peek, Ready and Wait, the
+math loop only from the epilogue on.
 
 *Rings.* Model 2 assumes nothing of the sequence but that it is one of items with positive K counts, each handed on
 after its gate, ended by STOP: it lets any item or STOP come at any moment. So whatever the schedule, the other workers,
@@ -44,11 +45,11 @@ inside of the item: its load loop fills the stages of what does not come with no
 *Workers.* Model 1 assumes of Compute that it is done once, in bounded own steps, after its gate and before the Count of
 the same item: what model 2 gives. It takes Compute, and Count, as done before the worker's next Poll. In the whole, the
 load loop may be ahead of its math loop by the item ring. Then load operations of later items come earlier, relative to
-the epilogue, Count and Reduce of earlier ones, than in model 1. They commute: Poll, Take, Peek and Wait read nothing
-those write, and the other way round. Moving each back behind the earlier items' Count gives a run in model 1's order,
-with the same items taken, chunks seen and partials added. One thing does not move: an expiry may find a worker with
-items handed on and not finished. They are finished all the same, their chunks being there: model 1's order has them
-finished just before the expiry.
+the epilogue, Count and Reduce of earlier ones, than in model 1. They commute: Poll, Take, Peek, Ready and Wait read
+nothing those write, and the other way round. Moving each back behind the earlier items' Count gives a run in model 1's
+order, with the same items taken, chunks seen and partials added. One thing does not move: an expiry may find a worker
+with items handed on and not finished. They are finished all the same, their chunks being there: model 1's order has
+them finished just before the expiry.
 
 *Two consumers.* In ping-pong the epilogues of neighbouring items overlap, so what a worker does to hand in one item may
 come before that of the item before it. Of different tiles these commute: count, slots and output are the tile's own. Of

@@ -17,6 +17,7 @@ KINDS: dict[str, str] = {
     "count not restored": "a count is not zero when the launch is over",
     "counter out of bounds": "a counter passes the base of the next launch",
     "signal out of range": "a wait for a chunk that does not exist",
+    "idle beside work": "a worker waits, and an item is left whose chunks have arrived",
     "gate ignored": "an item is done although its gate said that the launch is over",
     "poisoned in vain": "an item is poisoned by a worker that nobody told that the launch is over",
     "poison lost": "a tile with a poisoned part is stored as a number",

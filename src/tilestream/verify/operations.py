@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tilestream.arrival.gate import See, Wait
 from tilestream.kernels.loop import AddUp, Compute, Poison, Poll, Quarantine, Reduce, Reset, Restore, Write
-from tilestream.schedule import Peek, Take, WorkItem
+from tilestream.schedule import Peek, Ready, Take, WorkItem
 from tilestream.verify.oracle import Oracle
 
 
@@ -63,11 +63,18 @@ SILENT: frozenset[type] = frozenset(
 )
 
 
+def queues_of(op: Ready) -> list[int]:
+    """The queues of which one is waited for, first to last."""
+    return [queue for queue in range(op.queues.bit_length()) if op.queues >> queue & 1]
+
+
 def say(op: Any, oracle: Oracle) -> str:
     """An operation in a trace."""
     name = type(op).__name__.lower()
     if isinstance(op, Take | Peek):
         return f"{name}(queue {op.queue})"
+    if isinstance(op, Ready):
+        return f"ready(queue {' or '.join(map(str, queues_of(op)))})"
     if isinstance(op, Wait | See):
         chunk = oracle.names(oracle.bit(op.operand, op.chunk)) or f"chunk {op.chunk}"
         return f"wait({chunk}, for tile {op.item.tile})" if isinstance(op, Wait) else f"see({chunk})"
@@ -84,7 +91,9 @@ def say_answer(op: Any, answer: Any) -> str:
     """What an operation was answered, behind it in a trace."""
     if type(op) in SILENT:
         return ""
-    if type(op) in WAITS:
+    if type(op) is Ready:
+        answer = f"queue {answer}" if answer >= 0 else "the launch is over, or its deadline has passed"
+    elif type(op) in WAITS:
         answer = "arrived" if answer else "the launch is over"
     elif type(op) in POLLS:
         answer = "the launch is over" if answer else "go on"

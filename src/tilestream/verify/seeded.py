@@ -15,6 +15,7 @@ from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_gather as g
+from tilestream.verify import seeded_order as o
 from tilestream.verify import seeded_publish as p
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
@@ -22,6 +23,7 @@ from tilestream.verify import seeded_shared_attention as k
 from tilestream.verify import seeded_shared_ring as h
 from tilestream.verify import seeded_sums as q
 from tilestream.verify import seeded_workers as w
+from tilestream.verify.arrival_order import ordered
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.attention_protocol import LoadTurn as LoadLoop
@@ -82,8 +84,8 @@ class SeededBug:
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
-        *_gates(), *_programs(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(), *_shared(),
-        *_attentions(), *_gathers(), *_publishes(), *_sums(),
+        *_gates(), *_programs(), *_orders(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(),
+        *_shared(), *_attentions(), *_gathers(), *_publishes(), *_sums(),
     )  # fmt: skip
 
 
@@ -166,6 +168,27 @@ def _programs() -> tuple[SeededBug, ...]:
         ("done though its gate failed", "gate ignored", w.computes_all_the_same, expiring(w.computes_all_the_same)),
     )  # fmt: skip
     return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+
+
+def _orders() -> tuple[SeededBug, ...]:
+    def chunked(program: Program) -> tuple[WorkersCase, ...]:
+        return tuple(
+            ordered(workers, num_m, bounds=bounds, program=program)
+            for workers, num_m, bounds in (
+                (1, 1, (0, 2)), (1, 2, (0, 2, 4)), (1, 2, (0, 1, 4)), (2, 2, (0, 2, 4)), (2, 3, (0, 2, 4, 6)),
+            )
+        )  # fmt: skip
+
+    rows: tuple[tuple[str, str, Program], ...] = (
+        ("ticket drawn unseen", "idle beside work", o.drawn_unseen),
+        ("waits for one queue", "idle beside work", o.waits_for_one_queue),
+        ("queue passed for good", "missing work", o.passed_for_good),
+        ("empty queue forgotten", "counter out of bounds", o.empty_queue_forgotten),
+        ("stops with its queue", "missing work", o.stops_with_its_queue),
+        ("waits after the end", "livelock", o.waits_after_the_end),
+        ("ready is enough", "read before arrival", o.ready_is_enough),
+    )
+    return tuple(SeededBug(name, kind, "workers", _says(program), chunked(program)) for name, kind, program in rows)
 
 
 def _drains() -> tuple[SeededBug, ...]:

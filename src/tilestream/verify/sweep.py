@@ -12,6 +12,7 @@ from tilestream.arrival.gate import Gate
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
+from tilestream.verify import arrival_order
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.gather import GatherCase
@@ -27,6 +28,9 @@ from tilestream.verify.workers import Drain, Program, WorkersCase
 Level = Literal["quick", "full"]
 Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase
 MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums")
+
+#: What queues split where no chunk decides it: `tilestream.verify.arrival_order` has the rest.
+SPLITS: tuple[Split, ...] = ("items", "columns", "rows")
 
 #: Rows in chunks, under row tiles of 2: alike, straddling tiles, one chunk in the middle of a tile, one without rows.
 LAYOUTS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -125,7 +129,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
     for w, (num_m, num_n), order in product((1, 2, 3), ((1, 1), (2, 2), (3, 2)), orders):
         yield matmul("static", w, num_m, num_n, order=order)
         yield matmul("stream_k", w, num_m, num_n, order=order, k=2)
-        for queues, split in product((1, 2, 3), get_args(Split)):
+        for queues, split in product((1, 2, 3), SPLITS):
             yield matmul("dynamic", w, num_m, num_n, order=order, queues=queues, split=split)
     # Rows or columns arrive; 1 to 3 workers.
     for w, num_m in product((1, 2, 3), (1, 2, 3, 4) if full else (1, 2, 3)):
@@ -139,6 +143,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
                     yield matmul(
                         "dynamic", w, 2, num_m, bounds=bounds, pivot=pivot, queues=2, split="rows", weight=True
                     )
+    yield from arrival_order.configurations(full)
     yield from _fewer_running(full)
     yield from _drained(full)
     yield from _settled(full)
@@ -312,6 +317,8 @@ def products(level: Level) -> Iterator[ProductCase]:
         yield ProductCase(matmul("stream_k", 2, 1, k=2, running=running, settled=True), Ring(2, 2, consumers))
     gated = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True)
     yield ProductCase(gated, Ring(1, 1, precise=True))
+    chunked = arrival_order.ordered(2 if level == "full" else 1, 2, bounds=(0, 2, 4), pivot=1, drain="reset")
+    yield ProductCase(chunked, Ring(2, 1))
     if level == "full":
         yield ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 2, "ping_pong"))
         yield ProductCase(gated, Ring(2, 2))

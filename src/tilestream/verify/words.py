@@ -2,6 +2,8 @@
 
 =====================  ==========================================================================================
 ``Take``, ``Peek``     atomic on a counter that starts at the launch's base, here 0
+``Ready``              one of its queues, any of those whose chunks' signals are all up; -1 once the abort word is set,
+                       or where this worker's deadline has passed; either, where both are so; else blocked
 ``Wait``, ``See``      1 once the signal is up; 0 once the abort word is set; either, where both are so; else blocked
 ``Poll``               the abort word; 1 too where the launch found its signals in quarantine
 ``Compute``            reads its rows and columns at once; a partial result is written, for others not yet visible
@@ -24,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilestream.arrival.gate import See, Wait
+from tilestream.arrival.gate import See, Wait, chunks_of
 from tilestream.kernels.loop import (
     Add,
     AddUp,
@@ -40,7 +42,7 @@ from tilestream.kernels.loop import (
     Restore,
     Write,
 )  # fmt: skip
-from tilestream.schedule import Peek, Take, WorkItem
+from tilestream.schedule import Peek, Ready, Take, WorkItem
 from tilestream.schedule.queues import next_base
 from tilestream.verify import operations as ops
 from tilestream.verify.faults import Fault
@@ -68,20 +70,44 @@ class Words(Model):
         grid = schedule.grid
         # The abort word, the signals (chunks as bits), their mark, the exit count.
         self.aborted, self.signals, self.quarantined, self.left = range(private, private + 4)
-        # The truth: chunks that are there, K steps handed in, tiles stored, items computed after the expiry.
-        self.arrived, self.done, self.stored, self.late = range(private + 4, private + 8)
-        self.counter = private + 8
+        # The truth: chunks that are there, K steps handed in, tiles stored, items computed after the expiry; in arrival
+        # order, whether a worker has found its deadline passed where it waited for several queues.
+        self.arrived, self.done, self.stored, self.late, self.passed = range(private + 4, private + 9)
+        self.counter = private + 9
         self.partials = Partials(schedule, self.counter + schedule.queues, self.case.settled)
         self.end = self.partials.end
         self.all_steps = (1 << grid.k_steps) - 1
         self.oracle = Oracle(schedule, gate)
         self.all_chunks = (1 << self.oracle.chunks) - 1
+        self.wanted = self._wanted()
         self.expected = expected_tiles(schedule, self.case.running)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
         words = [0, 0, int(self.case.quarantined), 0]
-        return [*words, 0, 0, 0, 0, *[0] * self.case.schedule.queues, *self.partials.memory()]
+        return [*words, 0, 0, 0, 0, 0, *[0] * self.case.schedule.queues, *self.partials.memory()]
+
+    def _wanted(self) -> list[int]:
+        """In arrival order: by queue, the signals that a worker looks at before it takes from it, as bits."""
+        schedule, gate = self.case.schedule, self.case.gate
+        if schedule.split != "chunks":
+            return []
+        assert gate is not None, "arrival order without a gate"
+        operand = 0 if gate.rows is not None else 1
+        return [sum(self.oracle.bit(operand, chunk) for chunk in of) for of in chunks_of(schedule, gate)]
+
+    def ready(self, op: Ready, m: Memory) -> list[int]:
+        """The queues of an operation whose chunks' signals are up."""
+        return [queue for queue in ops.queues_of(op) if not self.wanted[queue] & ~m[self.signals]]
+
+    def idle(self, m: Memory) -> int:
+        """The first queue with an item left and its chunks' signals up; -1 where there is none."""
+        sizes = map(self.case.schedule.queue_size, range(len(self.wanted)))
+        found = (
+            queue for queue, size in enumerate(sizes)
+            if m[self.counter + queue] < size and not self.wanted[queue] & ~m[self.signals]
+        )  # fmt: skip
+        return next(found, -1)
 
     # What operations mean -------------------------------------------------------------------------------------------
 
@@ -97,6 +123,8 @@ class Words(Model):
             # By signal, aborted. With reductions the chunk may arrive in the very operation, once the launch is over.
             answers = (((), (0, 1) if self.reduce else (0,)), ((1,), (0, 1)))
             return lambda pid, op, m: answers[1 if m[self.signals] & bit else 0][m[self.aborted]]
+        if kind is Ready:
+            return self._ready_answers
         if kind is Poll:
             return lambda pid, op, m: (m[self.aborted] | m[self.quarantined],)
         if kind is ops.PollAbort:
@@ -116,10 +144,18 @@ class Words(Model):
             return lambda pid, op, m: (m[self.left],)
         return None
 
+    def _ready_answers(self, pid: int, op: Ready, m: Memory) -> Sequence[int]:
+        if not m[self.aborted]:
+            return self.ready(op, m)
+        # As of a Wait: with reductions, chunks may arrive in the very operation, once the launch is over.
+        return [*(ops.queues_of(op) if self.reduce else self.ready(op, m)), -1]
+
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
         schedule = self.case.schedule
         kind = type(op)
+        if kind is Ready:
+            return (-1, *ops.queues_of(op))
         if kind is Take or kind is Peek:
             return range(next_base(0, schedule.queue_size(op.queue), schedule.workers) + 1)
         if kind is Count or kind is Add or kind is Look:
@@ -145,6 +181,7 @@ class Words(Model):
         """As `Model.performer_of`."""
         return {
             **dict.fromkeys(ops.WAITS, self._wait),
+            Ready: self._ready,
             Take: self._take,
             Compute: self._compute,
             Poison: self._poison,
@@ -168,6 +205,10 @@ class Words(Model):
             raise Fault("signal out of range", f"a wait for chunk {op.chunk} of {self.oracle.counts[op.operand]}")
         if answer:
             self._signal(bit, m)
+
+    def _ready(self, pid: int, op: Ready, answer: int, m: Memory) -> None:
+        if answer >= 0:
+            self._signal(self.wanted[answer], m)
 
     def _signal(self, bits: int, m: Memory) -> None:
         """Signals come up; the chunks have arrived, unless the signals are those of an earlier launch."""

@@ -18,6 +18,10 @@ they were), by `Drain`:
   left. The signals were so too, and when each chunk had arrived: none can come up for the next launch. Or, only where
   the launch was over, they are in quarantine.
 
+In arrival order, and until a worker finds its deadline passed where it waits for several queues: nobody waits, at a
+gate or for queues, while a queue has an item to take whose chunks have arrived. Only with that is "no order of arrival
+holds it up" more than "it ends"; and a gate never waits, whose item's chunks were seen.
+
 Either way, at most one item a worker is computed after an expiry. A launch whose words are reset leaves to the next
 either what it found, or signals in quarantine, which come up as they like and with nothing there
 (`WorkersCase.quarantined`). Both beginnings are explored: that is why graphs replay.
@@ -28,16 +32,19 @@ Reductions, and why they hide nothing:
   need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the same
   reason: what it needs (visible partials) only grows. So are *Write* and *AddUp*; what comes between them, a look at
   the count, adding to it and restoring it, is a step each.
-- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*. They change nothing; what delaying
-  takes away is an order in which one is answered "go on", then the deadline expires, then the worker's next operation
-  comes. That next operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and
-  operation change places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever
-  came between them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it
-  does not leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is
-  delayed. (The seeded bug "over asked too early" is one that delaying would hide.)
-- *Arrivals* are lazy: a chunk arrives only when a worker waits for it. Arriving enables that Wait and nothing else, and
-  a chunk that arrives as late as it can shows every read before arrival, every expiry, and every signal that is reset
-  before it came. So are signals that come up late, out of quarantine.
+- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*, but for arrival order, where a
+  Ready comes next, which looks at the abort word too. They change nothing; what delaying takes away is an order in
+  which one is answered "go on", then the deadline expires, then the worker's next operation comes. That next
+  operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and operation change
+  places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever came between
+  them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it does not
+  leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is delayed.
+  (The seeded bug "over asked too early" is one that delaying would hide.)
+- *Ready* is a step of its own. Its answers are more than a device gives, which looks at one queue after the other: any
+  queue whose chunks are there. And a deadline that has passed for one wait may not have for the next.
+- *Arrivals* are lazy: a chunk arrives only when a worker waits for it, or in arrival order for any. Arriving enables
+  that Wait (or Ready) and nothing else, and a chunk that arrives as late as it can shows every read before arrival,
+  every expiry, and every signal that is reset before it came. So are signals that come up late, out of quarantine.
 - *After an expiry* a worker that is at a Poll or a Wait goes first, alone. What it is answered depends on nobody: the
   abort word stays set while a worker is in, or else its Reset is the fault that is found. And what the worker then does
   up to its next operation on shared words (Poll, Take, Count, Leave) nobody can tell, but by the check of double work,
@@ -66,7 +73,7 @@ from tilestream.kernels.loop import (
     work,
     work_through,
 )  # fmt: skip
-from tilestream.schedule import Schedule
+from tilestream.schedule import Ready, Schedule
 from tilestream.schedule.queues import home_queue
 from tilestream.verify import operations as ops
 from tilestream.verify.faults import Fault
@@ -162,7 +169,9 @@ class WorkersModel(Words):
 
     def __init__(self, case: WorkersCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
-        self.delayed = WATCHES if case.drain == "leave" else frozenset()
+        # Not in arrival order: there a Ready may come next, which looks at the abort word.
+        leaves = case.drain == "leave" and case.schedule.split != "chunks"
+        self.delayed = WATCHES if leaves else frozenset()
         schedule = case.schedule
         shares_alike = schedule.kind != "static" and symmetry
         program = case.program or PROGRAMS[case.drain, case.settled]
@@ -201,7 +210,14 @@ class WorkersModel(Words):
         blocked = 0
         for pid, process in enumerate(self.processes):
             op = self.locals.op[m[pid]]
-            if type(op) in ops.WAITS:
+            if type(op) is Ready and not m[self.aborted] and not self.ready(op, m):
+                self._check_idle(process.name, op, m)
+                n = m.copy()
+                n[self.passed] = 1
+                n[pid] = self.locals.next(m[pid], -1)
+                out.append((f"{process.name}: {self.say(op)} -> the deadline has passed", n))
+                blocked |= self.all_chunks & ~m[self.signals]
+            elif type(op) in ops.WAITS:
                 bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]
                 if bit and type(op) is not ops.WaitForever and not m[self.aborted]:
                     n = m.copy()
@@ -210,6 +226,9 @@ class WorkersModel(Words):
                     after = ", abort is set" if n[self.aborted] else ""
                     out.append((f"{process.name}: {self.say(op)} -> the deadline expires{after}", n))
                 blocked |= bit
+                if bit and self.wanted:
+                    self._check_idle(process.name, op, m)
+                    blocked |= self.all_chunks & ~m[self.signals]
         if self.reduce and m[self.aborted]:
             blocked = 0
         elif not self.reduce:
@@ -221,6 +240,14 @@ class WorkersModel(Words):
                 line = "a late signal says that {} arrives" if self.case.quarantined else "{} arrives"
                 out.append((line.format(self.oracle.names(1 << c)), n))
         return out
+
+    def _check_idle(self, name: str, op: Any, m: Memory) -> None:
+        """In arrival order, while there is time: nobody waits, not even for several queues, while one has an item."""
+        if m[self.aborted] or m[self.passed]:
+            return
+        queue = self.idle(m)
+        if queue >= 0:
+            raise Fault("idle beside work", f"{name} is at {self.say(op)}, and queue {queue} has an item to take")
 
     # Ends -----------------------------------------------------------------------------------------------------------
 
@@ -234,6 +261,8 @@ class WorkersModel(Words):
             for _, op in here:
                 if type(op) in ops.WAITS and self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]:
                     return  # the chunk may come, or the deadline
+                if type(op) is Ready and op.queues:
+                    return
             raise Fault("deadlock", who)
         self.at_end(m)
 

@@ -10,7 +10,8 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``direct``, ``wide``: all of that, but stored from registers; and with 64-bit offsets;
 * ``across``: stream_k, no epilogue, into an output that lies in columns;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
-* ``rows``, ``weight``: ``plain``, with A's rows in uniform chunks; with B's columns in ragged ones;
+* ``rows``, ``weight``: ``plain``, with A's rows in uniform chunks; with B's columns in ragged ones; in arrival order;
+* ``ordered``: ``worst``, with A's rows in ragged chunks, in arrival order;
 * ``split``: ``worst``, with A's rows in ragged chunks;
 * ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
 * ``published``: ``plain``, with the output in chunks that are signalled; ``parted``: the same by stream_k;
@@ -45,6 +46,7 @@ from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan import hopper
+from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
@@ -121,8 +123,8 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
-    "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "published", "static", "stealing",
-    "table", "weight", "parted",
+    "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "ordered", "published", "static",
+    "stealing", "table", "weight", "parted",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
@@ -174,6 +176,7 @@ QUICK = (
     (("ping_pong", 64, 128), True, "bfloat16", "weight", "nt"),
     (("single", 64, 32), False, "bfloat16", "split", "nt"),
     (("single", 64, 64), False, "bfloat16", "arriving", "nt"),
+    (("cooperative", 128, 192), False, "bfloat16", "ordered", "nt"),
     (("single", 64, 16), True, "bfloat16", "direct", "nt"),
     (("cooperative", 128, 16), True, "bfloat16", "plain", "nt"),
     (("cooperative", 128, 128), False, "bfloat16", "published", "nt"),
@@ -206,10 +209,10 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
 
 def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
     dtype, other, fast = INPUTS[inputs]
-    full = how in ("worst", "direct", "wide", "split", "arriving")
-    batch = 2 if how in ("worst", "split", "arriving") else 1
+    full = how in ("worst", "direct", "wide", "split", "arriving", "ordered")
+    batch = 2 if how in ("worst", "split", "arriving", "ordered") else 1
     rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving") else None
-    rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how == "split" else rows
+    rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how in ("split", "ordered") else rows
     columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
     publishes = Incoming(Chunks.uniform(_SIZE, 500), 3) if how in ("published", "parted") else None
@@ -218,7 +221,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other, scales=scales, fast_accum=fast,
         plain=not full, tf32=inputs == "tf32", publishes=publishes,
     )  # fmt: skip
-    parts = (full and how != "arriving") or how in ("across", "parted")
+    parts = (full and how not in ("arriving", "ordered")) or how in ("across", "parted")
     kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
     order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
@@ -227,7 +230,10 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         found = _candidates(problem, row, swapped, "static", tile)
     if not found:
         return None
-    plan = of_candidate(problem, DEVICE, "hopper", found[0], "the gate's")
+    chosen = found[0]
+    if how in ("rows", "weight", "ordered"):
+        chosen, _ = in_arrival_order(problem, "hopper", chosen, False, "arrival", None)
+    plan = of_candidate(problem, DEVICE, "hopper", chosen, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
     a, b, stored = strides[layout[0]], strides[layout[1]], strides["t" if how == "across" else "n"]
     if how in ("direct", "wide"):
@@ -320,8 +326,9 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         if problem.fp8 and not problem.fast_accum
         else (len(arguments.widths) - hopper.narrow(arguments.widths, 8 * size)),
         # An operand's chunks are waited for by items, and by the last worker out; each looks, and then naps and looks.
-        "looks": 4 * arriving,
-        "naps": 2 * arriving,
+        # In arrival order, before them by who takes: that looks, and naps, in one place.
+        "looks": 4 * arriving + (plan.schedule.split == "chunks"),
+        "naps": 2 * arriving + (plan.schedule.split == "chunks"),
         # The load warp's behind the gate; each math loop's behind its stores, where it publishes.
         "fences": row.loops if problem.publishes is not None else min(1, arriving),
         "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),

@@ -10,8 +10,9 @@ What is compiled of each tile of `tilestream.plan.portable.TILES`, for each devi
 * ``plain``: a queue, even K, no epilogue, or of 8-bit operands a scale each: what runs most;
 * ``static`` and ``stealing``: the rest of the schedules;
 * ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
+* ``ordered``: ``worst`` of a queue, with A's rows in ragged chunks, in arrival order;
 
-each in the four layouts of the operands (the last three in one).
+each in the four layouts of the operands (the last four in one).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import triton
 
 from polling import polling_faults
 from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.gate import arrival_order
 from tilestream.isa import amdgcn, sass
 from tilestream.isa.build import TARGETS, Pointer  # noqa: F401
 from tilestream.isa.build import NoGpu as _NoGpu  # noqa: F401
@@ -53,14 +55,14 @@ from tilestream.plan.choose import plan_problem
 from tilestream.plan.known import named
 from tilestream.plan.plan import Plan
 from tilestream.plan.portable import tiles
-from tilestream.plan.problem import FP8, Incoming, Problem, result_name
+from tilestream.plan.problem import FP8, Incoming, Problem, gate_of, result_name
 from tilestream.schedule.schedule import Schedule
 
 DEVICES = {arch: named(name) for arch, name in NAMES.items()}
 LAYOUTS = ("nn", "nt", "tn", "tt")
-HOWS = ("worst", "plain", "static", "stealing", "arriving")
+HOWS = ("worst", "plain", "static", "stealing", "arriving", "ordered")
 #: What a sample has of each tile: how, layout, aligned. Of 8-bit operands, both kinds of scales.
-SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("worst", "nn", False))
+SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("ordered", "nt", True), ("worst", "nn", False))
 SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
 #: The tiles of the quick one.
 QUICK = ((128, 256), (16, 128), (64, 64))
@@ -117,6 +119,8 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     narrow = inputs in QUICK_8_BIT
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
+    if what == "quick" and how == "ordered":
+        return block == QUICK[-1]
     if what == "quick":
         if "fnuz" in inputs and how != "worst":
             return False
@@ -128,7 +132,7 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
     size = 4096 + (0 if aligned else 1)
     strides = {"n": (0, size, 1), "t": (0, 1, size)}
     a, b, out = strides[layout[0]], strides[layout[1]], (0, 4096, 1)
-    if how not in ("worst", "arriving"):
+    if how not in ("worst", "arriving", "ordered"):
         return plan, Layout(a, b, out)
     # Uneven K, and an offset past 31 bits: rows of 2**20, as in a view of something wider. A schedule with a remainder.
     problem = replace(plan.problem, k=plan.problem.k + 16, out_dtype="float32", scales="row")
@@ -137,6 +141,14 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
         problem = replace(problem, rows=rows, columns=columns)
     wide = (0, 2**20, 1)
     old = plan.schedule
+    if how == "ordered":
+        problem = replace(problem, rows=Incoming(Chunks((0, 5, 5, problem.m))))
+        made = Schedule("dynamic", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers)
+        gate = gate_of(problem, plan.tile)
+        assert gate is not None
+        ends = arrival_order(made, gate)
+        made = replace(made, split="chunks", queues=len(ends), ends=ends)
+        return replace(plan, problem=problem, schedule=made), Layout(a, b, wide, residual=wide, **FULL)
     schedule = Schedule("stream_k", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers - 1)
     return replace(plan, problem=problem, schedule=schedule), Layout(a, b, wide, residual=wide, **FULL)
 

@@ -126,6 +126,34 @@ def test_a_chunk_that_never_comes(chunks, kind):
         check(out, Maths(source, b))
 
 
+@pytest.mark.parametrize("chunks", ["odd", "ragged"])
+def test_in_arrival_order_a_missing_chunk_costs_no_tile_but_its_own(chunks):
+    cut = CHUNKS[chunks]
+    source, b = rand(70, 16), rand(16, 16)
+    for missing in (0, cut.count - 1):
+        plan = plan_for(70, 16, 16, "dynamic", rows=cut, pivot=missing, workers=2)
+        assert plan.schedule.split == "chunks"
+        out = torch.zeros(70, 16)
+        run(plan, source, b, out, incoming=incoming(Words(cut.count).arrive(missing)))
+        late = tiles_of(plan, out, missing)
+        assert out[late].isnan().all()
+        torch.testing.assert_close(out[~late], (source @ b)[~late])
+        with pytest.raises(ArrivalTimeout) as caught:
+            channel(CPU).check()
+        assert caught.value.chunk == missing
+
+
+def test_a_record_counts_what_was_waited_for_several_queues():
+    a, b = rand(70, 16), rand(16, 16)
+    plan = plan_for(70, 16, 16, "dynamic", rows=CHUNKS["tiles"], workers=1)
+    out = torch.zeros(70, 16)
+    run(plan, a, b, out, incoming=incoming(Words(CHUNKS["tiles"].count), deadline=0.4))
+    assert out.isnan().all()
+    with pytest.raises(ArrivalTimeout) as caught:
+        channel(CPU).check()
+    assert (caught.value.chunk, caught.value.waited >= 0.1) == (0, True)
+
+
 @pytest.mark.parametrize("chunks", ["tiles", "odd"])
 def test_every_pivot_with_every_chunk_missing(chunks):
     cut = CHUNKS[chunks]

@@ -138,11 +138,14 @@ class Arguments:
     def fill(
         self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None)
     ) -> tuple[Any, ...]:
-        """All of them, in the kernel's order: as `tilestream.kernels.portable.arguments.Arguments.fill`."""
+        """All of them, in the kernel's order: as `tilestream.kernels.portable.arguments.Arguments.fill`.
+
+        This kernel knows no arrival order, and is given no table of its queues.
+        """
         base, reset, alpha, beta = operands[10:]
         return (
-            *operands[:5], *scales, *operands[5:10], *gate[:8], base, reset, *gate[8:], *self._numbers, alpha, beta,
-            *self._schedule, capacity, *self._constants,
+            *operands[:5], *scales, *operands[5:10], *gate.pointers[:8], base, reset, *gate.numbers, *self._numbers,
+            alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
     @property

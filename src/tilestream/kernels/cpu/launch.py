@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tilestream.arrival.gate import Needs, Wait
+from tilestream.arrival.gate import Needs, Wait, chunks_of
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
@@ -28,7 +28,7 @@ from tilestream.runtime import exit
 from tilestream.runtime.errors import ArrivalTimeout, TilestreamError, tile_name
 from tilestream.runtime.workspace import Workspace
 from tilestream.schedule.grid import WorkItem
-from tilestream.schedule.schedule import Peek, Schedule, Take
+from tilestream.schedule.schedule import Peek, Ready, Schedule, Take
 from tilestream.trace.record import LaunchTrace, Recorder, Span, SpanKind
 
 
@@ -85,6 +85,8 @@ class Launch:
     ) -> None:
         self._op, self._schedule, self._gate, self._body = op, schedule, gate, body
         self._workspace, self._incoming = workspace, incoming
+        self._waited = [0.0] * schedule.workers  # by worker: seconds for several queues, in vain
+        self._chunks = chunks_of(schedule, gate) if gate is not None and schedule.split == "chunks" else ()
         self._seconds, self._deadline = deadline, 0.0
         self._threads = threads
         self._pinning = Pinning(schedule.workers)
@@ -224,6 +226,8 @@ class Launch:
             return self._workspace.counters[operation.queue].add(self._workspace.bases[operation.queue])
         if isinstance(operation, Peek):
             return self._workspace.counters[operation.queue].peek(self._workspace.bases[operation.queue])
+        if isinstance(operation, Ready):
+            return self._ready(me, operation)
         if isinstance(operation, Wait):
             return self._wait(me, operation)
         item = operation.item
@@ -246,6 +250,22 @@ class Launch:
 
     # Waiting and ending --------------------------------------------------------------------------------------------
 
+    def _ready(self, me: int, ready: Ready) -> int:
+        """The first queue that is ready. What else ends the wait, the gate of the item that is taken then says."""
+        incoming = next(awaited for awaited in self._incoming if awaited is not None)
+        queues = [queue for queue in range(self._schedule.queues) if ready.queues >> queue & 1]
+        begin = time.perf_counter()
+        outcome, found = incoming.signals.wait_any(
+            [self._chunks[queue] for queue in queues], incoming.epoch, self._deadline, self._abort.is_set
+        )
+        if outcome is not Outcome.ARRIVED:
+            self._waited[me] = time.perf_counter() - begin
+            return -1
+        if self._trace is not None:
+            item, _ = self._schedule.ticket(queues[found], 0)
+            self._span(me, "wait", begin, item)
+        return queues[found]
+
     def _wait(self, me: int, wait: Wait) -> int:
         incoming = self._incoming[wait.operand]
         assert incoming is not None, "the gate waits for an operand that does not arrive"
@@ -258,7 +278,7 @@ class Launch:
         if outcome is Outcome.EXPIRED:
             with self._lock:
                 if self._timeout is None:
-                    self._timeout = (me, wait, time.perf_counter() - begin)
+                    self._timeout = (me, wait, time.perf_counter() - begin + self._waited[me])
             self._stop()
         elif outcome is Outcome.FAILED:
             with self._lock:

@@ -124,7 +124,7 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[15:]
         return (
-            *operands[:15], *gate[:8], *publish[:2], base, reset, *gate[8:], publish.epoch, *self._published,
+            *operands[:15], *gate.pointers, *publish[:2], base, reset, *gate.numbers, publish.epoch, *self._published,
             *self._chunks, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 

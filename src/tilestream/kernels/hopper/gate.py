@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.kernels.portable.arrival_order import take_ready
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
 from tilestream.kernels.portable.schedule import LINE
@@ -61,6 +62,8 @@ class Gate(NamedTuple):
     ----------
     rows, columns
         Of A and of B.
+    queue_table
+        In arrival order: see `tilestream.kernels.portable.arrival_order`.
     rows_per_batch, tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives.
     records, claims, op, allowed
@@ -69,6 +72,7 @@ class Gate(NamedTuple):
 
     rows: Any
     columns: Any
+    queue_table: Any
     rows_per_batch: Any
     tiles_per_batch: Any
     records: Any
@@ -116,10 +120,28 @@ def begin_gate(gate, worker, counters, base, queues, ROWS: gl.constexpr, COLUMNS
 
 
 @gluon.jit
+def take_arrived(
+    gate, watch, carried, worker, queue, empty, base, counters, queues, batches, num_m, num_n, k_steps, tiles, table,
+    group, first, band, first_batch, probe, capacity, noted, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    ROWS: gl.constexpr, PROBE: gl.constexpr,
+):  # fmt: skip
+    """An item in arrival order: see `tilestream.kernels.portable.arrival_order.take_ready`."""
+    if ROWS != "none":
+        coming = gate.rows
+    else:
+        coming = gate.columns
+    return take_ready(
+        worker, queue, empty, carried[0], coming.signals, coming.epoch, gate.queue_table, watch.abort, base,
+        watch.clock, watch.begin, gate.allowed, counters, queues, batches, num_m, num_n, k_steps, tiles, table,
+        group, first, band, first_batch, probe, capacity, noted, ORDER, TRANSPOSED, PROBE,
+    )  # fmt: skip
+
+
+@gluon.jit
 def pass_item(
     gate, watch, carried, worker, batch, pm, pn, k_begin, k_end, m, n, batches, num_m, num_n, base,
     probe, capacity, noted, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    PROBE: gl.constexpr,
+    PROBE: gl.constexpr, before,
 ):  # fmt: skip
     """Wait for what an item reads: ``(carried, k_begin, k_end, noted)``, of a void item with K backwards."""
     over, row_low, row_high, column_low, column_high = carried
@@ -130,7 +152,7 @@ def pass_item(
         gate.rows_per_batch, gate.tiles_per_batch,
         gate.columns.signals, gate.columns.epoch, gate.columns.key, gate.columns.per_chunk, gate.columns.table,
         m, n, watch.abort, base, watch.clock, watch.begin, gate.allowed, gate.records, gate.claims, gate.op,
-        probe, capacity, noted, BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
+        probe, capacity, noted, BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE, before,
     )  # fmt: skip
     over = fenced(over)
     first = tl.where(over != 0, k_end, k_begin)

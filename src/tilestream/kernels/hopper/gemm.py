@@ -54,6 +54,7 @@ from tilestream.kernels.hopper.gate import (
     counts_out,
     end_gate,
     pass_item,
+    take_arrived,
 )
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.multiply import product
@@ -166,15 +167,28 @@ def load_loop(
     asked = tl.cast(0, tl.int64)
     if ASKS:
         asked = ask(counters, home_queue(worker, queues), zero + 1)
+    waited = tl.cast(0, tl.int64)
+    if SPLIT == "chunks":
+        queue = zero - 1
+        found_empty = zero
     while found != 0:
-        (
-            found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, source, share, unit, unit_end, noted,
-        ) = take(
-            worker, workers, ticket, source, share, unit, unit_end,
-            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
-            band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, asked, told if ASKS else add, look_at_many,
-        )  # fmt: skip
+        if SPLIT == "chunks":
+            found, batch, pm, pn, queue, found_empty, waited, noted = take_arrived(
+                gate, watch, carried, worker, queue, found_empty, base, counters, queues, batches, num_m, num_n,
+                k_steps, full_tiles, table, group, first, band, first_batch, probe, capacity, noted,
+                ORDER, TRANSPOSED, ROW_CHUNKS, PROBE,
+            )  # fmt: skip
+            k_begin, k_end, part, parts, partial = zero, zero + k_steps, zero, zero + 1, zero - 1
+        else:
+            (
+                found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, source, share, unit, unit_end,
+                noted,
+            ) = take(
+                worker, workers, ticket, source, share, unit, unit_end,
+                counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
+                band, first_batch, probe, capacity, noted,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, asked, told if ASKS else add, look_at_many,
+            )  # fmt: skip
         if SWAPPED:
             pr, pc = pn, pm
         else:
@@ -190,7 +204,7 @@ def load_loop(
                     gate, watch, carried, worker, batch, pm, pn, k_begin, k_end,
                     columns if SWAPPED else rows, rows if SWAPPED else columns, batches, num_m, num_n, base,
                     probe, capacity, noted, COLUMNS if SWAPPED else ROWS, ROWS if SWAPPED else COLUMNS,
-                    ROW_CHUNKS, COLUMN_CHUNKS, PROBE,
+                    ROW_CHUNKS, COLUMN_CHUNKS, PROBE, waited,
                 )  # fmt: skip
         if TRACE:
             if found != 0:
@@ -351,8 +365,9 @@ def gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    out_signals, out_counts, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
-    out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
+    queue_table, out_signals, out_counts, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key,
+    allowed: tl.int64, op, out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch,
+    row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
@@ -405,7 +420,7 @@ def gemm(
             column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,
             columns_per_chunk, column_unread,
         ),
-        rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
+        queue_table, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
     publishing = Publishing(out_signals, out_counts, out_epoch, out_per_chunk, out_times)
     if LOOPS == 2:

@@ -72,7 +72,7 @@ class GemmLaunch(Launch):
             launcher = self._launchers[type(probe)] = self._compiled(a, b, out, given, gate, epilogue, probe)
         x, y = (b, a) if swapped else (a, b)
         maps = (out.data_ptr(),) if self._stored_by_map else ()
-        pointers, numbers = (given, ()) if incoming is None else ((*given, *gate[:8]), gate[8:])
+        pointers, numbers = (given, ()) if incoming is None else ((*given, *gate.pointers), gate.numbers)
         if (publish := epilogue.publish) is not None:
             pointers, numbers = (*pointers, *publish[:2]), (*numbers, publish.epoch)
         launcher(

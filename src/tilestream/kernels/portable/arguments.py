@@ -99,8 +99,8 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[10:]
         return (
-            *operands[:5], *scales, *operands[5:10], *gate[:8], base, reset, *gate[8:], *self._numbers, alpha, beta,
-            *self._schedule, capacity, *self._constants,
+            *operands[:5], *scales, *operands[5:10], *gate.pointers, base, reset, *gate.numbers, *self._numbers,
+            alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
 

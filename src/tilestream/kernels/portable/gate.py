@@ -155,8 +155,12 @@ def pass_gate(
     column_signals, column_epoch, column_key, columns_per_chunk, column_table,
     m, n, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
+    before=0,
 ):  # fmt: skip
-    """Wait for what an item reads: ``(over, row_low, row_high, column_low, column_high, noted)``."""
+    """Wait for what an item reads: ``(over, row_low, row_high, column_low, column_high, noted)``.
+
+    ``before``: the nanoseconds that the worker had waited when it took the item; a record counts them in.
+    """
     if over == 0:
         over = is_over(abort, base).to(tl.int32)
     if ROWS != "none":
@@ -172,7 +176,7 @@ def pass_gate(
                 if state != OVER:
                     end_launch(
                         state, abort, base, records, claims, op, worker, 0, chunk, row_key, row_epoch,
-                        tile, batch_named, pm, pn, waited, allowed,
+                        tile, batch_named, pm, pn, waited + before, allowed,
                     )  # fmt: skip
     if COLUMNS != "none":
         if over == 0:
@@ -186,7 +190,7 @@ def pass_gate(
                 if state != OVER:
                     end_launch(
                         state, abort, base, records, claims, op, worker, 1, chunk, column_key, column_epoch,
-                        tile, batch_named, pm, pn, waited, allowed,
+                        tile, batch_named, pm, pn, waited + before, allowed,
                     )  # fmt: skip
     noted = note(probe, capacity, worker, noted, GATE, over, 0, 0, 0, 0, 0, PROBE)
     return over, row_low, row_high, column_low, column_high, noted

@@ -2,7 +2,7 @@
 
 ::
 
-    for item in schedule:                        # schedule.take
+    for item in schedule:                        # schedule.take; arrival_order.take_ready
         gate.wait(item)                          # gate.pass_gate; no code at all where nothing arrives
         acc = 0;  for step in item: acc += A[rows, step] @ B[step, columns]        # over: acc = NaN
         whole tile:      out[tile] = epilogue(acc)
@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilestream.kernels.portable.arrival_order import take_ready
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.convert import to_float16
 from tilestream.kernels.portable.epilogue import finish
@@ -126,7 +127,7 @@ def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
 def gemm(
     a, b, out, bias, residual, scale_a, scale_b, partials, counts, counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    queue_table, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
     row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_on,
@@ -163,6 +164,8 @@ def gemm(
     row_signals, row_epoch, row_quarantine, row_key, row_chunks, rows_per_chunk, row_unread, row_table
         How A's rows arrive, where ``ROWS`` says that they do (``"uniform"``, ``"ragged"``): see
         `tilestream.kernels.portable.gate`. The same for B's columns.
+    queue_table
+        Where ``SPLIT`` is ``"chunks"``, arrival order: see `tilestream.kernels.portable.arrival_order`.
     rows_per_batch, row_tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives; 0 where the batches share A.
     allowed
@@ -204,13 +207,29 @@ def gemm(
             worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
             abort, base, records, claims, op, allowed, ROWS, COLUMNS,
         )  # fmt: skip
+    waited = tl.zeros((), tl.int64)
+    if SPLIT == "chunks":
+        queue = zero - 1
+        empty = zero
     while found != 0:
-        found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted = take(
-            worker, workers, ticket, source, share, unit, unit_end,
-            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
-            band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
-        )  # fmt: skip
+        if SPLIT == "chunks":
+            found, batch, pm, pn, queue, empty, waited, noted = take_ready(
+                worker, queue, empty, over,
+                row_signals if ROWS != "none" else column_signals, row_epoch if ROWS != "none" else column_epoch,
+                queue_table, abort, base, clock, begin, allowed,
+                counters, queues, batches, num_m, num_n, k_steps, full_tiles, table, group, first, band, first_batch,
+                probe, capacity, noted, ORDER, TRANSPOSED, PROBE,
+            )  # fmt: skip
+            k_begin, k_end, part, parts, slot = zero, zero + k_steps, zero, zero + 1, zero - 1
+        else:
+            (
+                found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted,
+            ) = take(
+                worker, workers, ticket, source, share, unit, unit_end,
+                counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
+                band, first_batch, probe, capacity, noted,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+            )  # fmt: skip
         if found != 0:
             if TRACE:
                 place = place_of(batch, pm, pn, parts, slot, batches, num_m, num_n)
@@ -222,7 +241,7 @@ def gemm(
                     row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
                     column_signals, column_epoch, column_key, columns_per_chunk, column_table,
                     m, n, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
-                    BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
+                    BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE, waited,
                 )  # fmt: skip
                 k_end = tl.where(over != 0, k_begin, k_end)
             if TRACE:

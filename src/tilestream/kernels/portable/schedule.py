@@ -55,6 +55,8 @@ STOPPED: tl.constexpr = tl.constexpr(3)
 #: After an item: each chunk that it waited for (operand, chunk, how it ended); then whether the launch is over.
 WAITED: tl.constexpr = tl.constexpr(4)
 GATE: tl.constexpr = tl.constexpr(5)
+#: In arrival order: the queue that was found ready, -1 if none.
+READY: tl.constexpr = tl.constexpr(6)
 
 
 # The probe -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Arrival order: whether a plan's items are taken as their chunks arrive, or in the raster's order whatever arrives.
+
+A late chunk holds up nobody who takes items as they become ready, and there is next to nothing to pay: an item costs
+one atomic add, as it does of a single queue; a queue (all tiles that read the same chunks) costs each worker a look at
+its chunks, an atomic max, and the void ticket by which it finds that queue empty. So each dynamic schedule of one
+operand that arrives has it, unless something stands against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from tilestream.arrival.gate import arrival_order
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.problem import Problem, gate_of
+from tilestream.schedule.schedule import MOST_QUEUES
+
+#: Orders that have a name: as chunks arrive, and from the pivot on whatever arrives.
+OrderName = Literal["arrival", "chunk_major"]
+
+
+def in_arrival_order(
+    problem: Problem, backend: str, best: Candidate, own_order: bool, named: str | None, queues: int | None
+) -> tuple[Candidate, str]:
+    """A candidate with its items taken as their chunks arrive; or as it is, and why not.
+
+    Parameters
+    ----------
+    own_order
+        Whether the caller has an order of tiles of their own.
+    named
+        One of `OrderName`, or None for the plan's choice.
+    queues
+        As the caller forces them.
+
+    Raises
+    ------
+    ValueError
+        If arrival order is asked for by name, and cannot be had.
+    """
+    schedule = best.schedule
+    ends: tuple[int, ...] = ()
+    if own_order:
+        why = "the caller's own order is kept"
+    elif named == "chunk_major":
+        why = "order='chunk_major' given"
+    elif schedule.kind != "dynamic":
+        why = f"only dynamic schedules have queues for chunks, this one is {schedule.kind}"
+    elif queues is not None:
+        why = f"queues={queues} given: they split the dimension that does not arrive"
+    elif problem.rows is not None and problem.columns is not None:
+        why = "both operands arrive, and a queue waits for chunks of one"
+    elif backend == "cdna":
+        why = "the CDNA kernel takes items in the raster's order"
+    elif not schedule.grid.tiles:
+        why = "there is no tile"
+    else:
+        schedule = replace(schedule, split="items", queues=1)
+        gate = gate_of(problem, best.block[:2])
+        assert gate is not None, "nothing arrives"
+        ends, why = arrival_order(schedule, gate), ""
+        if len(ends) > MOST_QUEUES:
+            why = f"{len(ends)} queues, one for each set of chunks that tiles read: there are {MOST_QUEUES} at most"
+    if why and named == "arrival":
+        raise ValueError(
+            f"order='arrival': {why}; leave order= away, or give a dynamic schedule and fewer, larger chunks of one "
+            "operand"
+        )
+    if not why:
+        best = replace(best, schedule=replace(schedule, split="chunks", queues=len(ends), ends=ends))
+    return best, why
