@@ -73,7 +73,7 @@ def configurations(full: bool) -> Iterator[WorkersCase]:
             continue
         few = w * num_m < 6
         for bounds in LAYOUTS[num_m] if few or full else LAYOUTS[num_m][1:2]:
-            for pivot in range(len(bounds) - 1) if few else (1,):
+            for pivot in range(len(bounds) - 1) if few else (len(bounds) - 2,):
                 yield ordered(w, num_m, bounds=bounds, pivot=pivot)
                 if few or (full and bounds == LAYOUTS[num_m][1]):
                     yield ordered(w, num_m, bounds=bounds, pivot=pivot, drain="reset")
