@@ -15,6 +15,7 @@ import render_arrival
 import render_attention
 import render_gemm
 import render_neighbours
+import render_ranks
 from render_gemm import table
 
 ROOT = Path(__file__).parent.parent
@@ -200,7 +201,7 @@ def page() -> str:
             sections += render_attention.sections(RESULTS)
         elif path.exists():
             sections.append(section(json.loads(path.read_text(encoding="utf-8"))))
-    sections += render_arrival.sections(RESULTS)
+    sections += render_arrival.sections(RESULTS) + render_ranks.sections(RESULTS)
     return "\n\n".join(part.strip() for part in sections) + "\n"
 
 
