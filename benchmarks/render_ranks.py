@@ -51,7 +51,7 @@ def one(data: dict[str, Any], op: str, rows: list[dict[str, Any]]) -> str:
         "M x N x K of a rank's matmul; milliseconds, the slowest rank's median, handshakes included "
         f"({versions}, {data['date']}). *Alone*: the faster of torch's matmul and ours. *Best*: of NCCL and torch.mm, "
         "one after the other, and torch's own fused ops. *By itself*: what the op took by the table that was in force "
-        "then; from each record the table is made anew. *Won*: the share of the way from the best to the floor, that is "
+        "then; from each record the table is made anew. *Won*: the share of the way from the best to the floor: "
         "the longer of matmul and collective, and a handshake. "
         f"Geometric mean of best / by itself: {ratios:.3f}."
     )
