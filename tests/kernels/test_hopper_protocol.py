@@ -235,6 +235,7 @@ class Kernel:
             "tma": SimpleNamespace(store_wait=lambda left: self.log.append(Drain(left))), "range": range,
             "narrow": narrow, "fragment": Anything(),
             "Gate": gate_text.Gate, "Arriving": gate_text.Arriving, "Watch": gate_text.Watch,
+            "Publishing": Anything(),
             "LINE": gate_text.LINE.value, "present": lambda clock: 0, "quarantined": lambda *_: int(over == ALREADY),
             "pass_gate": self.pass_gate, "fenced": self.fenced, "leave_gate": self.leave_gate, "float": self.nan,
             "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),

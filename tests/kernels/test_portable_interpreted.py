@@ -24,6 +24,7 @@ HERE = Path(__file__).parent / "portable"
     ("file", "least"),
     [
         ("test_portable_add.py", 7),
+        ("test_attention_merge.py", 19),
         ("test_portable_gemm.py", 90),
         ("test_portable_order.py", 60),
         ("test_portable_arrival.py", 35),

@@ -219,7 +219,7 @@ def test_attentions_plan_says_so():
 
 
 def test_it_is_an_argument_of_attentions_op(seen_by_attention):
-    arguments = (*heads(), *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0)
+    arguments = (*heads(), *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0, 0)
     torch.ops.tilestream.attention(*arguments, 2)
     torch.ops.tilestream.attention(*arguments)
     with ts.worker_limit(3):
@@ -230,7 +230,7 @@ def test_it_is_an_argument_of_attentions_op(seen_by_attention):
 
 def test_attentions_backward_pass_keeps_to_the_forwards_limit(seen_by_attention):
     q, k, v = (x.requires_grad_() for x in heads())
-    arguments = (q, k, v, *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0)
+    arguments = (q, k, v, *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0, 0)
     out, _ = torch.ops.tilestream.attention(*arguments, 2)  # without a log-sum-exp: it is worked out once more
     out.sum().backward()
     assert seen_by_attention == [(2, 2)] * 2

@@ -98,7 +98,7 @@ def test_seeded_bugs_are_found_or_not_at_the_same_sizes(bug):
             break
     if bug.model in ("gather", "sums") and compared < 2:
         pytest.skip("ranks have more states than are compared here at all sizes but the first")
-    assert compared >= 2
+    assert compared >= (1 if bug.model == "attention" else 2)  # of keys that arrive only the smallest are small enough
 
 
 class WithEnds(WorkersModel):

@@ -96,7 +96,9 @@ def test_rings_store_every_way_that_kernels_do(level):
 def test_products_are_of_two_workers_and_two_k_steps_or_three_parts():
     cases = list(sweep.products("full"))
     assert {c.workers.schedule.kind for c in cases} == {"static", "dynamic", "stream_k"}
-    assert all(c.workers.schedule.grid.k_steps == 2 + (c.workers.schedule.num_shares == 3) for c in cases)
+    schedules = [c.workers.schedule for c in cases if c.workers.schedule.split != "chunks"]  # of one step there
+    assert all(s.grid.k_steps == 2 + (s.num_shares == 3) for s in schedules)
+    assert len(cases) - 1 <= len(schedules) < len(cases)
     assert {c.ring.consumers for c in cases if c.workers.settled} == {"single", "ping_pong"}
     assert sum(c.workers.schedule.workers == 2 for c in cases) >= len(cases) - 1
 

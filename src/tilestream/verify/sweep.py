@@ -103,7 +103,7 @@ def configurations(model: str, level: Level) -> list[Case]:
     if level not in get_args(Level):
         raise ValueError(f"level={level!r}; it is one of {', '.join(get_args(Level))}")
     if model == "workers":
-        return list(workers(level))
+        return list(dict.fromkeys(workers(level)))  # pivots of chunks without a tile of their own are alike
     if model == "ring":
         return list(rings(level))
     if model == "attention":

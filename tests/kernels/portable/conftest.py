@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 INTERPRETED = [
+    "test_attention_merge.py",
     "test_portable_add.py",
     "test_portable_arrival.py",
     "test_portable_attention.py",

@@ -329,11 +329,11 @@ def attend(
             None, zero, zero, KIND, SPLIT, STEAL, ORDER, False, False,
         )  # fmt: skip
         (
-            found, batch, first, head, origin, own_queries, origin_k, _, own_keys, begin, plain_begin,
+            found, batch, first, head, _, origin, own_queries, origin_k, _, own_keys, begin, plain_begin,
             plain_end, end, until, since,
         ) = item_of(
             found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-            queries, keys, columns, group, zero, zero, left, right, POSITIONS, BLOCK, TOP_LEFT, LEFT, RIGHT,
+            queries, keys, columns, one, group, zero, zero, left, right, POSITIONS, BLOCK, False, TOP_LEFT, LEFT, RIGHT,
         )  # fmt: skip
         if found != 0:
             batch, first, head = uniform(batch), uniform(first), uniform(head)
