@@ -27,19 +27,28 @@ def polling_faults(parsed: amdgcn.Kernel) -> list[str]:
             said = [f"{other.mnemonic} {other.operands}".strip() for other in behind]
             if said[:2] != ["s_waitcnt vmcnt(0)", "buffer_inv sc0 sc1"]:
                 faults.append(f"no acquire behind the look: {'; '.join(said)}")
-        faults += [f"many lanes: {one.mnemonic}" for one in looks if not _by_one_lane(one, code)]
-        if sum(one.mnemonic == "s_memrealtime" for one in code) != 1:
+        # In arrival order the loop reads a table of chunks, too, and draws tickets: that is no polling.
+        faults += [f"many lanes: {one.mnemonic}" for one in signals if not _by_one_lane(one, code, parsed)]
+        if not any(one.mnemonic == "s_memrealtime" for one in code):
             faults.append("no time in the loop")
     return sorted(set(faults))
 
 
-def _by_one_lane(look: amdgcn.Instruction, code: Sequence[amdgcn.Instruction]) -> bool:
-    """Whether the lanes that an instruction runs for were last cut down to the first of those that ran before."""
+def _by_one_lane(look: amdgcn.Instruction, code: Sequence[amdgcn.Instruction], parsed: amdgcn.Kernel) -> bool:
+    """Whether the lanes that an instruction runs for were last cut down to one.
+
+    To the first of those that ran before, or to the worker's first thread: by a mask that nothing else is ever in.
+    """
     before = [one for one in code if one.line < look.line]
     masks = [i for i, one in enumerate(before) if one.mnemonic == "s_and_saveexec_b64"]
     if not masks:
         return False
     since = before[masks[-2] if len(masks) > 1 else 0 : masks[-1]]
     counted = any(one.mnemonic.startswith("v_mbcnt_hi") for one in since)
+    mask = before[masks[-1]].operands.split(",")[-1].strip()
+    made = [one for one in parsed.instructions if one.operands.split(",")[0].strip() == mask]
+    first = (
+        len(made) == 1 and made[0].mnemonic.startswith("v_cmp_eq_u32") and made[0].operands.split(",")[1].strip() == "0"
+    )
     ended = any(one.mnemonic.startswith("s_or_b64") and one.operands.startswith("exec") for one in before[masks[-1] :])
-    return counted and not ended
+    return (counted or first) and not ended
