@@ -249,16 +249,20 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
 
 
 @gluon.constexpr_function
-def together(rows, columns, strip):
+def together(rows, columns, strip, full):
     """Strips of partial results whose loads are under way at once, beside an accumulator of so many columns.
 
-    Of a thread's registers 192 may hold all of them, their sum, and the accumulator.
+    Of a thread's registers 192 may hold all of them, their sum, and the accumulator; fewer where the epilogue is
+    ``full``, and has vectors and a residual to keep: Triton 3.6 spills else.
     """
-    return max(1, min(112 * 128 // rows, 192 * 128 // rows - columns) // strip - 1)
+    kept = 32 if full else 0
+    return max(1, min((112 - kept) * 128 // rows, (192 - kept) * 128 // rows - columns) // strip - 1)
 
 
 @gluon.jit
-def add_up(mine, at, part, parts, size, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIP: gl.constexpr):
+def add_up(
+    mine, at, part, parts, size, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIP: gl.constexpr, FULL: gl.constexpr
+):
     """One strip of a tile's partial results, added in K order, this consumer's from its registers.
 
     Half of its columns after the other where that is more than 16 registers of a thread: more can be under way then.
@@ -268,25 +272,25 @@ def add_up(mine, at, part, parts, size, ROWS: gl.constexpr, COLUMNS: gl.constexp
         low, high = mine.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
         low = gl.convert_layout(low, mma_layout(HALF), assert_trivial=True)
         high = gl.convert_layout(high, mma_layout(HALF), assert_trivial=True)
-        low = add_columns(low, at, part, parts, size, 0, ROWS, COLUMNS, HALF, STRIP)
-        high = add_columns(high, at, part, parts, size, HALF, ROWS, COLUMNS, HALF, STRIP)
+        low = add_columns(low, at, part, parts, size, 0, ROWS, COLUMNS, HALF, STRIP, FULL)
+        high = add_columns(high, at, part, parts, size, HALF, ROWS, COLUMNS, HALF, STRIP, FULL)
         acc = gl.join(low, high).permute(0, 2, 1).reshape([ROWS, STRIP])
         return gl.convert_layout(acc, mma_layout(STRIP), assert_trivial=True)
     else:
-        return add_columns(mine, at, part, parts, size, 0, ROWS, COLUMNS, STRIP, STRIP)
+        return add_columns(mine, at, part, parts, size, 0, ROWS, COLUMNS, STRIP, STRIP, FULL)
 
 
 @gluon.jit
 def add_columns(
     mine, at, part, parts, size, START: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, STRIP: gl.constexpr,
+    WIDTH: gl.constexpr, STRIP: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
     """Columns [START, START + WIDTH) of a strip, added in K order.
 
     The others' come past the first-level cache, which may be stale; several at once, as the way to L2 is long.
     """
     layout: gl.constexpr = mma_layout(WIDTH)
-    TOGETHER: gl.constexpr = together(ROWS, COLUMNS, WIDTH)
+    TOGETHER: gl.constexpr = together(ROWS, COLUMNS, WIDTH, FULL)
     at = at + place_in_partial(ROWS, START, WIDTH, STRIP)
     acc = gl.zeros((ROWS, WIDTH), gl.float32, layout)
     for first in range(0, parts, TOGETHER):

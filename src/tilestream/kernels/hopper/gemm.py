@@ -331,7 +331,10 @@ def math_loop(
                     x = strip_of(accs, i * STRIP, WIDTHS, STRIP, HALF_ROWS)
                     if KIND == "stream_k":
                         if parts > 1:
-                            x = add_up(x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, COLUMNS, STRIP)
+                            x = add_up(
+                                x, at + i * HALF_ROWS * STRIP, part, parts, size, HALF_ROWS, COLUMNS, STRIP,
+                                SCALED or SCALES or BIAS != "none" or RESIDUAL,
+                            )  # fmt: skip
                     finish_strip(
                         x, batch, row, pc * COLUMNS + i * STRIP, rows, columns, WHO * BUFFERS + i % BUFFERS,
                         pending(i, COLUMNS // STRIP, BUFFERS),
