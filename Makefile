@@ -28,7 +28,7 @@ demo: $(VENV)/.stamp-cli ## Run the demonstration on this machine: make demo ARG
 	$(BIN)/tilestream demo $(ARGS)
 
 test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(VENV)/.stamp-dev ## Run every test that needs no GPU, the exhaustive ones too.
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) --timeout 1800 $(ARGS)
