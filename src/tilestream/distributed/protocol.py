@@ -377,13 +377,20 @@ def add_up(epoch: int) -> Turn:
     return epoch
 
 
-def watch(rank: int, world: int) -> Turn:
-    """The watchdog: what the host does when a kernel has expired here, or a peer says that one has there."""
+def give_up(rank: int, world: int) -> Turn:
+    """Whether the group is broken from now on, and all peers told so: a kernel has expired here, or a peer says so."""
     if not (yield Notice()):
-        return None
+        return 0
     yield Break()
     for peer in peers(rank, world):
         yield Abort(peer)
+    return 1
+
+
+def watch(rank: int, world: int) -> Turn:
+    """The watchdog: what the host does when a kernel has expired here, or a peer says that one has there."""
+    if not (yield from give_up(rank, world)):
+        return None
     while epoch := (yield Oldest()):
         yield Overrule(epoch)
         yield AwaitKernel(epoch)

@@ -143,20 +143,14 @@ def tells_nobody(rank: int, world: int) -> Turn:
 
 def releases_nothing(rank: int, world: int) -> Turn:
     """The watchdog tells all ranks, and leaves its own side stream to wait for ever."""
-    if (yield p.Notice()):
-        yield p.Break()
-        for peer in p.peers(rank, world):
-            yield p.Abort(peer)
+    yield from p.give_up(rank, world)
     return None
 
 
 def releases_under_the_kernel(rank: int, world: int) -> Turn:
     """The side stream is let go while the kernel still waits: it pulls what is not there, and signals it."""
-    if not (yield p.Notice()):
+    if not (yield from p.give_up(rank, world)):
         return None
-    yield p.Break()
-    for peer in p.peers(rank, world):
-        yield p.Abort(peer)
     while epoch := (yield p.Oldest()):
         yield p.Release(epoch)
         while not (yield p.AwaitDone(epoch)):
@@ -166,11 +160,8 @@ def releases_under_the_kernel(rank: int, world: int) -> Turn:
 
 def releases_once(rank: int, world: int) -> Turn:
     """A flag that a late peer takes back is not written again."""
-    if not (yield p.Notice()):
+    if not (yield from p.give_up(rank, world)):
         return None
-    yield p.Break()
-    for peer in p.peers(rank, world):
-        yield p.Abort(peer)
     while epoch := (yield p.Oldest()):
         yield p.Overrule(epoch)
         yield p.AwaitKernel(epoch)

@@ -77,11 +77,8 @@ def scatters_one_slot(rank: int, world: int, batches: int, parts: int, epoch: in
 
 def overrules_nothing(rank: int, world: int) -> Turn:
     """The side stream is let go, and nothing says that what it pulls is no number."""
-    if not (yield p.Notice()):
+    if not (yield from p.give_up(rank, world)):
         return None
-    yield p.Break()
-    for peer in p.peers(rank, world):
-        yield p.Abort(peer)
     while epoch := (yield p.Oldest()):
         yield p.AwaitKernel(epoch)
         yield p.Release(epoch)
@@ -92,11 +89,8 @@ def overrules_nothing(rank: int, world: int) -> Turn:
 
 def overrules_afterwards(rank: int, world: int) -> Turn:
     """The sum is made NaN when the side stream has been let go: it may have been added by then."""
-    if not (yield p.Notice()):
+    if not (yield from p.give_up(rank, world)):
         return None
-    yield p.Break()
-    for peer in p.peers(rank, world):
-        yield p.Abort(peer)
     while epoch := (yield p.Oldest()):
         yield p.AwaitKernel(epoch)
         yield p.Release(epoch)
