@@ -9,8 +9,8 @@ import pytest
 import tilestream as ts
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.attention_plan import packed_heads
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.portable_attention import packed_heads
 from tilestream.schedule.attention import diagonal, seen_keys
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448, (("bfloat16", 7e12),))

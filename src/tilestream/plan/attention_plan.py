@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from tilestream.plan.attention import AttentionProblem
@@ -116,6 +117,29 @@ def of_candidate(
         problem, device, backend, found.variant, found.block, found.schedule, why, refused, found.seconds,
         found.pack, found.warps, found.stages, found.shares,
     )  # fmt: skip
+
+
+def packed_heads(problem: AttentionProblem, rows: int, most: int = sys.maxsize) -> int:
+    """Query heads of one K/V head in a tile's rows: a power of two, as many as short queries leave rows for.
+
+    One where heads have scales, so that a tile has one.
+
+    Parameters
+    ----------
+    rows
+        Of a tile.
+    most
+        Heads that a kernel packs.
+    """
+    pack = 1
+    while (
+        not problem.scaled
+        and problem.ratio % (2 * pack) == 0
+        and 2 * pack * problem.seqlen_q <= rows
+        and 2 * pack <= most
+    ):
+        pack *= 2
+    return pack
 
 
 def schedule_of(

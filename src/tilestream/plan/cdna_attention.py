@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilestream.plan import cdna
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_plan import AttentionCandidate, schedule_of
+from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.cdna_tiles import (
     CELL_BYTES,
     DIRECT_BYTES,
@@ -251,14 +251,6 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         if getattr(p, name) >= _MOST:
             return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
     return "" if p.aligned else "a stride or an address is no multiple of 16 bytes, a lane's vector"
-
-
-def packed_heads(problem: AttentionProblem, rows: int) -> int:
-    """Query heads of one K/V head in a tile's rows: a power of two, as many as short queries leave rows for."""
-    pack = 1
-    while problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= rows:
-        pack *= 2
-    return pack
 
 
 def candidates(

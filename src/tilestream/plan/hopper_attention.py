@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_plan import AttentionCandidate, schedule_of
+from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.schedule.integers import cdiv
@@ -244,14 +244,6 @@ def refuse_strides(
     return ""
 
 
-def packed_heads(problem: AttentionProblem, rows: int) -> int:
-    """Query heads of one K/V head in a tile's rows: a power of two, as many as short queries leave rows for."""
-    pack = 1
-    while problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= rows and 2 * pack <= ROWS:
-        pack *= 2
-    return pack
-
-
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None,
     splits: int | None = None,
@@ -288,7 +280,7 @@ def candidates(
         if problem.keys is not None and tile.consumers == 3:  # whose load warp has 32 registers
             continue
         rows = tile.consumers * ROWS
-        pack = packed_heads(problem, rows)
+        pack = packed_heads(problem, rows, ROWS)
         group = max(1, int(L2_BYTES // bytes_of_head)) * max(1, problem.ratio // pack)
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
         for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_plan import AttentionCandidate, schedule_of
+from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.portable import has_fp8_units
 from tilestream.plan.problem import ITEMSIZE
@@ -93,17 +93,6 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
         row._replace(stages=max(1, min(row.stages, (device.shared - row.block_m * ring // 2) // (row.block_n * ring))))
         for row in rows
     )
-
-
-def packed_heads(problem: AttentionProblem, block_m: int) -> int:
-    """Query heads in a tile's rows: a power of two, as many as short queries leave rows for.
-
-    One where heads have scales, so that a tile has one.
-    """
-    pack = 1
-    while not problem.scaled and problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= block_m:
-        pack *= 2
-    return pack
 
 
 def candidates(

@@ -21,12 +21,11 @@ from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate, schedule_of
+from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate, packed_heads, schedule_of
 from tilestream.plan.cdna_attention import (
     TILES,
     block_loads,
     instruction,
-    packed_heads,
     parts_of,
     shared_bytes,
     why_not,

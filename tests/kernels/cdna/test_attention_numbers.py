@@ -21,8 +21,7 @@ from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, schedule_of
-from tilestream.plan.cdna_attention import packed_heads
+from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, packed_heads, schedule_of
 from tilestream.plan.known import named
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
