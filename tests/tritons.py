@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ def gate_rows(python: str, gate: Path, *arguments: str, cache: Path, seconds: fl
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def check(found: list[dict], least: int, faults: Callable[[dict], list[str]]) -> None:
+    """Assert that at least so many compiled, and that none has ``faults``."""
+    assert len(found) >= least
+    broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
+    assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
 
 
 def processes() -> str:

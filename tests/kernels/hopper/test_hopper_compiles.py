@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tritons import TRITONS, environment, gate_rows, processes, triton
+from tritons import TRITONS, check, environment, gate_rows, processes, triton
 
 GATE = Path(__file__).parent / "hopper_gate.py"
 SHARED = 232448
@@ -51,15 +51,9 @@ def faults(found: dict) -> list[str]:
     return [name for name, kept in rules.items() if not kept]
 
 
-def check(found: list[dict], least: int) -> None:
-    assert len(found) >= least
-    broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
-    assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
-
-
 @pytest.mark.timeout(110)
 def test_a_sample_compiles_as_it_should(tmp_path):
-    check(gate_rows(sys.executable, GATE, "quick", processes(), cache=tmp_path, seconds=100), 14)
+    check(gate_rows(sys.executable, GATE, "quick", processes(), cache=tmp_path, seconds=100), 14, faults)
 
 
 SEEDED = """
@@ -136,4 +130,4 @@ def test_each_rule_is_kept(change, fault):
 def test_everything_compiles_as_it_should(version, tmp_path):
     found = gate_rows(triton(version), GATE, "all", processes(), cache=tmp_path, seconds=3500)
     assert {one["triton"].split("+")[0] for one in found} == {version}
-    check(found, 200)
+    check(found, 200, faults)
