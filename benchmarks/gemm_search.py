@@ -10,6 +10,7 @@ import torch
 from gemm_bench import Bench, Row, compile_ahead, operands, plan_fields, rounded, space
 from gemm_shapes import SEARCH, VARIANTS, Shape, refuse_impossible
 from gpu_clock import Call, Check
+from tilestream.sweep.tune import right
 
 #: Plans that are measured once more, side by side with the plan's own choice.
 FINALISTS = 8
@@ -19,18 +20,12 @@ def launches(
     plans: Sequence[Any], a: torch.Tensor, b: torch.Tensor, check: Check
 ) -> tuple[dict[str, Call], list[dict[str, str]]]:
     """Calls of those plans that give the right answer, by their place, and what is wrong with the others."""
-    out = torch.empty_like(check.peer)
-    functions: dict[str, Call] = {}
-    wrong = []
-    for index, plan in enumerate(plans):
-        try:
-            out.fill_(float("nan"))
-            plan.run(a, b, out=out)
-            check(out)
-        except Exception as error:
-            wrong.append({"plan": plan.label, "error": f"{type(error).__name__}: {error}"[:200]})
-        else:
-            functions[str(index)] = lambda plan=plan: plan.run(a, b, out=out)
+    wrong: list[dict[str, str]] = []
+
+    def failed(_: int, plan: Any, error: Exception) -> None:
+        wrong.append({"plan": plan.label, "error": f"{type(error).__name__}: {error}"[:200]})
+
+    functions = right(plans, a, b, check, failed)
     if not functions:
         raise RuntimeError(f"none of {len(plans)} plans gives an answer: {wrong[:2]}")
     return functions, wrong

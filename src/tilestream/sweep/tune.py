@@ -72,6 +72,25 @@ def likely(problem: Problem, device: DeviceProperties, model: Plan, within: floa
     return [model, *sorted(near, key=lambda plan: plan.predicted)]
 
 
+def right(
+    plans: Sequence[Plan], a: torch.Tensor, b: torch.Tensor, check: Check,
+    failed: Callable[[int, Plan, Exception], object],
+) -> dict[str, Call]:  # fmt: skip
+    """Calls of those plans that give the right answer, by their place; ``failed`` is told of the others."""
+    out = torch.empty_like(check.peer)
+    calls: dict[str, Call] = {}
+    for index, plan in enumerate(plans):
+        try:
+            out.fill_(float("nan"))
+            plan.run(a, b, out=out)
+            check(out)
+        except Exception as error:
+            failed(index, plan, error)
+        else:
+            calls[str(index)] = functools.partial(plan.run, a, b, out=out)
+    return calls
+
+
 def measure(
     plans: Sequence[Plan], a: torch.Tensor, b: torch.Tensor, check: Check, clock: GpuClock,
     tell: Callable[[str], object] = lambda _: None,
@@ -92,21 +111,15 @@ def measure(
     AssertionError
         If the first plan's own answer is wrong: then nothing can be said.
     """
-    out = torch.empty_like(check.peer)
-    calls: dict[str, Call] = {}
-    wrong = []
-    for index, plan in enumerate(plans):
-        try:
-            out.fill_(float("nan"))
-            plan.run(a, b, out=out)
-            check(out)
-        except Exception as error:
-            if not index:
-                raise
-            wrong.append(f"{plan.label}: {type(error).__name__}: {error}"[:200])
-            tell(f"left out: {wrong[-1]}")
-        else:
-            calls[str(index)] = functools.partial(plan.run, a, b, out=out)
+    wrong: list[str] = []
+
+    def failed(index: int, plan: Plan, error: Exception) -> None:
+        if not index:
+            raise error
+        wrong.append(f"{plan.label}: {type(error).__name__}: {error}"[:200])
+        tell(f"left out: {wrong[-1]}")
+
+    calls = right(plans, a, b, check, failed)
     graphs = plans[0].floor.seconds < _GRAPH_BELOW
     first = clock.interleave(calls, rounds=FIRST_ROUNDS, warmup=1, graphs=graphs)
     ranked = sorted((name for name in calls if name != "0"), key=first.median)
