@@ -5,10 +5,10 @@ is a copy without its history, JOBS the number of processes that share a pass (d
 host's), SAMPLE=n that every n-th test will do, LIMIT the seconds that a pass may take: the record says so of both. ARGS
 are pytest's.
 
-Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: by one process),
-``sanitizers``, ``others``, and ``blocking``: numbers again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What
-is already in the record stays if it is of the same commit, machine and versions: so passes may be run by several
-commands, where a command's time is limited.
+Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: a process a GPU),
+``distributed`` (one process, whose ranks take the GPUs), ``sanitizers``, ``others``, and ``blocking``: numbers again,
+with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already in the record stays if it is of the same commit,
+machine and versions: so passes may be run by several commands, where a command's time is limited.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def arguments_of(name: str) -> list[str]:
     passes = {
         "hopper": files("hopper"),
         "attention": files("attention", "hopper_attention"),
-        "alone": files("arrival", "arrival_order", "distributed", "demo"),
+        "alone": files("arrival", "arrival_order", "demo"),
+        "distributed": files("distributed"),
         "sanitizers": files("consan", "sanitize"),
     }
     rest = [f"--ignore={path}" for paths in passes.values() for path in paths]
@@ -91,12 +92,12 @@ def arguments_of(name: str) -> list[str]:
     return passes[name]
 
 
-PASSES = ("hopper", "attention", "alone", "sanitizers", "others", "blocking")
+PASSES = ("hopper", "attention", "alone", "distributed", "sanitizers", "others", "blocking")
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     """A pass, shared by JOBS processes. One that did not reach its end counts as a failure."""
-    begin, jobs = time.monotonic(), 1 if name == "alone" else int(os.environ.get("JOBS", "4"))
+    begin, jobs = time.monotonic(), _jobs(name)
     sample, end = int(os.environ.get("SAMPLE", "1")), begin + float(os.environ.get("LIMIT", "inf"))
     environment = {**os.environ, "TILESTREAM_PASS": name}
     if name == "blocking":
@@ -121,6 +122,13 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
             what = "was interrupted" if ended == 2 else f"ended with status {status}"
             failures.append(f"process {job} of {jobs} {what}")
     return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": sample}
+
+
+def _jobs(name: str) -> int:
+    """How many processes share a pass."""
+    import torch
+
+    return {"alone": torch.cuda.device_count(), "distributed": 1}.get(name) or int(os.environ.get("JOBS", "4"))
 
 
 def _device_of(job: int, jobs: int) -> dict[str, str]:
