@@ -1,4 +1,4 @@
-"""What ``docs/performance.md`` says of attention: the record of `gpu_attention` as tables."""
+"""What ``docs/performance.md`` says of attention: records of `gpu_attention` as tables, a timeline as a picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from gemm_shapes import geomean
 from render_gemm import table
+from tilestream.trace import LaunchTrace, draw
+from tilestream.trace.perfetto import load
 
 Record = dict[str, Any]
 #: What a record's part of the page is called, where it is not simply attention prefill.
@@ -22,7 +24,59 @@ PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
 def sections(results: Path) -> list[str]:
     """Markdown of all records there are, a device each."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))]
-    return [section(data) for data in found if data["rows"]]
+    parts = [section(data) for data in found if data["rows"]]
+    return parts + [timeline(path) for path in _timelines(results)]
+
+
+def _timelines(results: Path) -> list[Path]:
+    """The records of `attention_timeline`, a device each."""
+    return sorted(results.glob("gpu_trace_attention*.json.gz"))
+
+
+def _picture(record: Path) -> str:
+    return record.name.replace("gpu_trace_attention", "attention_timeline").replace(".json.gz", ".png")
+
+
+def plots(results: Path, images: Path) -> None:
+    """A picture of each timeline."""
+    for path in _timelines(results):
+        images.mkdir(parents=True, exist_ok=True)
+        (launch,) = load(path)
+        draw(launch, images / _picture(path), size=(1100, 162 + 4 * launch.workers))
+
+
+def timeline(record: Path) -> str:
+    """The picture of a call, and how even its workers are."""
+    (launch,) = load(record)
+    busy, first, least, most, longest = evenness(launch)
+    head, _, plan = launch.label.partition(": ")
+    return "\n\n".join(
+        [
+            f"## Attention, the timeline of a call: {head}",
+            f"`ts.attention`, {plan}; {launch.tiles_done} tiles in {1e3 * (launch.end - launch.begin):.3f} ms "
+            f"(`benchmarks/results/{record.name}`, for https://ui.perfetto.dev). Workers are at a tile {busy:.1%} of "
+            f"the launch; the first of them leaves after {first:.1%} of it. Each did {least} to {most} tiles, of which "
+            f"the longest took {longest:.1%} of it: the last rows of queries, which come first.",
+            f"![A row a worker, a bar a tile](images/{_picture(record)})",
+        ]
+    )
+
+
+def evenness(launch: LaunchTrace) -> tuple[float, float, int, int, float]:
+    """How even a launch is.
+
+    Returns
+    -------
+    (busy, first, least, most, longest)
+        Shares of the launch: of its workers' time, what they spend at tiles; when the first worker ends its last tile;
+        the longest tile. ``least`` and ``most`` are the tiles of a worker.
+    """
+    whole = launch.end - launch.begin
+    tiles = [[span for span in own if span.kind == "tile"] for own in launch.by_worker]
+    spent = [span.end - span.begin for own in tiles for span in own]
+    first = min((max(span.end for span in own) - launch.begin for own in tiles if own), default=0.0)
+    counts = [len(own) for own in tiles]
+    return sum(spent) / (whole * launch.workers), first / whole, min(counts), max(counts), max(spent) / whole
 
 
 def section(data: Record) -> str:
