@@ -86,11 +86,14 @@ def test_operands_and_outputs_lie_in_nan(cases):
 
 
 def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
+    import consan_attention as attention
     import consan_program as program
 
-    for name, bug in program.BUGS.items():
-        text = (program.KERNELS / f"{bug.module}.py").read_text(encoding="utf-8")
-        assert program.changed(text, bug.changes) != text, name
+    for of in (program.GEMM, attention.ATTENTION):
+        for name, bug in of.bugs.items():
+            assert bug.module in of.modules
+            text = (program.KERNELS / f"{bug.module}.py").read_text(encoding="utf-8")
+            assert program.changed(text, bug.changes) != text, name
     with pytest.raises(ValueError, match="0 places, not one, read 'no such line'"):
         program.changed("a text", (("no such line", ""),))
     for case in program.CASES.values():
@@ -98,4 +101,11 @@ def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
         assert plan.stages == 2
         assert plan.schedule.grid.tiles > 2, "more than the item ring has slots"
         assert plan.schedule.grid.k_steps > 3
+        assert plan.workers == 1
+    assert {bug for _, bug in attention.SEEDED} == set(attention.BUGS)
+    for case in attention.CASES.values():
+        plan = case.plan(cases._ANY)
+        assert (plan.block, plan.stages, plan.variant, plan.shares) == ((128, 32), 2, case.variant, case.shares)
+        assert plan.schedule.grid.tiles > 2
+        assert min(case.keys) // plan.shares > 2 * plan.block[1]
         assert plan.workers == 1
