@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from consan_program import DEADLOCK, PENDING, READS, WRITES, Bug, Sanitized, descriptor, launch, main
 
-BLOCK, STAGES = 32, 2
+BLOCK, STAGES = 32, 1
 
 
 class AttentionCase(NamedTuple):
@@ -50,6 +51,8 @@ class AttentionCase(NamedTuple):
             problem, device, 1, kind="static", variant=self.variant, splits=self.shares
         )  # fmt: skip
         found = next(one for one in made if one.block[0] == 2 * hopper_attention.ROWS)
+        room = hopper_attention.shared_bytes(problem, 2, BLOCK, STAGES, 1, self.shares)
+        device = replace(device, shared=room)  # so that there are queries of one item
         return of_candidate(
             problem, device, "hopper", replace(found, block=(found.block[0], BLOCK), stages=STAGES), "a test's", ()
         )
@@ -104,36 +107,66 @@ BUGS = {
 SEEDED = [("attention in turns" if "turns" in bug else "attention", bug) for bug in BUGS]
 
 
-def run(kernel: Any, case: AttentionCase) -> None:
-    """A launch, whose answer is checked."""
+class Prepared(NamedTuple):
+    """A launch that is not issued yet.
+
+    Attributes
+    ----------
+    arguments, filled
+        The plan's part of the kernel's arguments, and all of them.
+    check
+        Raises if the answer is wrong.
+    """
+
+    arguments: Any
+    filled: tuple[Any, ...]
+    check: Callable[[], None]
+
+
+def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
+    """A launch of a case, by a plan for a device of such properties; outputs are NaN."""
     import torch
 
     import tilestream as ts
     from tilestream.kernels.attention import Operands
     from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
-    from tilestream.runtime.properties import cuda_properties
 
-    call, plan = case.call("cuda"), case.plan(cuda_properties())
+    call, plan = case.call(device), case.plan(properties)
     x, scale = call.tensors, 64**-0.5
     batch, rows, heads, columns = x["q"].shape
-    dtype = torch.float32 if plan.shares > 1 else torch.bfloat16
-    out = torch.full((plan.shares, batch, rows, heads, columns), float("nan"), dtype=dtype, device="cuda")
-    lse = torch.full((plan.shares, batch, heads, rows), float("nan"), device="cuda")
+
+    def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((plan.shares, batch, *shape), float("nan"), dtype=dtype, device=device)
+
     if plan.shares > 1:  # as the launch that joins them has it
-        lse = torch.full((plan.shares, batch, rows, heads), float("nan"), device="cuda").transpose(2, 3)
+        out, lse = nan(rows, heads, columns), nan(rows, heads).transpose(2, 3)
+    else:
+        out, lse = nan(rows, heads, columns, dtype=torch.bfloat16), nan(heads, rows)
     table, lengths = x.get("block_table"), x.get("seqlens_k")
     layout = layout_of(Operands(x["q"], x["k"], x["v"], out[0], scale, lse[0], block_table=table, seqlens_k=lengths))
     arguments = HopperAttentionArguments(plan, layout)
     maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
     given = (lse, None, None, None, lengths, table, None, None, None, None)
     filled = arguments.fill((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
-    launch(kernel, filled, (plan.workers, 1, 1), arguments.options)
-    answer, logs = out[0], lse[0]
-    if plan.shares > 1:
-        answer, logs = ts.merge_attention(out[0], lse[0], out[1], lse[1])
-    try:
+
+    def check() -> None:
+        answer, logs = out[0], lse[0]
+        if plan.shares > 1:
+            answer, logs = ts.merge_attention(out[0], lse[0], out[1], lse[1])
         call.check(answer.to(torch.bfloat16), logs)
+
+    return Prepared(arguments, filled, check)
+
+
+def run(kernel: Any, case: AttentionCase) -> None:
+    """A launch, whose answer is checked."""
+    from tilestream.runtime.properties import cuda_properties
+
+    ready = prepared(case, "cuda", cuda_properties())
+    launch(kernel, ready.filled, (1, 1, 1), ready.arguments.options)
+    try:
+        ready.check()
     except AssertionError as error:
         raise SystemExit(f"a wrong answer: {error}") from error
 
