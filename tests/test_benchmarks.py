@@ -443,7 +443,8 @@ def test_what_ncu_says_is_read() -> None:
     head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
     lines = [
         ("0", "gemm", "dram__bytes_read.sum", "Mbyte", "12.5"), ("0", "gemm", "gpu__time_duration.sum", "ns", "1,250"),
-        ("1", "nvjet_tst", "gpu__time_duration.sum", "us", "3"), ("2", "splitk_reduce", "gpu__time_duration.sum", "us", "1"),
+        ("1", "nvjet_tst", "gpu__time_duration.sum", "us", "3"),
+        ("2", "splitk_reduce", "gpu__time_duration.sum", "us", "1"),
         ("2", "splitk_reduce", "lts__t_sectors_op_read.sum", "sector", "n/a"),
     ]  # fmt: skip
     text = "\n".join(["==PROF== Connected", head, *(",".join(f'"{x}"' for x in line) for line in lines)])
