@@ -63,7 +63,7 @@ def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
     timelines = importlib.import_module("gather_timeline")
     found = []
     for rank in range(3):
-        # To the rank before, then to the one before that, two chunks each; on two streams, neither of them the kernel's.
+        # To the rank before, then to the one before that, two chunks each; on two streams that are not the kernel's.
         pushes = [event("gpu_memcpy", 20 + i % 2, 110 + 10 * i, 5 + rank, 64) for i in range(4)]
         own = event("gpu_memcpy", 7, 104, 4, 128)
         other = event("gpu_memcpy", 9, 0, 1, 32)
