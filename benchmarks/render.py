@@ -218,6 +218,7 @@ def main() -> None:
     render_gemm.plots(RESULTS, IMAGES)
     render_neighbours.plots(RESULTS, IMAGES)
     render_attention.plots(RESULTS, IMAGES)
+    render_ranks.plots(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":
