@@ -65,6 +65,8 @@ class Sanitized(NamedTuple):
         By name.
     run
         Launches a kernel of that text, and checks the answer of a case.
+    always
+        What is changed in each file, bug or none, so that the sanitized kernel can be compiled.
     """
 
     modules: tuple[str, ...]
@@ -72,6 +74,7 @@ class Sanitized(NamedTuple):
     cases: Mapping[str, Any]
     bugs: Mapping[str, Bug]
     run: Callable[[Any, Any], None]
+    always: Mapping[str, tuple[tuple[str, str], ...]] = {}
 
 
 READS, WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
@@ -119,11 +122,14 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
-def seeded(of: Sanitized, bug: Bug, folder: Path) -> Any:
-    """The kernel with a bug, from copies of its files."""
+def seeded(of: Sanitized, bug: Bug | None, folder: Path) -> Any:
+    """The kernel, with a bug or without, from copies of its files."""
     names = of.modules
     texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in names}
-    texts[bug.module] = changed(texts[bug.module], bug.changes)
+    for name, changes in of.always.items():
+        texts[name] = changed(texts[name], changes)
+    if bug is not None:
+        texts[bug.module] = changed(texts[bug.module], bug.changes)
     for name in names:
         for other in names:
             texts[name] = texts[name].replace(f"from tilestream.kernels.hopper.{other} ", f"from seeded_{other} ")
@@ -195,8 +201,8 @@ def main(of: Sanitized) -> None:
     """What the command line names, of a kernel."""
     variant, *name = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        if name:
-            kernel = seeded(of, of.bugs[name[0]], Path(folder))
+        if name or of.always:
+            kernel = seeded(of, of.bugs[name[0]] if name else None, Path(folder))
         else:
             kernel = getattr(importlib.import_module(f"tilestream.kernels.hopper.{of.modules[-1]}"), of.entry)
         of.run(kernel, of.cases[variant])

@@ -94,6 +94,10 @@ def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
     import consan_program as program
 
     for of in (program.GEMM, attention.ATTENTION):
+        for module, changes in of.always.items():
+            text = (program.KERNELS / f"{module}.py").read_text(encoding="utf-8")
+            assert module in of.modules
+            assert program.changed(text, changes) != text
         for name, bug in of.bugs.items():
             assert bug.module in of.modules
             text = (program.KERNELS / f"{bug.module}.py").read_text(encoding="utf-8")
