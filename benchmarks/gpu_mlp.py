@@ -4,10 +4,9 @@
 
 One process a GPU, as many as there are. Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, built with
 torch's ``parallelize_module``: tokens are sharded, gathered, multiplied by w1 and w3, silu(.) * ., multiplied by w2 and
-reduce-scattered. ``nccl``: compiled as it is. ``torch``: with the compiler's pass, on torch's fused ops. ``ours``: that
-graph once more, the ops run by `tilestream.distributed.async_tp`; since ops are called by name, nothing is compiled
-anew. Milliseconds by events, L2 flushed, the ranks met on their streams before; ways in turn, each way's median, the
-largest over ranks. Outputs and gradients are compared with those of ``nccl`` before anything is timed. The sites that
+reduce-scattered. ``nccl``: compiled as it is. ``torch``: with the compiler's pass, on torch's fused ops. ``ours``: the
+same, compiled and run under `tilestream.distributed.async_tp`. Milliseconds by events, L2 flushed, the ranks met on their streams before; ways in turn, each way's median, the
+largest over ranks. Outputs and gradients are compared with those of the block that is not compiled, before anything is timed. The sites that
 were fused, and why others were not, are in the record: ``gpu_mlp_x<world>``.
 """
 
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -90,19 +90,6 @@ def made(world: int) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cuda", (world,)), styles)
 
 
-def compiled(model: nn.Module, fused: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The block as torch's compiler has it, with its pass for tensor parallelism or without.
-
-    The pass is on or off from here on: the backward part is compiled when it is first run.
-    """
-    import torch._inductor.config as inductor
-
-    torch._dynamo.reset()
-    inductor._micro_pipeline_tp = fused
-    function: Callable[[torch.Tensor], torch.Tensor] = torch.compile(model)
-    return function
-
-
 def step(
     model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
 ) -> list[torch.Tensor]:
@@ -141,6 +128,7 @@ def timed(ways: dict[str, Way], rounds: int) -> dict[str, float]:
 
 def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) -> None:
     """One rank."""
+    import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory as symmetric
 
     torch.cuda.set_device(rank)
@@ -150,42 +138,34 @@ def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) 
     )  # fmt: skip
     symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     record = GpuRecord(f"gpu_mlp_x{world}", Path(arguments.into), world=world) if rank == 0 else None
-    model = made(world)
     shape = (BATCH, arguments.tokens // BATCH // world, DIM)
     x = torch.randn(shape, device="cuda").to(torch.bfloat16).requires_grad_()
     grad = torch.randn(shape, device="cuda").to(torch.bfloat16)
-    want = [y.clone() for y in step(model, model, x, grad)]
+    eager = made(world)
+    want = [y.clone() for y in step(eager, eager, x, grad)]
+    del eager
+    both: dict[str, Way] = {}
+    forward: dict[str, Way] = {}
     errors: dict[str, list[float]] = {}
-
-    def check(name: str, found: list[torch.Tensor]) -> None:
+    sites: list[str] = []
+    for name, opened in (("nccl", contextlib.nullcontext), ("torch", contextlib.nullcontext), ("ours", tsd.async_tp)):
+        # A block each: what is compiled of one is not run for another. Backward is compiled when it is first run.
+        inductor._micro_pipeline_tp = name != "nccl"
+        model = made(world)
+        call = torch.compile(model)
+        with opened() as handle:
+            found = step(model, call, x, grad)
+            torch.cuda.synchronize()
+            ts.check()
+            sites = [str(site) for site in handle.report()] if handle is not None else sites
+            with torch.no_grad():
+                call(x)
         differences = (((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, want, strict=True))
-        errors[name] = [float(f"{x:.2g}") for x in differences]
+        errors[name] = [float(f"{difference:.2g}") for difference in differences]
         assert max(errors[name]) < 2e-2, (name, errors[name])
-
-    plain = compiled(model, False)
-    check("nccl", step(model, plain, x, grad))
-    ms = {"forward and backward": timed({"nccl": (contextlib.nullcontext, lambda: step(model, plain, x, grad))}, 5)}
-    pipelined = compiled(model, True)
-    check("torch", step(model, pipelined, x, grad))
-    with tsd.async_tp() as handle:
-        check("ours", step(model, pipelined, x, grad))
-        torch.cuda.synchronize()
-        ts.check()
-        sites = [str(site) for site in handle.report()]
-
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return pipelined(x)
-
-    def both() -> list[torch.Tensor]:
-        return step(model, pipelined, x, grad)
-
-    for name, way in (("forward", forward), ("forward and backward", both)):
-        way()
-        with tsd.async_tp():
-            way()
-        ways: dict[str, Way] = {"torch": (contextlib.nullcontext, way), "ours": (tsd.async_tp, way)}
-        ms[name] = ms.get(name, {}) | timed(ways, arguments.rounds)
+        both[name] = opened, functools.partial(step, model, call, x, grad)
+        forward[name] = opened, functools.partial(torch.no_grad()(call), x)
+    ms = {"forward and backward": timed(both, arguments.rounds), "forward": timed(forward, arguments.rounds)}
     ts.check()
     if record is not None:
         record.rows.append({"tokens": arguments.tokens, "ms": ms, "errors": errors, "sites": sites})
