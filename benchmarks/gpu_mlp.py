@@ -5,9 +5,10 @@
 One process a GPU, as many as there are. Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, built with
 torch's ``parallelize_module``: tokens are sharded, gathered, multiplied by w1 and w3, silu(.) * ., multiplied by w2 and
 reduce-scattered. ``nccl``: compiled as it is. ``torch``: with the compiler's pass, on torch's fused ops. ``ours``: the
-same, compiled and run under `tilestream.distributed.async_tp`. Milliseconds by events, L2 flushed, the ranks met on their streams before; ways in turn, each way's median, the
-largest over ranks. Outputs and gradients are compared with those of the block that is not compiled, before anything is timed. The sites that
-were fused, and why others were not, are in the record: ``gpu_mlp_x<world>``.
+same, compiled and run under `tilestream.distributed.async_tp`. Milliseconds by events, L2 flushed, the ranks met on
+their streams before; ways in turn, each way's median, the largest over ranks. Outputs and gradients are compared with
+those of the block that is not compiled, before anything is timed. The sites that were fused, and why others were not,
+are in the record: ``gpu_mlp_x<world>``.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) 
         timeout=timedelta(seconds=120),
     )  # fmt: skip
     symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    inductor.force_disable_caches = True
     record = GpuRecord(f"gpu_mlp_x{world}", Path(arguments.into), world=world) if rank == 0 else None
     shape = (BATCH, arguments.tokens // BATCH // world, DIM)
     x = torch.randn(shape, device="cuda").to(torch.bfloat16).requires_grad_()
@@ -149,10 +151,10 @@ def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) 
     errors: dict[str, list[float]] = {}
     sites: list[str] = []
     for name, opened in (("nccl", contextlib.nullcontext), ("torch", contextlib.nullcontext), ("ours", tsd.async_tp)):
-        # A block each: what is compiled of one is not run for another. Backward is compiled when it is first run.
+        # Options tell what was compiled for whom: torch's strides are others than ours. (The last says nothing else.)
+        model, options = made(world), {"_micro_pipeline_tp": name != "nccl", "comment_origin": name == "ours"}
         inductor._micro_pipeline_tp = name != "nccl"
-        model = made(world)
-        call = torch.compile(model)
+        call = torch.compile(model, options=options)
         with opened() as handle:
             found = step(model, call, x, grad)
             torch.cuda.synchronize()
