@@ -3,10 +3,10 @@
     PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK]
 
 One process a GPU; rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring
-the others' rows are what torch's profiler saw on their GPUs, by the host's clock, to some microseconds. The two are
-laid over each other by the kernel, which both have. The call is traced `CALLS` times, and the one of median length is
-kept; its answer must be the same as without a trace, bit by bit. Writes ``gpu_trace_gather_x<world>*.json.gz``, which
-https://ui.perfetto.dev opens; ``python benchmarks/render.py`` draws it.
+the others' rows are what torch's profiler saw. The two are laid over each other by the kernel, which both have. The
+call is traced `CALLS` times, and the one of median length is kept; its answer must be the same as without a trace, bit
+by bit. Writes ``gpu_trace_gather_x<world>*.json.gz``, which https://ui.perfetto.dev opens; ``python
+benchmarks/render.py`` draws it.
 """
 
 from __future__ import annotations
@@ -54,26 +54,27 @@ def activities(document: dict[str, Any]) -> list[Activity]:
 
 
 def copies_of(found: list[Activity], size: int, stream: int) -> tuple[list[Activity], list[Activity]]:
-    """Copies of ``size`` bytes: on ``stream`` (into the own slot), and on all others (to the peers)."""
+    """Copies of ``size`` bytes: on ``stream`` (into the own slot), and on all others (from the peers)."""
     alike = [one for one in found if one.size == size]
     return [one for one in alike if one.stream == stream], [one for one in alike if one.stream != stream]
 
 
-def arrivals(rank: int, pushed: list[list[Activity]], own: list[Activity], parts: int) -> list[float | None]:
+def arrivals(
+    rank: int, world: int, pulled: list[Activity], own: list[Activity], parts: int
+) -> list[float | None]:  # fmt: skip
     """When each chunk was there: the end of the copy that brought it.
 
     Parameters
     ----------
-    pushed
-        Of each rank its copies to the others, in the order of `tilestream.distributed.protocol`: to the rank before it
-        first, then to the one before that; ``parts`` to each.
+    pulled
+        From the peers, in the order of `tilestream.distributed.protocol`: the next rank's first; ``parts`` of each.
     own
-        Of ``rank``, into its own slot.
+        Into the own slot.
     """
-    world, there = len(pushed), []
-    for source, copies in enumerate(pushed):
+    there: list[float | None] = []
+    for source in range(world):
         step = (source - rank) % world
-        mine = own if step == 0 else copies[(step - 1) * parts : step * parts]
+        mine = own if step == 0 else pulled[(step - 1) * parts : step * parts]
         # Copied in one piece, an own shard is there at once.
         ends = [one.end for one in mine]
         there += [ends[min(i, len(ends) - 1)] if ends else None for i in range(parts)]
@@ -98,23 +99,20 @@ def traced(a: torch.Tensor, w: torch.Tensor) -> tuple[ts.trace.LaunchTrace, torc
 
 
 def laid_over(
-    launch: ts.trace.LaunchTrace, found: list[list[Activity]], rank: int, size: int, parts: int
+    launch: ts.trace.LaunchTrace, found: list[Activity], rank: int, world: int, size: int, parts: int
 ) -> ts.trace.LaunchTrace:
-    """``launch`` of ``rank`` with the arrivals of its chunks, from what all ranks' GPUs did."""
-    kernel = max((one for one in found[rank] if not one.size), key=lambda one: one.end - one.begin)
+    """``launch`` of ``rank`` with the arrivals of its chunks of ``size`` bytes, from what its GPU did."""
+    kernel = max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
     first = min(span.begin for spans in launch.by_worker for span in spans[:1])
-    own, _ = copies_of(found[rank], size * parts, kernel.stream)
-    pushed = []
-    for of in found:
-        longest = max((one for one in of if not one.size), key=lambda one: one.end - one.begin)
-        pushed.append(copies_of(of, size, longest.stream)[1])
-    seconds = [
-        None if when is None else first + 1e-9 * (when - kernel.begin) for when in arrivals(rank, pushed, own, parts)
-    ]
-    launch.arrivals[0] = tuple(seconds)
-    begun = [one.begin for source, copies in enumerate(pushed) if source != rank for one in copies]
-    if begun or own:
-        launch.started[0] = first + 1e-9 * (min([*begun, *(one.begin for one in own)]) - kernel.begin)
+    own, _ = copies_of(found, size * parts, kernel.stream)
+    _, pulled = copies_of(found, size, kernel.stream)
+    launch.arrivals[0] = tuple(
+        None if when is None else first + 1e-9 * (when - kernel.begin)
+        for when in arrivals(rank, world, pulled, own, parts)
+    )
+    begun = [one.begin for one in (*own, *pulled)]
+    if begun:
+        launch.started[0] = first + 1e-9 * (min(begun) - kernel.begin)
     return launch
 
 
@@ -131,13 +129,11 @@ def rank_main(rank: int, world: int, where: str, folder: str, shape: tuple[int, 
     right = tsd.all_gather_matmul(a, w, form="fused", deadline=_DEADLINE)
     traced(a, w)  # compiled, and the profiler begun
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
-    calls = []
+    calls, size = [], a.numel() * a.element_size() // plan.chunks
     for _ in range(CALLS):
         launch, out, found = traced(a, w)
         assert torch.equal(out, right), "a trace changed the answer"
-        everybody: list[Any] = [None] * world
-        dist.all_gather_object(everybody, found)
-        calls.append(laid_over(launch, everybody, rank, a.numel() * a.element_size() // plan.chunks, plan.chunks))
+        calls.append(laid_over(launch, found, rank, world, size, plan.chunks))
     if rank == 0:
         kept = sorted(calls, key=lambda launch: launch.end - launch.begin)[CALLS // 2]
         device = torch.cuda.get_device_name()

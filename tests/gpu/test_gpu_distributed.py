@@ -31,11 +31,29 @@ def make_pool(**environment: str) -> Pool:
     return Pool("cpu:gloo,cuda:nccl", **environment)
 
 
+class Pools:
+    """A pool for each world: torch counts a process's rendezvous of symmetric memory, whichever group they are of, and
+    finds nobody where the ranks of a group have counted otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, world: int, *args, **how):
+        if world not in self._pools:
+            self._pools[world] = make_pool()
+        return self._pools[world].run(world, *args, **how)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 @pytest.fixture(scope="module")
 def ranks():
-    pool = make_pool()
-    yield pool
-    pool.close()
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 def cases(form):
