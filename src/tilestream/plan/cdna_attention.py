@@ -101,7 +101,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(128, 4, 64, 2, "staged", 0.57),
         Tile(192, 8, 32, 2, "staged", 0.60, busy=False),
         Tile(256, 4, 32, 2, "staged", 0.53),
-        Tile(128, 8, 32, 3, "direct", 0.60, busy=False),
+        Tile(128, 4, 32, 3, "direct", 0.42, busy=False),
     ),
     "gfx950": (
         Tile(64, 8, 64, 4, "direct", 0.37),

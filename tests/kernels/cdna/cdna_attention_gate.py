@@ -81,6 +81,8 @@ def configurations(what: str) -> Iterator[Configuration]:
                     base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
                     p = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
                     busy = p.left is not None or p.softcap > 0
+                    if tile.copies == "direct" and 0 < p.page_size < tile.block:
+                        continue  # what gathers its rows goes through registers
                     if tile.busy not in (None, busy) or why_not(tile, keys, values, arch, device.shared):
                         continue
                     name = f"{arch} {dims[0]}-{dims[1]} {tile.rows}x{tile.block} {tile.copies} {how}"

@@ -147,6 +147,7 @@ def attend_direct(
     CAPPED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """An item's key blocks by copies past the registers: ``(sums, top, total)``."""
+    gl.static_assert(not gathered(BLOCK, PAGE), "rows of several pages go through registers")
     K_HOW: gl.constexpr = K[3]
     V_HOW: gl.constexpr = V[3]
     begin, plain_begin, plain_end, end = blocks
@@ -368,7 +369,6 @@ def attend(
             begin, plain_begin, plain_end, end = uniform(begin), uniform(plain_begin), uniform(plain_end), uniform(end)
             until, since = uniform(until), uniform(since)
             last = gl.minimum(own_queries - first, POSITIONS) - 1
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()
             top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MATH))
             total = gl.full([ROWS, 2], 0.0, gl.float32, pair_layout(WARPS))
             sums = ()
@@ -414,7 +414,7 @@ def attend(
                         FAR_KEYS, MATH, LEFT, RIGHT, CAPPED, WARPS,
                     )  # fmt: skip
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, MATH))
-            # Once more, and not kept through the loops.
+            # Not kept through the loops.
             row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()
             factor, logs = finished(top, total, sinks, head * PACK, row, scale, PACK)
             if lse is not None:

@@ -179,7 +179,7 @@ def put_keys(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.c
     for part in gl.static_range(PARTS):
         tile = tiles[part]
         if part == PARTS - 1 and FORM[2] < WIDTH:
-            tile = cut_off(tile, FORM[2], BLOCK, WIDTH, True, False, VECTOR, WARPS)
+            tile = cut_off(as_loaded(tile), FORM[2], BLOCK, WIDTH, True, False, VECTOR, WARPS)
         put(tile, stages[part].index(0), BLOCK, WIDTH, False, True, HOW)
 
 
