@@ -28,7 +28,9 @@ from tilestream.plan.cdna_attention import (
     Parts,
     Tile,
     block_loads,
+    gathers,
     instruction,
+    is_busy,
     parts_of,
     shared_bytes,
     turned,
@@ -80,10 +82,9 @@ def configurations(what: str) -> Iterator[Configuration]:
                 for how, more in HOWS.items():
                     base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
                     p = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
-                    busy = p.left is not None or p.softcap > 0
-                    if tile.copies == "direct" and 0 < p.page_size < tile.block:
-                        continue  # what gathers its rows goes through registers
-                    if tile.busy not in (None, busy) or why_not(tile, keys, values, arch, device.shared):
+                    if tile.copies == "direct" and gathers(p, tile):
+                        continue
+                    if tile.busy not in (None, is_busy(p, tile)) or why_not(tile, keys, values, arch, device.shared):
                         continue
                     name = f"{arch} {dims[0]}-{dims[1]} {tile.rows}x{tile.block} {tile.copies} {how}"
                     quick = (arch, dims, tile.warps, tile.copies, how) in QUICK
@@ -138,6 +139,7 @@ def report(made: Configuration, kernel: Any) -> dict[str, Any]:
         "spilled": text.spilled,
         "registers": text.vgprs,
         "accumulators": text.agprs,
+        "scratch": sum(one.kind == "scratch" for one in text.instructions),
         "shared": kernel.metadata.shared,
         "loops": [
             {
