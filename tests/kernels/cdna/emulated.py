@@ -263,7 +263,7 @@ class Machine:
     def ignore(self, *_: Any) -> int:
         return Int(0)
 
-    def take(self, *_: Any) -> tuple[Any, ...]:
+    def take(self, *_: Any, **__: Any) -> tuple[Any, ...]:
         item = next(self.items, None)
         if item is None:
             return (0, *[Int(7)] * 8, *[Int(0)] * 6)  # what a void ticket says is of no account

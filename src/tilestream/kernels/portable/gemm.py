@@ -19,6 +19,7 @@ import triton.language as tl
 from tilestream.kernels.portable.convert import to_float16
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.items import begin, end, next_item
+from tilestream.kernels.portable.queues import look_at_many
 from tilestream.kernels.portable.spans import end_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
@@ -197,6 +198,7 @@ def gemm(
         found, item, at, waiting = next_item(
             launch, problem, raster, row_chunking, column_chunking, batched, channel, (probe, capacity), queue_table,
             at, waiting, BLOCK_M, BLOCK_N, KIND, SPLIT, STEAL, ORDER, TRANSPOSED, ROWS, COLUMNS, PROBE, TRACE,
+            look_at_many,
         )  # fmt: skip
         if found != 0:
             batch, pm, pn, k_begin, k_end, part, parts, slot, place = item

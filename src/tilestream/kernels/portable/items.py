@@ -33,7 +33,7 @@ import triton.language as tl
 from tilestream.kernels.portable.arrival_order import take_ready
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
-from tilestream.kernels.portable.schedule import LINE, enter, leave, take
+from tilestream.kernels.portable.schedule import LINE, enter, leave, look, take
 from tilestream.kernels.portable.spans import begin_span, place_of, ready_span
 
 
@@ -72,11 +72,11 @@ def next_item(
     launch, problem, raster, rows, columns, batched, channel, log, queue_table, at, waiting,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr,
     ORDER: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
-    TRACE: tl.constexpr,
+    TRACE: tl.constexpr, LOOK: tl.constexpr = look,
 ):  # fmt: skip
     """``(found, item, at, waiting)``: the worker's next item, whose chunks have arrived, or STOP where not ``found``.
 
-    Where the launch is over (``waiting``'s first), the item is to be filled with NaN.
+    Where the launch is over (``waiting``'s first), the item is to be filled with NaN. ``LOOK``: see `schedule.take`.
     """
     counters, base, _, queues, worker, workers = launch
     batches, num_m, num_n, k_steps, full_tiles, shares, units = problem
@@ -103,7 +103,7 @@ def next_item(
             worker, workers, ticket, source, share, unit, unit_end,
             counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
             band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, LOOK=LOOK,
         )  # fmt: skip
     place = tl.cast(0, tl.int32)
     if found != 0:
