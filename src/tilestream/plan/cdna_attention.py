@@ -93,7 +93,7 @@ class Tile(NamedTuple):
 #: have 4 bytes a lane, and values are then read an element at a time: that row is there to ask for.
 TILES: dict[str, tuple[Tile, ...]] = {
     "gfx942": (
-        Tile(64, 8, 64, 2, "staged", 0.52, busy=False),
+        Tile(64, 8, 64, 2, "staged", 0.51, busy=False),
         Tile(64, 8, 32, 2, "staged", 0.45, busy=True),
         Tile(64, 4, 64, 2, "staged", 0.43),
         Tile(128, 8, 32, 2, "staged", 0.61),
