@@ -62,7 +62,10 @@ DEVICES = {arch: named(name) for arch, name in NAMES.items()}
 LAYOUTS = ("nn", "nt", "tn", "tt")
 HOWS = ("worst", "plain", "static", "stealing", "arriving", "ordered")
 #: What a sample has of each tile: how, layout, aligned. Of 8-bit operands, both kinds of scales.
-SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("ordered", "nt", True), ("worst", "nn", False))
+SAMPLE = (
+    ("worst", "nt", True), ("static", "nt", True), ("arriving", "nt", True), ("ordered", "nt", True),
+    ("worst", "nn", False),
+)  # fmt: skip
 SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
 #: The tiles of the quick one.
 QUICK = ((128, 256), (16, 128), (64, 64))
@@ -119,7 +122,7 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     narrow = inputs in QUICK_8_BIT
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
-    if what == "quick" and how == "ordered":
+    if what == "quick" and how in ("ordered", "static"):
         return block == QUICK[-1]
     if what == "quick":
         if "fnuz" in inputs and how != "worst":

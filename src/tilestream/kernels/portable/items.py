@@ -52,8 +52,9 @@ def begin(launch, rows, columns, channel, KIND: tl.constexpr, ROWS: tl.constexpr
     enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
     zero = tl.cast(0, tl.int32)
     over = zero
-    abort = counters
-    clock = counters
+    # Addresses only where there is a gate: a static launch has no words at all.
+    abort = zero
+    clock = zero
     began = tl.cast(0, tl.int64)
     if GATED:
         abort = counters + (queues + 1) * LINE
