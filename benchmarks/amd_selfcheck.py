@@ -325,13 +325,8 @@ def speed(dtype: str, m: str, n: str, k: str, backend: str = "") -> dict[str, An
         return {"refused": str(error)}
     some = min(rows, 512)
     figures = errors(plan.run(a, b)[:some], torch.mm(a, b)[:some], a[:some].double() @ b.double())
-    return timed(
-        plan,
-        2.0 * rows * columns * depth,
-        lambda: plan.run(a, b, out=out),
-        lambda: torch.mm(a, b, out=out),
-        figures,
-    )
+    operations = 2.0 * rows * columns * depth
+    return timed(plan, operations, lambda: plan.run(a, b, out=out), lambda: torch.mm(a, b, out=out), figures)
 
 
 def attend(
