@@ -7,7 +7,7 @@ import logging
 import math
 from typing import get_args
 
-from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned
+from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned, unrun
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 #: The fast backends, for people.
 NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
-#: Why the kernel for AMD's CDNA is not what runs where nobody asks for it.
-NOT_RUN = "compiled and checked, not run on a GPU yet: backend='cdna' takes it"
 #: What a queue may cost on an idle device, as a share, before a static grid is taken: a static one loses 40 % where a
 #: neighbour holds a few SMs.
 QUEUE_MAY_COST = 0.01
@@ -124,9 +122,8 @@ def _on_gpu(
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
     if backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
-    elif fast == "cdna" and backend is None and not why:
-        why = NOT_RUN
-    elif backend != "portable" and not why:
+    why = why or unrun.unasked(fast, backend)
+    if backend != "portable" and not why:
         if fast == "cdna":
             found = list(
                 cdna_tiles.candidates(
