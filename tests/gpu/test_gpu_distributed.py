@@ -116,6 +116,7 @@ def sums(form):
     yield (200, 512), 0, 136, "bfloat16", form, {"bias": True, "reduce_op": "avg"}
     yield (1, 256), 0, 64, "bfloat16", form, {}
     yield (3, 130, 256), 1, 256, "float16", form, {}
+    yield (2, 64, 256), 1, 128, "bfloat16", form, {"strided": True}  # no view has its rows
     yield (100, 129), 0, 100, "bfloat16", form, {}  # what TMA does not address
     yield (128, 256), 0, 256, "float8_e4m3fn", form, {"scaled": "row"}
     yield (2, 64, 256), 1, 128, "float8_e4m3fn", form, {"scaled": "tensor"}
