@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilestream
+import tilestream as ts
 from tilestream import Arrival
 from tilestream.kernels.portable.arguments import Layout, constants, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem
@@ -91,13 +92,25 @@ def test_queues_split_columns():
 def test_explain_names_what_was_refused_and_why():
     text = plan(1000, 1000, 1001, dtype="bfloat16", device=H100).explain()
     for part in (
-        "refused   static",
+        "refused   dynamic: 3.3% slower by the cost model",
         "refused   vector loads: a stride",
         "refused   hopper: a has strides (1001, 1)",
         "an H100, 132 workers",
     ):
         assert part in text
     assert "vector loads" not in plan(1024, 1024, 1024, dtype="bfloat16", device=H100).explain()
+
+
+def test_a_queue_costs_more_than_its_insurance_on_nvidia():
+    """It is measured there, and nothing arrives; else there is a queue, static not being asked for."""
+    how = {"dtype": "bfloat16", "backend": "portable", "layout": "nt"}
+    made = plan(4096, 4096, 4096, device=H100, **how)
+    assert made.schedule.kind == "static"
+    assert "slower by the cost model, more than 1%" in next(r.why for r in made.refused if r.what == "dynamic")
+    assert plan(4096, 4096, 4096, device=H100, schedule="dynamic", **how).schedule.queues == H100.workers
+    arriving = plan(4096, 4096, 4096, device=H100, arrival=ts.Arrival.uniform(1024, 4), **how)
+    assert arriving.schedule.kind == "dynamic"
+    assert plan(4096, 4096, 4096, device="mi300x", **how).schedule.kind != "static"
 
 
 def test_what_it_does_not_do_it_says_with_the_way_out():

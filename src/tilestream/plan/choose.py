@@ -77,8 +77,6 @@ def plan_problem(
         refused += (_other_variant(best, found, arriving, forced),)
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        if device.arch.startswith("sm_"):  # what was measured there
-            refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
         name, found, why_not = _on_gpu(
             problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
             queues=queues, shares=shares, variant=variant, stages=stages,
@@ -87,7 +85,7 @@ def plan_problem(
         if consult and not (forced or arriving or backend or variant or stages):
             best, why, other = _as_measured(problem, device, best, found, why)
             refused += other
-        if name == "hopper" and schedule == "auto":
+        if schedule == "auto" and (name == "hopper" or portable.by_model(problem, device)):
             refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
         refused += _other_tiles(best, found)
         if name == "portable" and not problem.aligned:
@@ -149,6 +147,8 @@ def _on_gpu(
         raise NotImplementedError(
             f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages=, tile= and schedule= away"
         )
+    if auto and len(kinds) > 1 and portable.by_model(problem, device):
+        kinds = ("static", *kinds)
     found = list(
         portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
     )

@@ -31,8 +31,9 @@ TILE_SECONDS = 2e-6
 LAUNCH_SECONDS = 8e-6
 #: By how much the loop is slower in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
-#: Why a queue, where the caller does not say: a static grid is the faster one on an idle GPU only.
-NO_STATIC = "2 to 10 % faster on an idle GPU, but the tiles of a worker that a neighbour keeps from running wait"
+#: By how much a tile takes longer in the kernel that draws tickets. On an H200 from nothing to 3 % with B as a Linear
+#: weight lies, 7 to 13 % with B row-major (benchmarks/results/gpu_matmul_h200.json); a problem does not say which.
+QUEUE_LOSS = 1.05
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
 #: Dtypes of operands.
@@ -231,6 +232,14 @@ def candidates(
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
 
 
+def by_model(problem: Problem, device: DeviceProperties) -> bool:
+    """Whether the cost model says if a queue is worth what it costs: on NVIDIA's GPUs, where that was measured.
+
+    Elsewhere, and where chunks arrive, whoever comes late decides, and not what an idle GPU would do.
+    """
+    return device.arch.startswith("sm_") and not problem.arriving
+
+
 def _refuse(problem: Problem, device: DeviceProperties) -> None:
     for dtype, known in ((problem.dtype, (*DTYPES, *FP8)), (problem.out_dtype, DTYPES)):
         if dtype not in known:
@@ -290,6 +299,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     workers, count = schedule.workers, schedule.grid.tiles
     rate = device.peak(problem.kind, 1) * tile.efficiency
     math = 2 * tile.block_m * tile.block_n * problem.k / rate
+    if schedule.kind == "dynamic" and by_model(problem, device):
+        math *= QUEUE_LOSS
     if schedule.kind == "stream_k" and schedule.remainder:
         partials = 2 * 4 * schedule.slots * tile.block_m * tile.block_n / device.bandwidth
         total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
