@@ -41,8 +41,10 @@ def recorded() -> ts.trace.LaunchTrace:
     with ts.trace.record() as recorder:
         answers = [ts.attention(q, k, v, causal=True) for _ in range(CALLS)]
     ts.check()
-    for launch, out in zip(recorder.launches, answers, strict=True):
-        assert torch.equal(out, right), "a trace changed the answer"
+    again = ts.attention(q, k, v, causal=True)
+    assert torch.equal(again, right), f"the same call, without a trace: {different(again, right)}"
+    for at, (launch, out) in enumerate(zip(recorder.launches, answers, strict=True)):
+        assert torch.equal(out, right), f"call {at}, traced: {different(out, right)}"
         assert not (wrong := ts.trace.faults(launch, plan.schedule)), wrong
     whole = Timer()({"": lambda: ts.attention(q, k, v, causal=True)})[""]
     found = sorted(recorder.launches, key=lambda launch: launch.end - launch.begin)[CALLS // 2]
@@ -52,6 +54,17 @@ def recorded() -> ts.trace.LaunchTrace:
     )
     print(f"{found.label}: {1e3 * (found.end - found.begin):.3f} ms, {whole:.3f} without a trace")
     return found
+
+
+def different(x: torch.Tensor, y: torch.Tensor) -> str:
+    """Where ``[B, S, H, D]`` differ, and by how much."""
+    where = (x != y).nonzero()
+    (_, first, *_), (_, last, *_) = where[where[:, 1].argmin()].tolist(), where[where[:, 1].argmax()].tolist()
+    heads, most = sorted(set(where[:, 2].tolist())), (x.float() - y.float()).abs().max().item()
+    return (
+        f"{len(where)} of {x.numel()} elements differ, by {most:.3g} at most, of rows {first} to {last}, heads {heads}"
+        f"; {int(x.isnan().sum())} and {int(y.isnan().sum())} are NaN"
+    )
 
 
 def main() -> None:

@@ -423,6 +423,21 @@ def test_quick_a_trace_has_each_item_once(dims, schedule, backend):
     assert 0 < trace.end - trace.begin < 0.1
 
 
+@pytest.mark.parametrize("rows", [1500, 16384])
+def test_quick_no_bit_depends_on_a_trace_or_on_the_calls_before(rows, backend):
+    """Calls one behind the other: what one leaves to the next, tickets and buffers, is not in the numbers."""
+    case = _dense((rows, rows), heads=(4, 2), dims=(128, 128), features="causal", dtype=BF16)
+    call = call_of(case, "cuda")
+    first = ts.attention(**call.tensors, **call.options)
+    for _ in range(5):
+        assert torch.equal(ts.attention(**call.tensors, **call.options), first)
+    with record():
+        ts.attention(**call.tensors, **call.options)  # compiled
+    with record():
+        outs = [ts.attention(**call.tensors, **call.options) for _ in range(5)]
+    assert [int((out != first).sum()) for out in outs] == [0] * 5
+
+
 def test_quick_a_trace_of_packed_sequences_has_the_items_that_there_are(backend):
     call = call_of(
         Case((300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal", "packed", dtype=BF16), "cuda"
