@@ -113,6 +113,23 @@ def test_a_queue_costs_more_than_its_insurance_on_nvidia():
     assert plan(4096, 4096, 4096, device="mi300x", **how).schedule.kind != "static"
 
 
+@pytest.mark.parametrize("shape", [(1536, 5632, 4096), (3072, 5632, 8192)])
+def test_full_waves_are_not_split(shape):
+    how = {"dtype": "bfloat16", "backend": "portable", "layout": "nt", "device": H100}
+    made = plan(*shape, **how)
+    assert made.schedule.grid.tiles % made.workers == 0
+    assert made.schedule.kind == "static"
+    assert plan(*shape, schedule="stream_k", **how).schedule.kind == "stream_k", "who asks gets it"
+
+
+def test_workers_beyond_the_queues_that_there_are_share_one():
+    how = {"dtype": "bfloat16", "layout": "nt", "device": H100, "schedule": "dynamic"}
+    for backend in ("portable", None):
+        made = plan(65536, 32768, 4096, workers=1100, backend=backend, **how)
+        assert (made.workers, made.schedule.queues) == (1100, 1)
+        assert plan(65536, 32768, 4096, workers=1000, backend=backend, **how).schedule.queues == 1000
+
+
 def test_what_it_does_not_do_it_says_with_the_way_out():
     with pytest.raises(NotImplementedError, match=r"float64 on a GPU; .*use torch\.matmul"):
         plan(10, 10, 10, dtype="float64", device=H100)

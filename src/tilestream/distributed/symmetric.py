@@ -113,6 +113,8 @@ class PeerMemory:
             warnings.simplefilter("ignore", FutureWarning)
             try:
                 handle = symmetric.rendezvous(own, self._group_name)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
                 raise TilestreamError(

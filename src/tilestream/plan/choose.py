@@ -208,7 +208,8 @@ def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
             other, f"{seconds / best.seconds - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
         )
     if seconds >= best.seconds:
-        return Refusal(other, NO_STATIC)
+        taken = "stream_k" if best.schedule.kind == "stream_k" else "a queue"
+        return Refusal(other, NO_STATIC.replace("a queue", taken))
     gain = best.seconds / seconds - 1
     return Refusal(
         other, f"{gain:.1%} faster by the cost model on an idle device, and a late worker holds up its tiles"

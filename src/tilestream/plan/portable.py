@@ -228,6 +228,8 @@ def candidates(
             schedule = Schedule(
                 kind, grid, raster, workers, count, split, shares or 0, first_batch_of(problem)
             )  # fmt: skip
+            if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
+                continue  # nobody asked for it, and there is nothing to split: a queue with a larger kernel
             seconds = _seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
 
@@ -299,7 +301,7 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     workers, count = schedule.workers, schedule.grid.tiles
     rate = device.peak(problem.kind, 1) * tile.efficiency
     math = 2 * tile.block_m * tile.block_n * problem.k / rate
-    if schedule.kind == "dynamic" and by_model(problem, device):
+    if schedule.kind != "static" and by_model(problem, device):
         math *= QUEUE_LOSS
     if schedule.kind == "stream_k" and schedule.remainder:
         partials = 2 * 4 * schedule.slots * tile.block_m * tile.block_n / device.bandwidth

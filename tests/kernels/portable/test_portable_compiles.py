@@ -86,6 +86,22 @@ def test_a_sample_compiles_and_spills_nothing(target, tmp_path):
     check(gate_rows(sys.executable, GATE, "quick", target, cache=tmp_path, seconds=100), 3)
 
 
+@pytest.mark.parametrize(("target", "at_once"), [("gfx942", False), ("gfx950", False), ("sm_90a", True)])
+def test_waves_do_not_read_counters_for_themselves(target, at_once, tmp_path):
+    """A wave of 64 lanes would hold all of them, keep its own answer, and go another way than the next."""
+    code = (
+        "import gate\n"
+        f"made = next(x for x in gate.configurations('{target}', 'all') if x[0] == 'bfloat16 64x64 stealing nt')\n"
+        f"kernel, _ = gate.build(*made[1:], '{target}')\n"
+        "print(kernel.asm['ttgir'].count('tensor<64xi64'))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path), cwd=GATE.parent,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (int(run.stdout) > 0) == at_once
+
+
 def test_the_gate_sees_a_spill(tmp_path):
     code = (
         "import gate, dataclasses as d\n"
