@@ -14,16 +14,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import tilestream as ts
 from harness import RESULTS, device_suffix
+from ranks import on_each_gpu
 from tilestream import distributed as tsd
 
 SHAPE = (8192, 3584, 8192)
@@ -53,23 +52,16 @@ def activities(document: dict[str, Any]) -> list[Activity]:
     return sorted(found, key=lambda one: one.begin)
 
 
-def copies_of(found: list[Activity], size: int, stream: int) -> tuple[list[Activity], list[Activity]]:
-    """Copies of ``size`` bytes: on ``stream`` (into the own slot), and on all others (from the peers)."""
-    alike = [one for one in found if one.size == size]
-    return [one for one in alike if one.stream == stream], [one for one in alike if one.stream != stream]
-
-
-def arrivals(
-    rank: int, world: int, pulled: list[Activity], own: list[Activity], parts: int
-) -> list[float | None]:  # fmt: skip
+def arrivals(rank: int, world: int, pulled: list[Activity], own: list[Activity], parts: int) -> list[float | None]:
     """When each chunk was there: the end of the copy that brought it.
 
     Parameters
     ----------
     pulled
-        From the peers, in the order of `tilestream.distributed.protocol`: the next rank's first; ``parts`` of each.
+        From the peers, on the side stream, in the order of `tilestream.distributed.protocol`: the next rank's first;
+        ``parts`` of each.
     own
-        Into the own slot.
+        Into the own slot, on the kernel's stream.
     """
     there: list[float | None] = []
     for source in range(world):
@@ -104,8 +96,8 @@ def laid_over(
     """``launch`` of ``rank`` with the arrivals of its chunks of ``size`` bytes, from what its GPU did."""
     kernel = max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
     first = min(span.begin for spans in launch.by_worker for span in spans[:1])
-    own, _ = copies_of(found, size * parts, kernel.stream)
-    _, pulled = copies_of(found, size, kernel.stream)
+    own = [one for one in found if one.size == size * parts and one.stream == kernel.stream]
+    pulled = [one for one in found if one.size == size and one.stream != kernel.stream]
     launch.arrivals[0] = tuple(
         None if when is None else first + 1e-9 * (when - kernel.begin)
         for when in arrivals(rank, world, pulled, own, parts)
@@ -116,12 +108,8 @@ def laid_over(
     return launch
 
 
-def rank_main(rank: int, world: int, where: str, folder: str, shape: tuple[int, int, int]) -> None:
+def rank_main(rank: int, world: int, folder: str, shape: tuple[int, int, int]) -> None:
     """One rank."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
     m, n, k = shape
     torch.manual_seed(rank)
     a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
@@ -140,8 +128,6 @@ def rank_main(rank: int, world: int, where: str, folder: str, shape: tuple[int, 
         kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
         print(kept.label, f"{1e3 * (kept.end - kept.begin):.3f} ms", kept.arrivals)
         print(ts.trace.export(kept, Path(folder) / f"gpu_trace_gather_x{world}{device_suffix(device)}.json.gz"))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -149,9 +135,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     m, n, k = map(int, sys.argv[2].split("x")) if len(sys.argv) > 2 else SHAPE
     folder.mkdir(parents=True, exist_ok=True)
-    world = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as where:
-        mp.spawn(rank_main, args=(world, f"{where}/store", str(folder), (m, n, k)), nprocs=world)
+    on_each_gpu(rank_main, str(folder), (m, n, k))
 
 
 if __name__ == "__main__":

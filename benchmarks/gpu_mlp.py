@@ -16,26 +16,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import statistics
-import tempfile
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import tilestream as ts
 from harness import RESULTS, GpuRecord
+from ranks import MeetingClock, on_each_gpu, slowest
 from tilestream import distributed as tsd
 
 DIM, HIDDEN = 8192, 28672
 #: Sequences: a batch of one is gathered by a view, which torch's pass does not know.
 BATCH = 2
-_FLUSH = 256 << 20
 #: Cycles in which the host issues a call: 10 ms and more.
 _PAUSE = 20_000_000
 
@@ -106,37 +102,22 @@ def step(
 
 def timed(ways: dict[str, Way], rounds: int) -> dict[str, float]:
     """Milliseconds: the largest over ranks of each way's median."""
-    flush, meet = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda"), torch.zeros(1, device="cuda")
+    clock = MeetingClock(_PAUSE)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(rounds + 1):
         for name, (opened, way) in ways.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with opened():
-                torch.cuda.synchronize()
-                flush.zero_()
-                torch.cuda._sleep(_PAUSE)
-                dist.all_reduce(meet)
-                begin.record()
-                way()
-                end.record()
-                torch.cuda.synchronize()
+                ms, _ = clock(way)
             if at:
-                times[name].append(begin.elapsed_time(end))
-    medians = torch.tensor([statistics.median(times[name]) for name in ways]).cuda()
-    dist.all_reduce(medians, dist.ReduceOp.MAX)
-    return {name: round(ms, 4) for name, ms in zip(ways, medians.tolist(), strict=True)}
+                times[name].append(ms)
+    return slowest(times)
 
 
-def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) -> None:
+def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     """One rank."""
     import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory as symmetric
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
     symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     inductor.force_disable_caches = True
     record = GpuRecord(f"gpu_mlp_x{world}", Path(arguments.into), world=world) if rank == 0 else None
@@ -173,8 +154,6 @@ def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) 
         record.rows.append({"tokens": arguments.tokens, "ms": ms, "errors": errors, "sites": sites})
         record.write()
         print(ms, errors, *sites, sep="\n", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -184,9 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
     arguments = parser.parse_args()
-    world = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(world, f"{folder}/store", arguments), nprocs=world)
+    on_each_gpu(rank_main, arguments, seconds=120)
 
 
 if __name__ == "__main__":

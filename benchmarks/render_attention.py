@@ -8,8 +8,8 @@ from typing import Any
 
 from gemm_shapes import geomean
 from render_gemm import table
-from tilestream.trace import LaunchTrace, draw
-from tilestream.trace.perfetto import load
+from render_timeline import Timelines
+from tilestream.trace import LaunchTrace
 
 Record = dict[str, Any]
 #: What a record's part of the page is called, by its file, where it is not simply attention prefill.
@@ -29,41 +29,7 @@ def sections(results: Path) -> list[str]:
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))
     }
     parts = [section(data, name) for name, data in found.items() if data["rows"]]
-    return parts + [timeline(path) for path in _timelines(results)]
-
-
-def _timelines(results: Path) -> list[Path]:
-    """The records of `attention_timeline`, a device each."""
-    return sorted(results.glob("gpu_trace_attention*.json.gz"))
-
-
-def _picture(record: Path) -> str:
-    return record.name.replace("gpu_trace_attention", "attention_timeline").replace(".json.gz", ".png")
-
-
-def plots(results: Path, images: Path) -> None:
-    """A picture of each timeline."""
-    for path in _timelines(results):
-        images.mkdir(parents=True, exist_ok=True)
-        (launch,) = load(path)
-        draw(launch, images / _picture(path), size=(1100, 162 + 4 * launch.workers))
-
-
-def timeline(record: Path) -> str:
-    """The picture of a call, and how even its workers are."""
-    (launch,) = load(record)
-    busy, first, least, most, longest = evenness(launch)
-    head, _, plan = launch.label.partition(": ")
-    return "\n\n".join(
-        [
-            f"## Attention, the timeline of a call: {head}",
-            f"`ts.attention`, {plan}; {launch.tiles_done} tiles in {1e3 * (launch.end - launch.begin):.3f} ms "
-            f"(`benchmarks/results/{record.name}`, for https://ui.perfetto.dev). Workers are at a tile {busy:.1%} of "
-            f"the launch; the first of them leaves after {first:.1%} of it. Each did {least} to {most} tiles, of which "
-            f"the longest took {longest:.1%} of it: the last rows of queries, which come first.",
-            f"![A row a worker, a bar a tile](images/{_picture(record)})",
-        ]
-    )
+    return parts + TIMELINES.sections(results)
 
 
 def evenness(launch: LaunchTrace) -> tuple[float, float, int, int, float]:
@@ -81,6 +47,23 @@ def evenness(launch: LaunchTrace) -> tuple[float, float, int, int, float]:
     first = min((max(span.end for span in own) - launch.begin for own in tiles if own), default=0.0)
     counts = [len(own) for own in tiles]
     return sum(spent) / (whole * launch.workers), first / whole, min(counts), max(counts), max(spent) / whole
+
+
+def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
+    """Of a call: how even its workers are."""
+    busy, first, least, most, longest = evenness(launch)
+    head, _, plan = launch.label.partition(": ")
+    text = (
+        f"`ts.attention`, {plan}; {launch.tiles_done} tiles in {1e3 * (launch.end - launch.begin):.3f} ms "
+        f"({record}). Workers are at a tile {busy:.1%} of the launch; the first of them leaves after {first:.1%} of it."
+        f" Each did {least} to {most} tiles, of which the longest took {longest:.1%} of it: the last rows of queries, "
+        "which come first."
+    )
+    return f"Attention, the timeline of a call: {head}", text, "A row a worker, a bar a tile"
+
+
+#: Of `attention_timeline`.
+TIMELINES = Timelines("gpu_trace_attention", "attention_timeline", 162, timeline)
 
 
 def section(data: Record, name: str) -> str:

@@ -55,5 +55,5 @@ def test_the_page_says_whose_timeline_it_is(render: ModuleType, tmp_path: Path) 
 def test_the_picture_is_drawn(render: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     export(launch(), tmp_path / "gpu_trace_attention.json.gz")
-    render.plots(tmp_path, tmp_path / "images")
+    render.TIMELINES.plots(tmp_path, tmp_path / "images")
     assert (tmp_path / "images" / "attention_timeline.png").read_bytes().startswith(b"\x89PNG")

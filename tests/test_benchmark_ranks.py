@@ -81,5 +81,5 @@ def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
     assert text.startswith("## All-gather, then matmul, the timeline of a call: rank 1 of 3")
     assert "The last rows came 0.045 ms after the kernel began" in text
     assert "22.2% of their time at the gate" in text
-    render.plots(tmp_path, tmp_path / "images")
+    render.TIMELINES.plots(tmp_path, tmp_path / "images")
     assert (tmp_path / "images" / "gather_x3_h200.png").stat().st_size > 5000

@@ -24,7 +24,8 @@ NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
 #: What a queue may cost on an idle device, as a share, before a static grid is taken: a static one loses 40 % where a
 #: neighbour holds a few SMs.
 QUEUE_MAY_COST = 0.01
-NO_STATIC = "no faster than a queue here, and a late worker would hold up its tiles"
+_NO_FASTER = "no faster than {} here, and a late worker would hold up its tiles"
+NO_STATIC = _NO_FASTER.format("a queue")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,7 +54,7 @@ def plan_problem(
     if named == "arrival" and schedule == "auto":
         schedule = "dynamic"
     kinds, refused = _kinds(schedule, queues, shares)
-    arriving = problem.rows is not None or problem.columns is not None
+    arriving = bool(problem.arriving)
     arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
     count, limited, fewer = workers_of(device, workers, default_workers, limit, arrives)
     refused += fewer
@@ -208,8 +209,7 @@ def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
             other, f"{seconds / best.seconds - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
         )
     if seconds >= best.seconds:
-        taken = "stream_k" if best.schedule.kind == "stream_k" else "a queue"
-        return Refusal(other, NO_STATIC.replace("a queue", taken))
+        return Refusal(other, _NO_FASTER.format("stream_k") if best.schedule.kind == "stream_k" else NO_STATIC)
     gain = best.seconds / seconds - 1
     return Refusal(
         other, f"{gain:.1%} faster by the cost model on an idle device, and a late worker holds up its tiles"

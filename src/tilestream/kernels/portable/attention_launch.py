@@ -117,10 +117,11 @@ class MergeLaunch:
 
     def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
         """Issue it on ``stream``, behind the launch that fills ``shares``."""
+        self.load(shares, x)
         filled = self._filled(shares, x)
         if self._compiled is not None:
             self._compiled(stream, tuple(map(address, filled)))
-        else:
+        else:  # in the interpreter
             merge_shares[self._grid](*filled, num_warps=MERGE_WARPS)
 
     def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> tuple[Any, ...]:
