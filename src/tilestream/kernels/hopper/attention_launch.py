@@ -10,16 +10,22 @@ from tilestream.kernels.attention import Operands
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.kernels.hopper.launch import described_by
-from tilestream.kernels.launch import address, with_words
+from tilestream.kernels.launch import address
 from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.kernels.portable.attention_launch import IncomingKeys, KeyGateLaunch, ListLaunch, MergeLaunch
+from tilestream.kernels.portable.attention_launch import (
+    IncomingKeys,
+    KeyGateLaunch,
+    ListLaunch,
+    MergeLaunch,
+    TracedLaunch,
+)
 from tilestream.kernels.spans import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.launcher import VARIES, Descriptor, Launcher
 
 
-class HopperAttentionLaunch:
+class HopperAttentionLaunch(TracedLaunch):
     """The Hopper attention for one plan and one layout of operands at multiples of 16 bytes.
 
     The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly: see
@@ -32,32 +38,16 @@ class HopperAttentionLaunch:
         self._list = ListLaunch(plan)
         self._gate = KeyGateLaunch(plan)
         self._merge = MergeLaunch(plan, layout)
+        self._floats = self._merge.floats
         #: Static tickets are nobody's; the abort word is a counter's neighbour all the same.
         self._counts = plan.schedule.kind != "static" or plan.problem.keys is not None
-        self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._merge.floats else None
+        self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._floats else None
         self._launchers: dict[bool, Launcher] = {}
-
-    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None, log: SpanLog | None = None) -> None:
-        """Issue the launch on the current stream of the current device, which is the operands'.
-
-        Parameters
-        ----------
-        incoming
-            How keys arrive, if and only if the plan is for such.
-        log
-            Room for a trace: another kernel is launched then.
-        """
-
-        def issue(stream: int, words: Words) -> None:
-            self._issue(stream, operands, words, incoming, log)
-
-        device, floats = operands.q.device, self._merge.floats
-        with_words(device, self._schedule, self.plan.block, issue, self._list.listed, floats)
 
     def _issue(
         self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
     ) -> None:
-        if words.partials is not None and self._merge.floats:
+        if words.partials is not None and self._floats:
             shares = self._merge.scratch(words.partials)
             self._merge.load(shares, x)  # before what may wait is launched
             # A sink counts once: where shares are joined.

@@ -27,6 +27,7 @@ from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.record import op_number
 from tilestream.schedule.integers import cdiv
+from tilestream.schedule.schedule import Schedule
 
 #: Shares that a program which joins them reads at a time, and its warps.
 TOGETHER, MERGE_WARPS = 16, 4
@@ -148,21 +149,14 @@ class KeyGateLaunch:
         )  # fmt: skip
 
 
-class AttentionLaunch:
-    """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
+class TracedLaunch:
+    """What the attention launches that may be traced have in common: words, and a call."""
 
-    Holds no operand: a call is given all of them.
-    """
-
-    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        self.plan = plan
-        self._made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
-        self._grid = (plan.schedule.workers, 1, 1)
-        self._gate = KeyGateLaunch(plan)
-        self._list = ListLaunch(plan)
-        wordless = plan.schedule.kind == "static" and plan.problem.keys is None and not plan.problem.varlen
-        self._schedule = None if wordless else plan.schedule
-        self._compiled: dict[bool, Callable[[int, tuple[Any, ...]], None]] = {}
+    plan: AttentionPlan
+    _schedule: Schedule | None
+    _list: ListLaunch
+    #: Elements of scratch that a launch asks for.
+    _floats = 0
 
     def __call__(self, operands: Operands, incoming: IncomingKeys | None = None, log: SpanLog | None = None) -> None:
         """Issue the launch on the current stream of the current device, which is the operands'.
@@ -178,7 +172,29 @@ class AttentionLaunch:
         def issue(stream: int, words: Words) -> None:
             self._issue(stream, operands, words, incoming, log)
 
-        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed)
+        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed, self._floats)
+
+    def _issue(
+        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
+    ) -> None:
+        raise NotImplementedError
+
+
+class AttentionLaunch(TracedLaunch):
+    """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
+
+    Holds no operand: a call is given all of them.
+    """
+
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        self.plan = plan
+        self._made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
+        self._grid = (plan.schedule.workers, 1, 1)
+        self._gate = KeyGateLaunch(plan)
+        self._list = ListLaunch(plan)
+        wordless = plan.schedule.kind == "static" and plan.problem.keys is None and not plan.problem.varlen
+        self._schedule = None if wordless else plan.schedule
+        self._compiled: dict[bool, Callable[[int, tuple[Any, ...]], None]] = {}
 
     def _issue(
         self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
