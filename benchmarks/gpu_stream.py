@@ -5,7 +5,7 @@
 Either operand: the activations by rows (``MxNxK``), or an offloaded weight by rows of ``[N, K]`` (``MxNxK weight``:
 ``ts.linear`` with ``weight_arrival``). ``by the raster`` is ``streamed`` without arrival order. ``by the kernel`` is
 ``streamed`` with copies that the matmul makes itself (`stream_in`'s ``copies="kernel"``); with ``--copiers`` also by so
-many of its workers, and then without the ways of others; ``--portable``: of the portable kernel, as ``streamed`` beside.
+many of its workers, and then without the ways of others. ``--portable``: of the portable kernel, ``streamed`` too.
 
 bf16, from pinned memory, `stream_in`'s default chunks. No overlap goes below the larger of copying and multiplying:
 that ratio is the one to look at. ``in turn`` is one plain copy and torch.mm behind it in the same stream; ``by chunks``

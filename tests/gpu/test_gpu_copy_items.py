@@ -111,7 +111,7 @@ def test_a_weights_rows():
         check(out, want)
 
 
-@pytest.mark.parametrize("k", [504, 203])
+@pytest.mark.parametrize("k", [500, 203])
 def test_rows_that_are_no_multiple_of_sixteen_bytes(k):
     source, b = pinned(300, k), weight(k, 136)
     x = ts.stream_in(source, rows_per_chunk=77, copies="kernel")
@@ -161,8 +161,6 @@ def test_both_operands_the_second_by_an_engine():
     w.tensor.fill_(float("nan"))
     plan = ts.plan(M, N, K, dtype=BF16, device="cuda", layout="nt", arrival=x.arrival, weight_arrival=w.arrival)
     assert "a copy engine copies the columns" in plan.explain()
-    if BLOCKING:
-        w.wait(10)
     out = plan.run(x.tensor, w.tensor.mT, arrival=x.arrival, weight_arrival=w.arrival)
     check_copied(x, source)
     check(out, Maths(source.cuda(), weights.cuda().mT))
