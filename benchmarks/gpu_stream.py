@@ -34,6 +34,7 @@ from harness import errors, gpu_peak, gpu_record, interleave
 SHAPES = [
     (16384, 8192, 8192, "rows"), (65536, 4096, 4096, "rows"), (8192, 8192, 8192, "rows"), (16384, 4096, 8192, "rows"),
     (4096, 14336, 4096, "rows"), (4096, 14336, 4096, "weight"), (8192, 8192, 8192, "weight"),
+    (16384, 8192, 8192, "weight"),
 ]  # fmt: skip
 #: PCIe 5.0 with 16 lanes, GB/s: above this a figure is an error.
 LINK_PEAK = 64.0

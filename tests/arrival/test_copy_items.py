@@ -124,11 +124,10 @@ def test_one_worker_alone_does_it_all_before_it_leaves_its_copy_item():
 
 
 @pytest.mark.parametrize(
-    ("multiples", "size"),
-    [((16384, 512, 0), 16), ((1000, 16), 8), ((404, 16), 4), ((406, 16), 2), ((7, 16), 1), ((32, 17), 1)],
-)
-def test_the_widest_word(multiples, size):
-    assert word_bytes(*multiples) == size
+    ("row_bytes", "size"), [(16384, 16), (0, 16), (1000, 8), (404, 4), (406, 2), (7, 1)],
+)  # fmt: skip
+def test_the_widest_word(row_bytes, size):
+    assert word_bytes(row_bytes) == size
     assert block(4, size) % (32 * 4 * vector(size)) == 0
 
 

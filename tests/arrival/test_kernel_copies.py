@@ -259,10 +259,21 @@ def test_closed_it_can_still_be_read(cuda, close_first):
     check_there(x, source)
 
 
+def test_of_nothing_there_is_nothing_to_offer(cuda):
+    arrival = Arrival.uniform(4, 1)
+    arrival._signals = DeviceSignals(1, DEVICE)
+    made = TensorSource(torch.zeros(0, K), onward=True)
+    x = Stream(arrival, made, DeviceLanding(made.tensor, DEVICE), by_kernel=True)
+    assert arrival._signals.copied == 0
+    x.wait()
+
+
 def test_what_no_kernel_can_read_is_refused(cuda):
     base = torch.zeros(4, 3, 8)
+    odd = torch.zeros(12 * 8 + 1)[1:].view(12, 8)
     cases = [
         (TensorSource(cuda.pin(base.transpose(0, 1)), onward=True), "strides"),
+        (TensorSource(cuda.pin(odd), onward=True), "a kernel copies from a multiple of 16 on"),
         (TensorSource(torch.zeros(12, 8), onward=True), "from memory that is not pinned"),
     ]
     for source, text in cases:

@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 def job(
     device: DeviceProperties, case: Case, *, tile=None, queues=None, order=None, rows=None, columns=None,
-    backend=None, probe=False, copied=0,
+    backend=None, probe=False, copied=(0, 0),
 ) -> Job | None:  # fmt: skip
     """What `tilestream.ops.gpu` would launch for a case."""
     operands, out = case.operands("meta"), case.output("meta")
@@ -78,8 +78,8 @@ def job(
     (m, k), n = a.shape[-2:], b.shape[-1]
     problem = Problem(
         m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
-        None if rows is None else Incoming(rows, 0, copied),
-        None if columns is None else Incoming(columns, 0, copied),
+        None if rows is None else Incoming(rows, 0, copied[0]),
+        None if columns is None else Incoming(columns, 0, copied[1]),
         batch > 1 and a.stride(0) == 0,
         tf32=case.tf32,
         aligned=is_aligned((m, k), layout.a[1:], layout.a[0], address[0])
@@ -151,22 +151,29 @@ def of_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 def of_copy_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_copy_items`, and of benchmarks/gpu_stream.py."""
-    for backend, chunking in itertools.product((None, "portable"), (*UNIFORM, "ragged")):
-        rows = Chunks(BOUNDS) if chunking == "ragged" else Chunks.uniform(M, UNIFORM[chunking])
-        for kind in (*KINDS, "auto"):
-            yield job(device, Case(M, N, K, schedule=kind), rows=rows, backend=backend, copied=16)
-        for workers in (37, 3, 1):
-            yield job(device, Case(M, N, K, workers=workers), rows=rows, backend=backend, copied=16)
-    for backend, columns in itertools.product((None, "portable"), (Chunks.uniform(N, 256), Chunks(BOUNDS_N))):
-        yield job(device, Case(210, N, K, layout="nt", bias=True), columns=columns, backend=backend, copied=16)
-        for m, n, k, rows_ in ((8192, 256, 1024, 2048), (4096, 4096, 1024, 256)):
-            yield job(device, Case(m, n, k), rows=Chunks.uniform(m, rows_), backend=backend, copied=16)
-    for m, n, k, rows_ in ((16384, 8192, 8192, 512), (65536, 4096, 4096, 1024), (8192, 8192, 8192, 512)):
-        for copied, backend in itertools.product((0, 16), (None, "portable")):
-            yield job(device, Case(m, n, k), rows=Chunks.uniform(m, rows_), backend=backend, copied=copied)
+    rows, columns = Chunks.uniform(M, UNIFORM["uniform"]), Chunks.uniform(N, 256)
+    by_kernel, weight = {"copied": (16, 0)}, {"copied": (0, 16)}
+    for backend in (None, "portable"):
+        for cut in (*(Chunks.uniform(M, size) for size in UNIFORM.values()), Chunks(BOUNDS)):
+            for kind in (*KINDS, "auto"):
+                yield job(device, Case(M, N, K, schedule=kind), rows=cut, backend=backend, **by_kernel)
+            for workers in (37, 3, 1):
+                yield job(device, Case(M, N, K, workers=workers), rows=cut, backend=backend, **by_kernel)
+        for cut in (columns, Chunks(BOUNDS_N)):
+            yield job(device, Case(210, N, K, layout="nt", bias=True), columns=cut, backend=backend, **weight)
+        for m, n, k, size in ((8192, 256, 1024, 2048), (4096, 4096, 1024, 256)):
+            yield job(device, Case(m, n, k), rows=Chunks.uniform(m, size), backend=backend, **by_kernel)
+        case = Case(M, N, K, layout="nt")
+        yield job(device, case, rows=rows, columns=columns, backend=backend, copied=(16, 16))
+        yield job(device, case, rows=rows, columns=Chunks.uniform(N, N), backend=backend, copied=(16, 0))
+    for k, word in ((500, 8), (203, 2)):
+        yield job(device, Case(300, 136, k), rows=Chunks.uniform(300, 77), copied=(word, 0))
+    for m, n, k, size in ((16384, 8192, 8192, 512), (65536, 4096, 4096, 1024), (8192, 8192, 8192, 512)):
+        for copied, backend in itertools.product(((0, 0), (16, 0)), (None, "portable")):
+            yield job(device, Case(m, n, k), rows=Chunks.uniform(m, size), backend=backend, copied=copied)
         yield job(device, Case(m, n, k))
-    yield job(device, Case(8192, 8192, 8192, layout="nt"), columns=Chunks.uniform(8192, 512), copied=16)
-    yield job(device, Case(8192, 8192, 8192, layout="nt"), columns=Chunks.uniform(8192, 512))
+    for m, copied in itertools.product((8192, 16384), ((0, 0), (0, 16))):
+        yield job(device, Case(m, 8192, 8192, layout="nt"), columns=Chunks.uniform(8192, 512), copied=copied)
 
 
 def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:

@@ -23,12 +23,11 @@ from tilestream.arrival.chunks import Chunks
 from tilestream.schedule.grid import INT31
 from tilestream.schedule.integers import cdiv, part_begin, part_size
 
-#: Bytes of a piece, about. A copier takes it in a few rounds of `block`; what comes on top (a ticket and a count, some
-#: 2 us) is a fifth of that.
+#: Bytes of a piece, about: a few rounds of `block`, beside which a ticket and a count do not weigh much.
 PIECE_BYTES = 128 * 2**10
 
-#: Words that a thread has on their way at once, in 64 registers where they are of 16 bytes: 32 KiB of four warps. A
-#: link of 55 GB/s with 2 us from request to answer holds 110 KB.
+#: Words that a thread has on their way at once, in 64 registers where they are of 16 bytes: 32 KiB of four warps. With
+#: 4 us from request to answer, as measured, that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
 WORDS_A_THREAD = 16
 
 #: Entries of `Pieces.table` before the bounds.
@@ -176,10 +175,10 @@ def _largest(chunks: Chunks) -> int:
     return max(end - begin for begin, end in zip(chunks.bounds, chunks.bounds[1:], strict=False))
 
 
-def word_bytes(*multiples: int) -> int:
-    """Bytes of the widest word, 16 at most, in which what has such addresses and sizes is copied."""
+def word_bytes(row_bytes: int) -> int:
+    """Bytes of the widest word, 16 at most, that rows of so many bytes are a multiple of."""
     size = 16
-    while any(x % size for x in multiples):
+    while row_bytes % size:
         size //= 2
     return size
 

@@ -34,7 +34,8 @@ class KernelCopies:
     Parameters
     ----------
     source, target
-        ``[rows, K]`` each, contiguous: pinned memory, or what else the kernel may read by its address; and the GPU's.
+        ``[rows, K]`` each, contiguous, from an address on that is a multiple of 16: pinned memory, or what else the
+        kernel may read by its address; and the GPU's.
     chunks, pivot
         How they arrive.
     by_engine
@@ -57,7 +58,7 @@ class KernelCopies:
     ) -> None:
         row_bytes = source.shape[1] * source.element_size()
         #: Bytes of a word.
-        self.width = word_bytes(row_bytes, source.data_ptr(), target.data_ptr())
+        self.width = word_bytes(row_bytes)
         pieces = Pieces.of(chunks, pivot, row_bytes // self.width, self.width)
         dtype: torch.dtype = getattr(torch, word_dtype(self.width))
         self._by_engine = by_engine

@@ -134,6 +134,11 @@ class DeviceLanding(Landing):
                 f"{self._host.stride()}; a kernel copies rows that lie one behind the other in pinned memory: "
                 "source.contiguous().pin_memory(), or copies='engine'"
             )
+        if rows.data_ptr() % 16:
+            raise ValueError(
+                f"stream_in: copies='kernel' of a source that begins at address {rows.data_ptr():#x}; a kernel copies "
+                "from a multiple of 16 on: source.clone().pin_memory(), or copies='engine'"
+            )
         order = [(pivot + step) % chunks.count for step in range(chunks.count)]
 
         def by_engine(signals: DeviceSignals) -> torch.cuda.Event:

@@ -176,7 +176,7 @@ class Stream:
         arrival._signals.filled_by_stream()
         self._chunks = arrival.chunks(row_count(self.tensor))
         self._copies: KernelCopies | None = None
-        if by_kernel:
+        if by_kernel and self.tensor.numel():
             self._copies = cast("DeviceLanding", self._landing).offer(self._chunks, arrival.pivot)
             cast("DeviceSignals", arrival._signals).offer(self._copies)
         self._begin()

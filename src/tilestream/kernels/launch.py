@@ -95,6 +95,11 @@ class Launch:
         self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
         self._queues = Table(queue_table(plan))
         self._copies = plan.copies
+        if self._copies != "none" and not 1 <= plan.copiers <= plan.workers:
+            raise ValueError(
+                f"plan: copiers={plan.copiers} of {plan.workers} workers; where the kernel makes the copies, from 1 to "
+                "all of its workers do"
+            )
         self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
     def __call__(
@@ -102,13 +107,13 @@ class Launch:
         incoming: Incoming | None = None, probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
+        coming = self._copied(incoming)
 
         def issue(stream: int, words: Words) -> None:
-            self.issue(stream, a, b, out, epilogue, words, incoming, probe)
+            with contextlib.nullcontext() if coming is None else coming.copying():
+                self.issue(stream, a, b, out, epilogue, words, incoming, probe)
 
-        coming = self._copied(incoming)
-        with contextlib.nullcontext() if coming is None else coming.copying():
-            with_words(a.device, None if self._wordless else self.plan.schedule, self.plan.block, issue)
+        with_words(a.device, None if self._wordless else self.plan.schedule, self.plan.block, issue)
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,

@@ -9,10 +9,10 @@ from tilestream.plan.problem import Problem
 #: Which operand a kernel copies itself.
 Copies = Literal["none", "rows", "columns"]
 
-#: Workers that copy, until no piece is left. Each has `tilestream.arrival.copy_items.block` on its way at once, 32 KiB
-#: of four warps: with 2 us from request to answer that is 16 GB/s. So four hold a link to the host of 55 GB/s, and the
-#: rest is for pauses (a ticket, a count) and for longer ways.
-COPIERS = 16
+#: Workers that copy, until no piece is left. One brings 8 GB/s from pinned memory (32 KiB on their way at once, 4 us
+#: from request to answer); four bring 33, and eight as much as 16 or 32, 44 GB/s: the end of what workers get from an
+#: H200's link, of which its copy engine makes 49 (`benchmarks/results/gpu_stream_copies_h200.json`).
+COPIERS = 8
 
 #: Backends whose GEMM takes copy items.
 _COPY = ("portable", "hopper")

@@ -153,7 +153,8 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
         assert gate is not None
         ends = arrival_order(made, gate)
         made = replace(made, split="chunks", queues=len(ends), ends=ends)
-        return replace(plan, problem=problem, schedule=made), Layout(a, b, wide, residual=wide, **FULL)
+        plan = replace(plan, problem=problem, schedule=made, copiers=int(how == "copied"))
+        return plan, Layout(a, b, wide, residual=wide, **FULL)
     schedule = Schedule("stream_k", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers - 1)
     return replace(plan, problem=problem, schedule=schedule), Layout(a, b, wide, residual=wide, **FULL)
 
