@@ -208,15 +208,16 @@ def test_a_graph_that_makes_its_own_copies(kind):
 
 
 def test_the_source_is_not_handed_out_again_while_a_launch_reads_it():
-    b = weight(1024, 256)
-    for _ in range(10):
+    b, other = weight(1024, 256), torch.full((8192, 1024), float("nan"), dtype=BF16)
+    for _ in range(5):
         source = torch.full((8192, 1024), 2.0, dtype=BF16).pin_memory()
-        x = ts.stream_in(source, copies="kernel")
+        x = ts.stream_in(source, rows_per_chunk=2048, copies="kernel")
+        torch.cuda._sleep(20_000_000)  # the launch begins 10 ms later
         out = ts.matmul(x.tensor, b, arrival=x.arrival)
         tensor = x.tensor
         del x, source
         gc.collect()
-        fresh = torch.full((8192, 1024), float("nan"), dtype=BF16).pin_memory()  # of the same size
+        fresh = other.pin_memory()  # of the same size
         torch.cuda.synchronize()
         assert (tensor == 2).all()
         assert not out.isnan().any()
@@ -231,15 +232,16 @@ def test_with_a_neighbour_that_holds_sms():
     source, b = pinned(m, k), weight(k, n)
     maths = Maths(source.cuda(), b)
     x = ts.stream_in(source, rows_per_chunk=256, copies="kernel")
-    ts.matmul(x.tensor, b, arrival=x.arrival)
+    out = ts.matmul(x.tensor, b, arrival=x.arrival)
     torch.cuda.synchronize()
     for taken in (1, 4, neighbour.units // 2, neighbour.units - 1):
         x.restart()
-        x.tensor.fill_(float("nan"))
+        for written in (x.tensor, out):
+            written.fill_(float("nan"))
         torch.cuda.current_stream().synchronize()
         done = torch.cuda.Event()
-        with neighbour.taking(taken):
-            out = ts.matmul(x.tensor, b, arrival=x.arrival, deadline=20.0)
+        with neighbour.taking(taken):  # nothing is allocated meanwhile
+            ts.matmul(x.tensor, b, out=out, arrival=x.arrival, deadline=20.0)
             done.record()
             done.synchronize()
         check_copied(x, source)
@@ -249,6 +251,8 @@ def test_with_a_neighbour_that_holds_sms():
 @pytest.mark.parametrize("variables", [{"CUDA_LAUNCH_BLOCKING": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}], ids=str)
 def test_in_whatever_order_the_driver_runs_streams(variables, backend):
     """Engine copies beside a kernel need a stream that runs beside it; the kernel's own need nothing."""
+    if backend == "portable":
+        pytest.skip("the process that is started takes the kernel that is picked")
     code = "import sys; sys.path[:0] = ['tests', 'tests/gpu']; import test_gpu_copy_items as t; t.in_one_row()"
     run = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
