@@ -5,6 +5,8 @@ sanitizer's checks are assertions on the device: they print what they found, and
 ``consan_attention.py``.
 
 BUG names an entry of `BUGS`: the launch is then of a copy of the kernel in which the lines of that entry are changed.
+With CONSAN_COMPILE=1 nothing is launched: compiling takes a core a minute or two, and leaves the kernel in Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import contextlib
 import fcntl
 import importlib
 import importlib.util
+import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,10 +165,16 @@ def launch(kernel: Any, filled: tuple[Any, ...], grid: tuple[int, ...], options:
     import triton
 
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    begin = time.monotonic()
     kernel.warmup(*filled, grid=grid, **options)
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    if os.environ.get("CONSAN_COMPILE"):
+        raise SystemExit(0)
     with _alone():
+        begin = time.monotonic()
         kernel[grid](*filled, **options)
         torch.cuda.synchronize()
+        print(f"ran for {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def run(kernel: Any, case: HopperCase) -> None:

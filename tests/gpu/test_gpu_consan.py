@@ -48,8 +48,9 @@ def runs(request) -> Iterator[dict[tuple[str, ...], Future[Run]]]:
         for item in request.session.items
         if item.path == request.path
     ]
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
-        yield {one: pool.submit(program, *one) for one in wanted}
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 16))
+    yield {one: pool.submit(program, *one) for one in wanted}
+    pool.shutdown(wait=False, cancel_futures=True)  # whoever interrupts a run does not wait for the rest of it
 
 
 @pytest.mark.timeout(LIMIT + 60)
