@@ -63,7 +63,7 @@ def runs(request) -> Iterator[dict[tuple[str, int], Future[Run]]]:
     wanted = [
         (item.callspec.params["tool"], item.callspec.params["share"])
         for item in request.session.items
-        if item.path == request.path
+        if item.path == request.path and "tool" in item.fixturenames
     ]
     pool = ThreadPoolExecutor(len(TOOLS) * SHARES)
     yield {one: pool.submit(sanitized, program, *one) for one in wanted}
