@@ -86,14 +86,14 @@ def arguments_of(name: str) -> list[str]:
     passes = {
         "hopper": files("hopper"),
         "attention": files("attention", "hopper_attention"),
-        "alone": files("arrival", "arrival_order", "hopper_arrival", "demo"),
+        "alone": files("arrival", "arrival_order", "copy_items", "hopper_arrival", "demo"),
         "distributed": files("distributed"),
         "sanitizers": files("consan", "sanitize"),
     }
     rest = [f"--ignore={path}" for paths in passes.values() for path in paths]
     passes["others"] = [str(HERE), *rest]
     passes["blocking"] = [
-        *files("matmul", "arrival", "hopper"), "-k",
+        *files("matmul", "arrival", "copy_items", "hopper"), "-k",
         "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
     ]  # fmt: skip
     return passes[name]
