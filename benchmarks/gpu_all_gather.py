@@ -9,7 +9,9 @@ Functions take turns, in another order each round; of each the median over round
 Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
 what issuing a call costs the host, beside the GPU's time.
 
-Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard. Alone: the matmul
+Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard; of gathers beside that,
+whatever the bytes of a shard say, ``at once 1 2 4``: a lane to each peer, and ``in a row 1 2 4``: one peer after the
+other (`tilestream.distributed.copy_engines.IN_A_ROW` is where ``fused`` goes from one to the other). Alone: the matmul
 (torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
 call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
 transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
@@ -141,11 +143,13 @@ def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict
     return ms, host
 
 
-def on_trial(fused: bool, chunks: int, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def on_trial(
+    fused: bool, chunks: int, function: Callable[[], torch.Tensor], in_a_row: bool | None = None
+) -> Callable[[], torch.Tensor]:
     """``function``, with what the table would decide decided otherwise."""
 
     def call() -> torch.Tensor:
-        with trial(fused, chunks):
+        with trial(fused, chunks, in_a_row):
             return function()
 
     return call
@@ -200,6 +204,8 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
         "torch native": lambda: symmetric._fused_all_gather_matmul_native(a, w, name)[1],
         "ours": ours,
         **{f"fused {c}": on_trial(True, c, ours) for c in counts},
+        **{f"at once {c}": on_trial(True, c, ours, in_a_row=False) for c in counts},
+        **{f"in a row {c}": on_trial(True, c, ours, in_a_row=True) for c in counts},
     }
     alone: Forms = {
         "mm": lambda: torch.mm(full, w),

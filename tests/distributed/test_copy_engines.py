@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import gc
+import itertools
+import weakref
 
 import pytest
 import torch
@@ -14,313 +16,523 @@ from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import DeviceSignals
-from tilestream.distributed import copy_engines, protocol, turns
+from tilestream.distributed import copy_engines, protocol
 from tilestream.distributed.copy_engines import Gatherer
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.whole import Whole
-from tilestream.runtime.errors import GroupBroken
-from tilestream.runtime.record import EXPIRED, Record, op_number
+from tilestream.runtime import channel as channels
+from tilestream.runtime.channel import Channel
+from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
+from tilestream.runtime.record import EXPIRED, FIELDS, RECORDS, Record, op_number
+
+
+def report(channel: Channel, signals, chunk: int) -> None:
+    """What a kernel writes that gives up: see `tilestream.kernels.portable.gate.end_launch`."""
+    number = int(channel.claims[0])
+    channel.claims[0] += 1
+    at = number % RECORDS * FIELDS
+    record = Record(
+        EXPIRED, op_number("all_gather_matmul"), 5, 0, chunk, signals.key, signals.epoch, 7, -1, 1, 3, 10**9, 10**9
+    )
+    for i, word in enumerate(record):
+        channel.records[at + 1 + i] = word
+    channel.records[at] = number + 1
 
 
 class Rank:
-    """A rank: its gatherer, its calling stream, and what its kernels have handed in."""
+    """A rank: its gatherer, its calling stream, its own error channel, and what its kernels have handed in."""
 
-    def __init__(self, cuda: FakeCuda, memory: Memory, rank: int, shards: Shards) -> None:
-        self.cuda, self.rank, self.shards = cuda, rank, shards
+    def __init__(self, cuda: FakeCuda, memory: Memory, rank: int) -> None:
+        self.cuda, self.rank = cuda, rank
         self.member = Member(rank, memory.ranks)
         self.calling = cuda.stream()
+        self.channel = Channel(DEVICE)
         self.over: set[int] = set()  # calls whose kernel has expired
-        self.records: list[Callable[[], None]] = []  # what is done when that is raised
-        self.calls: list[int] = []
+        self.shapes: list[Shards] = []
         self.results: dict[int, torch.Tensor | None] = {}
-        with cuda.on(self.calling):
+        self.tensor: torch.Tensor | None = None  # the caller's: he writes each call's shard to it
+        with cuda.on(self.calling), self.here():
             self.gatherer = Gatherer(self.member, DEVICE, memory.of(rank))
-        self.gatherer.make_arrival = self._arrival
         self.gatherer._watchdog.wake = lambda: None  # the test looks
-        self.side = self.gatherer._side
+        self.lanes = self.gatherer._lanes
 
-    def _arrival(self, shards: Shards) -> Arrival:
-        arrival = shards.arrival(self.rank)
-        arrival._signals = DeviceSignals(arrival.num_chunks, DEVICE)
-        return arrival
+    def here(self):
+        """All ranks are on one fake device: this one's channel is the device's for the length of the block."""
+        patch = pytest.MonkeyPatch()
+        patch.setattr(copy_engines, "channel", lambda device: self.channel)
+        return contextlib.closing(_Undo(patch))
 
-    def data(self, rank: int, call: int) -> torch.Tensor:
-        s = self.shards
-        return torch.full((s.batches, s.rows, s.width), 100.0 * rank + call)
+    def data(self, rank: int, call: int, shards: Shards) -> torch.Tensor:
+        return torch.full((shards.batches, shards.rows, shards.width), 100.0 * rank + call)
 
-    def call(self, whole: torch.Tensor | None = None) -> None:
-        """The next call: a kernel that hands in what is gathered, or None where it has expired.
-
-        What is gathered stands in ``whole``; in a slot, where there is none.
-        """
-        number = len(self.calls) + 1
-        self.calls.append(number)
-        calling = self.calling
+    def call(
+        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, in_a_row=False, fails=False
+    ) -> None:  # fmt: skip
+        """The next call: a kernel that hands in what is gathered, or None where it has expired."""
+        self.shapes.append(shards)
+        number, calling = len(self.shapes), self.calling
 
         def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
-            words, whole = arrival._signals.use(), gathered.data
+            if fails:
+                raise RuntimeError("out of memory")
+            words, seen, signals = arrival._signals.use(), gathered.data, arrival._signals
 
             def ended() -> bool:
                 state = words.words.tolist()
-                if all(word >= words.epoch for word in state):
-                    self.results[number] = whole.clone()
-                elif number in self.over or any(word == -words.epoch for word in state):
+                late = [i for i, word in enumerate(state) if word < words.epoch]
+                if not late:
+                    self.results[number] = seen.clone()
+                elif number in self.over or -words.epoch in state:
                     self.results[number] = None
-                    self.records.append(arrival._signals.gave_up)
+                    report(self.channel, signals, late[0])
                 return number in self.results
 
             calling.give(Until(ended))
             return []
 
-        mine = Whole(self.data(self.rank, number), None)
-        with self.cuda.on(self.calling):
-            self.gatherer.issue(self.shards, mine, None if whole is None else Whole(whole, None), kernel)
+        value = self.data(self.rank, number, shards)
+        if self.tensor is None or self.tensor.shape != value.shape or self.tensor.is_contiguous() == strided:
+            self.tensor = torch.zeros(*value.shape[:-1], 2 * value.shape[-1])[..., ::2] if strided else value.clone()
+        tensor = self.tensor
+        calling.give(lambda: tensor.copy_(value))
+        with self.cuda.on(calling), self.here():
+            self.gatherer.issue(shards, Whole(tensor, None), whole, kernel, 1.0, in_a_row)
+
+    def look(self) -> None:
+        with self.here():
+            look(self.gatherer)
+
+    def room(self) -> bool:
+        """The host of a real rank would wait where its kernel is further behind."""
+        under_way = [call for call in self.gatherer._underway() if not call.kernel.query()]
+        return len(under_way) <= protocol.AHEAD
+
+    def run(self, which: int, count: int | None = None) -> None:
+        """Run the calling stream, or a lane."""
+        [self.calling, *self.lanes][which % (1 + len(self.lanes))].run(count)
 
     def expected(self, call: int) -> torch.Tensor:
-        return torch.stack([self.data(r, call) for r in range(self.member.world)], 1)
+        shards = self.shapes[call - 1]
+        return torch.stack([self.data(r, call, shards) for r in range(self.member.world)], 1)
+
+    @property
+    def idle(self) -> bool:
+        return self.calling.query() and all(lane.query() for lane in self.lanes)
+
+
+class _Undo:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.close = patch.undo
 
 
 @contextlib.contextmanager
-def world(ranks: int, shards: Shards):
+def world(ranks: int):
     with fake_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
         pretend(cuda, patch)
         patch.setattr(copy_engines, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
-        memory = Memory(ranks, 4 * shards.total * shards.width)
-        yield cuda, [Rank(cuda, memory, rank, shards) for rank in range(ranks)]
+        take_out = copy_engines.take_out
+
+        def later(whole, gathered, signals, shards):
+            epoch = signals.epoch
+            cuda.current.give(lambda: take_out(whole, gathered, Then(signals, epoch), shards))
+
+        patch.setattr(copy_engines, "take_out", later)
+        memory = Memory(ranks, 4 * 64, 16)
+        yield cuda, [Rank(cuda, memory, rank) for rank in range(ranks)]
 
 
-SHARDS = (Shards(1, 2, 3, 2), Shards(1, 3, 3, 2, parts=2), Shards(2, 2, 3, 1))
+class Then:
+    """Signals as they were when a call was issued."""
+
+    def __init__(self, signals, epoch: int) -> None:
+        self.epoch, self.words = epoch, signals.use().words
+
+    def use(self):
+        return self
 
 
-@given(data=st.data(), shards=st.sampled_from(SHARDS))
-@settings(max_examples=40)
-def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shards):
-    with world(shards.world, shards) as (cuda, ranks):
-        calls = 5
-        while any(len(rank.results) < calls for rank in ranks):
+#: Of each world, shapes whose chunks are others' from call to call.
+SHARDS = {
+    2: (Shards(1, 2, 3, 2), Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)),
+    3: (Shards(1, 3, 3, 2, parts=2), Shards(1, 3, 2, 2), Shards(2, 3, 3, 1)),
+}
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "in_a_row": st.booleans()})
+
+
+@given(data=st.data(), size=st.sampled_from((2, 3)))
+@settings(max_examples=60)
+def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, size):
+    with world(size) as (cuda, ranks):
+        calls = data.draw(st.lists(st.sampled_from(SHARDS[size]), min_size=6, max_size=6))
+        how = data.draw(HOW)
+        while any(len(rank.results) < len(calls) for rank in ranks):
             rank = data.draw(st.sampled_from(ranks))
-            what = data.draw(st.integers(0, 2))
-            # The host of a real rank would wait where its side stream is further behind.
-            room = len(rank.gatherer._underway()) <= protocol.AHEAD
-            if what == 0 and len(rank.calls) < calls and room:
-                own = data.draw(st.booleans())
-                rank.call(torch.full(shards.shape, float("nan")) if own else None)
+            what = data.draw(st.integers(0, 1 + len(rank.lanes)))
+            if what == 0 and len(rank.shapes) < len(calls) and rank.room():
+                rank.call(calls[len(rank.shapes)], **how)
             else:
-                (rank.calling if what == 1 else rank.side).run(data.draw(st.integers(1, 3)))
+                rank.run(what, data.draw(st.integers(1, 3)))
             if data.draw(st.integers(0, 9)) == 0:
                 cuda.run()
                 for each in ranks:
-                    if len(each.calls) < calls and len(each.gatherer._underway()) <= protocol.AHEAD:
-                        each.call()
+                    if len(each.shapes) < len(calls) and each.room():
+                        each.call(calls[len(each.shapes)], **how)
         for rank in ranks:
-            for call in range(1, calls + 1):
+            for call in range(1, len(calls) + 1):
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
-            look(rank.gatherer)
+            rank.look()
             assert not rank.member.broken, "a watchdog saw what is not there"
 
 
-@given(data=st.data(), shards=st.sampled_from(SHARDS[:2]))
-@settings(max_examples=40)
-def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, shards):
-    with world(shards.world, shards) as (cuda, ranks):
-        for _ in range(data.draw(st.integers(5, 60))):
+@given(data=st.data(), size=st.sampled_from((2, 3)))
+@settings(max_examples=60)
+def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, size):
+    with world(size) as (cuda, ranks):
+        how = data.draw(HOW)
+        shapes = data.draw(st.lists(st.sampled_from(SHARDS[size]), min_size=1, max_size=4))
+        for _ in range(data.draw(st.integers(5, 80))):
             rank = data.draw(st.sampled_from(ranks))
             what = data.draw(st.integers(0, 9))
-            if what <= 1 and len(rank.gatherer._underway()) <= protocol.AHEAD and not rank.member.broken:
-                rank.call()
-            elif what == 2 and rank.calls:
-                rank.over.add(len(rank.calls))  # its kernel's deadline has passed, if it still waits
+            if what <= 1 and rank.room() and not rank.member.broken:
+                with contextlib.suppress(GroupBroken):  # what it asks before it issues
+                    rank.call(shapes[len(rank.shapes) % len(shapes)], **how)
+            elif what == 2 and rank.shapes:
+                rank.over.add(data.draw(st.integers(1, len(rank.shapes))))  # a deadline has passed, if it still waits
             elif what == 3:
-                look(rank.gatherer)
+                rank.look()
             else:
-                (rank.calling if what % 2 else rank.side).run(data.draw(st.integers(1, 4)))
+                rank.run(what, data.draw(st.integers(1, 4)))
         for rank in ranks:  # at last every deadline passes, and every watchdog looks
-            rank.over.update(range(1, len(rank.calls) + 1))
+            rank.over.update(range(1, len(rank.shapes) + 1))
         for _ in range(8):
             cuda.run()
             for rank in ranks:
-                look(rank.gatherer)
+                rank.look()
         for rank in ranks:
-            assert rank.calling.query(), "stuck"
-            assert rank.side.query(), "stuck"
-            for call in range(1, len(rank.calls) + 1):
-                result = rank.results[call]
+            assert rank.idle, "stuck"
+            for call, result in rank.results.items():
                 assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
-            for raised in rank.records:
-                raised()
-            assert rank.member.broken or not rank.records, "who has given up knows that the group is broken"
+            expired = any(result is None for result in rank.results.values())
+            with contextlib.suppress(ArrivalTimeout, GroupBroken):
+                rank.channel.check()
+            assert rank.member.broken or not expired, "who has given up knows that the group is broken"
         if any(rank.member.broken for rank in ranks):
             cuda.run()
             assert all(rank.member.broken or rank.gatherer.memory.aborted() for rank in ranks), "all are told"
 
 
-def test_what_is_issued_is_the_text():
-    shards = Shards(1, 3, 2, 1)
-    with world(3, shards) as (_cuda, ranks):
+def test_one_set_of_signals_for_all_slots_would_be_mistaken():
+    # What the sets are for: a word that is another rank's in the next call, and that rank is a call ahead.
+    def word(sets: int) -> int:
+        with world(3) as (cuda, ranks):
+            for rank in ranks:
+                memory = rank.gatherer.memory
+                signals, signal = memory.signals, memory.signal
+                memory.signals = lambda slot, signals=signals: signals(slot % sets)
+                memory.signal = lambda of, slot, chunk, signal=signal: signal(of, slot % sets, chunk)
+                rank.call(SHARDS[3][0])
+                rank.call(SHARDS[3][1])
+            late = ranks[1].lanes[protocol.receivers(1, 3).index(0)]  # rank 1's rows on their way to rank 0
+            for _, stream in itertools.product(range(9), cuda.streams):
+                if stream is not late:
+                    stream.run()
+            assert not ranks[0].results
+            assert ranks[2].results[1].equal(ranks[2].expected(1))
+            return int(ranks[0].gatherer.memory.signals(1)[2])  # of rank 1's first chunk
+
+    assert word(protocol.SLOTS) == 0
+    assert word(1) == 2
+
+
+@pytest.mark.parametrize("in_a_row", [False, True])
+def test_what_is_issued_is_the_text(in_a_row):
+    shards = Shards(1, 3, 4, 1, parts=2)
+    with world(3) as (_, ranks):
         first = ranks[0]
-        first.call()
-        told = [ctypes.c_int32.from_address(first.gatherer.memory.flag(peer, 0)) for peer in (1, 2)]
-        first.side.run()
-        assert [word.value for word in told] == [0, 0], "nothing before the slot is full"
+        first.call(shards, in_a_row=in_a_row)
+        signals = [
+            ctypes.c_int32.from_address(first.gatherer.memory.signal(peer, 1, c)) for peer in (2, 1) for c in (0, 1)
+        ]
+        for lane in first.lanes:
+            lane.run()
+        assert [word.value for word in signals] == [0] * 4, "nothing before the call's place on its stream"
+        # The wait for that; a copy of each chunk, and a signal, of one peer, or of both.
+        issued = [lane.issued for lane in first.lanes]
+        assert issued == ([1 + 4, 4 + 4] if in_a_row else [1 + 4, 1 + 4])
+        first.calling.run(1)  # the caller's write
+        first.lanes[0].run(2)
+        assert [word.value for word in signals] == [0] * 4, "not before its copy"
+        if in_a_row:
+            first.lanes[1].run()
+        else:
+            first.lanes[0].run(1)
+        assert [word.value for word in signals] == [1, 0, 0, 0], "the rank before it is the first to come to its rows"
+        assert ranks[2].gatherer.memory.slot(2, 1).view(torch.float32)[:2].tolist() == [1.0, 1.0]
+        for lane in first.lanes:
+            lane.run()
+        assert [word.value for word in signals] == [1] * 4
+        assert not first.results, "its peers have not pushed"
+
+
+def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_pieces():
+    with world(2) as (_, (first, _)):
+        for strided in (False, True):
+            before = first.lanes[0].done
+            first.call(SHARDS[2][0], strided=strided)
+            first.calling.run(1)
+            first.lanes[0].run()
+            assert (first.lanes[0].done > before) == (not strided)
+            while not first.calling.query() and first.calling.run(1):
+                pass
+            first.lanes[0].run()
+            assert first.lanes[0].query() == (not strided), "behind the first call's kernel"
+
+
+def test_the_caller_may_write_to_his_tensor_behind_a_call():
+    with world(2) as (cuda, (first, second)):
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])
+        for _ in range(3):  # the second's kernel has all; the first's own lane has not begun
+            for stream in (first.calling, second.calling, *second.lanes):
+                stream.run()
+        assert first.results
+        first.call(SHARDS[2][0])  # its first work is a write to the same tensor
         first.calling.run()
-        first.side.run()
-        assert [word.value for word in told] == [1, 1]
-        # Of each peer a wait, a copy and a signal are left: it waits for the first of them.
-        assert first.side.issued - first.side.done == 2 * 3
-        assert not first.results
+        assert first.tensor.eq(1.0).all(), "it is pushed first"
+        cuda.run()
+        assert second.results[1].equal(second.expected(1))
+
+
+def test_what_was_gathered_is_copied_out_of_the_slot_and_nan_where_it_did_not_come():
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        shards = Shards(2, 2, 3, 2, parts=2)
+        slot = torch.arange(24, dtype=torch.float32).view(shards.shape).to(dtype)
+        words = torch.full((8,), 5, dtype=torch.int32)
+        words[[1, 6]] = torch.tensor([2, -5], dtype=torch.int32)
+        with fake_cuda():
+            signals = copy_engines.PeerSignals(words, DEVICE)
+            signals.begin(5)
+            whole = torch.zeros(shards.shape, dtype=dtype)
+            copy_engines.take_out(whole, slot, signals, shards)
+        expected = slot.float()
+        expected[0, 0, 1:] = expected[1, 1, :1] = float("nan")
+        assert torch.equal(whole.float().nan_to_num(-1.0), expected.nan_to_num(-1.0)), dtype
+
+
+def test_the_whole_is_there_behind_the_call():
+    shards = Shards(1, 2, 3, 2, parts=2)
+    with world(2) as (cuda, ranks):
+        halves = [torch.full(shards.shape, 7.0, dtype=torch.float16) for _ in ranks]
+        for rank, whole in zip(ranks, halves, strict=True):
+            rank.data = lambda r, call, s: torch.full((s.batches, s.rows, s.width), 100.0 * r + call).half()
+            rank.call(shards, whole)
+        for rank in ranks:
+            rank.call(shards)
+        cuda.run()
+        for rank, whole in zip(ranks, halves, strict=True):
+            assert whole.equal(rank.expected(1))
 
 
 def test_the_host_waits_where_it_is_too_far_ahead():
-    with world(2, SHARDS[0]) as (_, ranks):
-        first, second = ranks
-        first.call()
-        first.call()
+    with world(2) as (_, (first, second)):
+        first.call(SHARDS[2][0])
+        first.call(SHARDS[2][0])
         with pytest.raises(AssertionError, match="waits for ever"):  # as the fake device says it
-            first.call()
-        second.call()
+            first.call(SHARDS[2][0])
+        del first.shapes[2:]
+        second.call(SHARDS[2][0])
         first.cuda.run()
-        first.call()  # the first is done: the third may begin
+        first.call(SHARDS[2][0])  # the first is done: the third may begin
 
 
-def test_a_call_on_another_stream_does_not_write_what_the_last_kernel_still_reads():
-    shards = SHARDS[0]
-    with world(2, shards) as (cuda, ranks):
-        first, second = ranks
-        whole = torch.full(shards.shape, float("nan"))
+def test_the_host_asks_what_the_device_has_reported_before_it_goes_on():
+    # No watchdog looks here, and nobody has raised what was reported.
+    with world(2) as (cuda, (first, second)):
+        first.call(SHARDS[2][0])
+        first.call(SHARDS[2][0])
+        first.over |= {1, 2}
+        cuda.run()
+        assert not first.member.broken
+        with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
+            first.call(SHARDS[2][0])
+        cuda.run()
+        assert second.gatherer.memory.aborted()
+
+
+def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended():
+    shards = SHARDS[2][0]
+    with world(2) as (cuda, (first, second)):
+        first.call(shards)
         one = first.calling
-        first.call(whole)
-        second.call()
-        for _ in range(9):  # all but the last of what is on the first stream: its kernel, and the wait after it
-            one.run(one.issued - one.done - 2)
-            for rank in (second.calling, second.side, first.side):
-                rank.run()
-        assert first.side.query()
-        assert not first.results
         first.calling = cuda.stream()
-        first.call(whole)
-        second.call()
-        for _ in range(9):
-            for stream in (first.calling, first.side, second.calling, second.side):
+        first.tensor = None
+        first.call(shards)
+        for _ in range(5):
+            for stream in (one, first.calling, *first.lanes):
                 stream.run()
-        assert whole.equal(first.expected(1)), "the first kernel has not run"
+        assert second.gatherer.memory.slot(1, 2).eq(255).all(), "the second slot is untouched: the first kernel waits"
+        second.call(shards)
+        second.call(shards)
         cuda.run()
         assert first.results[1].equal(first.expected(1))
         assert first.results[2].equal(first.expected(2))
 
 
 def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
-    with world(2, SHARDS[0]) as (_, ranks):
-        first, second = ranks
-        monkeypatch.setattr(copy_engines, "stream_wait", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+    with world(2) as (cuda, (first, second)):
+        monkeypatch.setattr(copy_engines, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
         with pytest.raises(RuntimeError, match="no driver"):
-            first.call()
+            first.call(SHARDS[2][0])
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
-            first.call()
+            first.call(SHARDS[2][0])
+        cuda.run()
         assert second.gatherer.memory.aborted()
+        assert first.idle
 
 
-def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
-    with world(2, SHARDS[0]) as (cuda, ranks):
+def test_a_call_without_a_kernel_is_waited_for_by_the_host():
+    with world(2) as (cuda, (first, second)):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first.call(SHARDS[2][0], fails=True)
+        second.call(SHARDS[2][0])
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])
+        cuda.run()
+        assert second.results[1].equal(second.expected(1)), "it was pushed all the same"
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])  # by now the rows of the first call are there
+        cuda.run()
+        assert first.results[3].equal(first.expected(3))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first.call(SHARDS[2][0], fails=True)
+        first.call(SHARDS[2][0])
+        first.over.add(5)
+        first.gatherer._without_kernel[4] = (first.gatherer._without_kernel[4][0], -1.0)  # of no patience
+        with pytest.raises(GroupBroken, match="has given up waiting"):
+            first.call(SHARDS[2][0])
+
+
+def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels():
+    with world(2) as (cuda, ranks):
         first, second = ranks
         for rank in ranks:
-            rank.call()
+            rank.call(SHARDS[2][0])
         cuda.run()
-        first.call()
-        first.call()
-        first.over |= {2, 3}  # the second rank does not come
+        first.call(SHARDS[2][0])
+        first.call(SHARDS[2][0])
+        first.over.add(2)  # the second rank does not come
         cuda.run()
         assert first.results[2] is None
-        assert not first.side.query()
-        look(first.gatherer)
+        assert 3 not in first.results
+        first.look()
         cuda.run()
-        assert first.side.query(), "let go"
-        assert first.calling.query()
-        assert first.results[3] is None
+        assert first.results[3] is None, "of the third call the deadline has not passed: it was overruled"
+        assert first.idle
         assert first.results[1].equal(first.expected(1))
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
-            first.call()
-        second.call()  # it has not heard yet
-        look(second.gatherer)
+            first.call(SHARDS[2][0])
+        second.call(SHARDS[2][0])  # it has not heard yet, and has all that it needs
+        second.call(SHARDS[2][1])
         cuda.run()
-        assert second.side.query()
-        assert second.calling.query()
+        assert second.results[2].equal(second.expected(2))
+        second.look()
+        cuda.run()
+        assert second.idle
         with pytest.raises(GroupBroken, match="a peer has given up waiting"):
-            second.call()
-        assert second.results[1].equal(second.expected(1))
-
-
-def test_a_kernel_that_could_wait_longer_is_told_though_its_signals_are_issued():
-    with world(2, SHARDS[0]) as (cuda, (first, _)):
-        first.call()
-        first.call()
-        first.over.add(1)  # of the second call the deadline has not passed
-        cuda.run()
-        look(first.gatherer)
-        cuda.run()
-        assert first.results == {1: None, 2: None}
-        assert first.side.query()
-        assert first.calling.query()
+            second.call(SHARDS[2][0])
 
 
 def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
     shards = Shards(1, 2, 3, 2, parts=2)
-    with world(2, shards) as (_, ranks):
-        ranks[0].call()
-        signals = next(iter(ranks[0].gatherer._arrivals.values()))._signals
-        assert not ranks[0].member.broken
-        record = Record(EXPIRED, op_number("all_gather_matmul"), 5, 0, 3, signals.key, 1, 7, -1, 1, 3, 10**9, 10**9)
-        error = record.error()
-        assert (error.rank, error.chunk) == (0, 3)
-        assert str(error).startswith(
+    with world(2) as (_, (first, _)):
+        first.call(shards)
+        signals = next(iter(first.gatherer._arrivals.values()))._signals
+        report(first.channel, signals, 3)
+        assert not first.member.broken
+        with pytest.raises(ArrivalTimeout) as raised:
+            first.channel.check()
+        assert (raised.value.rank, raised.value.chunk) == (0, 3)
+        assert str(raised.value).startswith(
             "all_gather_matmul: rank 1's part of a_shard's chunk 3 did not arrive within the deadline of 1 s: rank 0, "
             "worker 5 waited 1.000 s"
         )
-        assert ranks[0].member.broken, "with the first news of it"
-
-
-def test_looks_at_several_calls_do_not_add_up():
-    with world(2, SHARDS[0]) as (cuda, ranks):
-        first, second = ranks
-        for _ in range(turns.LOOKS + 2):
-            for rank in ranks:
-                rank.call()
-            # The moment in which a kernel has ended, and the event behind its last chunk has not been recorded.
-            patched = pytest.MonkeyPatch()
-            call = first.gatherer._calls[-1]
-            patched.setattr(call.kernel, "query", lambda: True)
-            patched.setattr(call.side, "query", lambda: False)
-            first.gatherer.look()
-            patched.undo()
-            cuda.run()
-        assert not first.member.broken
-        assert len(first.results) == len(second.results) == turns.LOOKS + 2
+        assert first.member.broken, "with the first news of it"
 
 
 def test_a_late_rank_is_not_taken_for_a_lost_one():
-    with world(2, SHARDS[0]) as (cuda, ranks):
-        first, second = ranks
-        first.call()
+    with world(2) as (cuda, (first, second)):
+        first.call(SHARDS[2][0])
         cuda.run()
-        look(first.gatherer)
+        first.look()
         assert not first.member.broken
-        second.call()
+        second.call(SHARDS[2][0])
         cuda.run()
         assert first.results[1].equal(first.expected(1))
         assert second.results[1].equal(second.expected(1))
 
 
-def test_nothing_keeps_a_gatherer_when_its_calls_are_over():
-    import gc
-    import weakref
+def test_of_many_shapes_the_last_are_kept():
+    with world(2) as (_, (first, _)):
+        gatherer = first.gatherer
+        for width in range(copy_engines._MOST_ARRIVALS):
+            gatherer.arrival(Shards(1, 2, 3, 1 + width), 1)
+        kept = gatherer.arrival(Shards(1, 2, 3, 1), 4)
+        gatherer.arrival(Shards(1, 2, 4, 1), 4)
+        assert len(gatherer._arrivals) == copy_engines._MOST_ARRIVALS
+        assert kept in gatherer._arrivals.values(), "it was used again"
+        assert (Shards(1, 2, 3, 2), 1) not in gatherer._arrivals
 
-    with world(2, SHARDS[0]) as (cuda, ranks):
+
+def test_nothing_keeps_a_gatherer_when_its_calls_are_over():
+    with world(2) as (cuda, ranks):
         for rank in ranks:
-            rank.call()
+            rank.call(SHARDS[2][0])
         cuda.run()
         gatherer = weakref.ref(ranks[0].gatherer)
         ranks[0].gatherer._watchdog = None
         ranks.clear()
+        rank = None
         gc.collect()
-        assert gatherer() is None
+        assert rank is gatherer()
+
+
+class TestChannel:
+    """What the host asks a device's records."""
+
+    @pytest.fixture
+    def channel(self) -> Channel:
+        return channels.Channel(DEVICE)
+
+    @staticmethod
+    def write(channel: Channel, number: int, key: int) -> None:
+        at = (number - 1) % RECORDS * FIELDS
+        channel.records[at + 1 + Record._fields.index("key")] = key
+        channel.records[at] = number
+
+    def test_of_whom_it_is_asked(self, channel):
+        assert channel.heard(0, {3}) == (0, False)
+        self.write(channel, 1, 4)
+        assert channel.heard(0, {3}) == (1, False)
+        self.write(channel, 2, 3)
+        assert channel.heard(1, {3}) == (2, True)
+        assert channel.heard(2, {3}) == (2, False)
+        assert channel.newest == 2
+
+    def test_raised_or_not(self, channel):
+        self.write(channel, 1, 3)
+        assert channel.take() is not None
+        assert channel.heard(0, {3}) == (1, True)
+
+    def test_behind_one_that_is_being_written(self, channel):
+        self.write(channel, 2, 3)
+        assert channel.heard(0, {3}) == (0, True)
+        self.write(channel, 1, 4)
+        assert channel.heard(0, {5}) == (2, False)
+
+    def test_what_was_overwritten_may_have_been_ours(self, channel):
+        for number in range(1, RECORDS + 1):
+            self.write(channel, number, 4)
+        assert channel.heard(0, {3}) == (RECORDS, False)
+        self.write(channel, RECORDS + 1, 4)
+        assert channel.heard(0, {3})[1]

@@ -1,4 +1,4 @@
-"""Who can pull from whom: what ranks tell each other, and what they make of it. No GPU here."""
+"""Who can reach whom: what ranks tell each other, and what they make of it. No GPU here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gpus_of_one_host_reach_each_other(machine):
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ("there\n0\ngpu-b", "rank 0: 2 hosts: shards are pulled inside one"),
+        ("there\n0\ngpu-b", "rank 0: 2 hosts: shards travel inside one"),
         ("here\n0\ngpu-a", "several ranks share a GPU"),
     ],
 )

@@ -116,13 +116,15 @@ def expires(rank, world, killed):
         time.sleep(4)
         return "", "", True, 0.0
     begin = time.monotonic()
-    out = tsd.all_gather_matmul(a, b, form="fused", deadline=0.5)
+    whole, out = tsd.all_gather_matmul(a, b, form="fused", deadline=0.5, return_a=True)
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
     first = raised(ts.check)
-    own = out[256 * rank : 256 * rank + 256]
-    assert own.isfinite().all(), "its own rows are computed"
-    assert out[-256:].isnan().all(), "what did not come is NaN"
+    mine = slice(256 * rank, 256 * rank + 256)
+    assert out[mine].isfinite().all(), "its own rows are computed"
+    assert whole[mine].equal(a)
+    for x in (whole, out):
+        assert x[-256:].isnan().all(), "what did not come is NaN"
     again = ts.matmul(a, b)
     torch.cuda.synchronize()
     assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"

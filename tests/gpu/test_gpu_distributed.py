@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import distributed_jobs as jobs
+import gather_jobs
 import pytest
 import torch
 
@@ -68,6 +69,18 @@ def test_calls_without_a_barrier(ranks, world):
     count = 50 if SHARED else 1000
     wrong = ranks.run(world, jobs.iterates, count, bound=200, seconds=60)
     assert max(wrong) < 1.0, wrong  # another epoch's rows would be off by 16 and more
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_peer_that_is_a_whole_call_late(ranks, world):
+    assert all(ranks.run(world, gather_jobs.late_by_a_call, bound=120, seconds=60))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_of_alternating_shapes_without_a_barrier(ranks, world):
+    # Other chunks, dtypes and lanes from call to call: a signal is another rank's each time.
+    wrong = ranks.run(world, gather_jobs.alternates, 60 if SHARED else 2000, bound=280, seconds=60)
+    assert max(wrong) < 2.0, wrong  # another epoch's rows would be off by 16 and more
 
 
 def test_calls_from_many_streams(ranks):
@@ -180,6 +193,7 @@ def test_whatever_the_order_in_which_the_driver_runs_streams(environment):
     pool = make_pool(**environment)
     try:
         assert max(pool.run(2, jobs.iterates, 30, bound=120, seconds=60)) < 1.0
+        assert max(pool.run(2, gather_jobs.alternates, 30, bound=120, seconds=60)) < 2.0
         assert max(pool.run(2, jobs.adds_up, 30, bound=120, seconds=60)) < 2.0
         assert all(pool.run(2, jobs.streams, bound=120, seconds=60))
     finally:

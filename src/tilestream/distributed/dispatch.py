@@ -81,12 +81,16 @@ class Decision:
         For people.
     measured
         Whether an entry of the table says so; else the model, or the caller.
+    in_a_row
+        Of a gather on GPUs: whether a rank pushes to one peer after the other; None: by the bytes of a shard. No other
+        rank need know.
     """
 
     fused: bool
     chunks: int
     why: str
     measured: bool = False
+    in_a_row: bool | None = None
 
     def alike(self, rows: int) -> Decision:
         """The same, in as many chunks at most, all with as many of ``rows``."""
@@ -110,10 +114,10 @@ _trial: Decision | None = None
 
 
 @contextlib.contextmanager
-def trial(fused: bool, chunks: int) -> Iterator[None]:
+def trial(fused: bool, chunks: int, in_a_row: bool | None = None) -> Iterator[None]:
     """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say."""
     global _trial
-    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark")
+    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark", in_a_row=in_a_row)
     try:
         yield
     finally:

@@ -12,17 +12,18 @@ Seven models, each explored through every interleaving:
 3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel,
    and with keys and values that are read at different times (`shared_attention`) that of attention.
    There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
-4. `gather`: the hosts, streams and watchdogs of several ranks that pull each other's shards: the text that GPUs perform
-   (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is chunks
-   that come at any moment or never, which is all that model 1 asks of the world.
+4. `gather`: the hosts, streams and watchdogs of several ranks that push their shards to each other: the text that GPUs
+   perform (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is
+   chunks that come at any moment or never, which is all that model 1 asks of the world.
 5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
    consumers that may take turns; where keys arrive, the gate inside of an item, and what comes of the item when the
    launch ends there.
 6. `publish`: workers that signal the chunks of their output, and readers (`tilestream.kernels.loop.publish`). It comes
    behind an item's epilogue, looks at nothing that the other parts write and waits for the worker's own stores alone:
    so it takes nothing away from what models 1 and 2 say of a worker.
-7. `sums`: model 4 the other way round, for products that their ranks pull and add. Of the kernel it takes what model 6
-   says: a chunk that is signalled is complete.
+7. `sums`: ranks as in model 4 (`ranks`), for products that they pull and add: the text is
+   `tilestream.distributed.sum_protocol`. Of the kernel it takes what model 6 says: a chunk that is signalled is
+   complete.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
 two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads

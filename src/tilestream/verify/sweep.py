@@ -26,7 +26,7 @@ from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase
+Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase
 MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums")
 
 #: What queues split where no chunk decides it: `tilestream.verify.arrival_order` has the rest.
@@ -385,28 +385,34 @@ def gathers(level: Level) -> Iterator[GatherCase]:
     """The ranks of a gather. Quick: 2 of them; full: 3, more calls, chunks, kernels that expire and ranks lost."""
     for epochs in (1, 2, 3, 4, 5):
         yield GatherCase(epochs=epochs)
-    for epochs in (1, 2, 3):
-        yield GatherCase(chunks=2, epochs=epochs)
-    for epochs in (2, 3):
-        yield GatherCase(epochs=epochs, streams=2)
-    yield GatherCase(world=3, epochs=1)
+    yield GatherCase(chunks=(2,), epochs=3)
+    yield GatherCase(chunks=(2, 1), epochs=4)
+    yield GatherCase(epochs=4, in_a_row=True)
+    yield GatherCase(epochs=4, strided=True)
+    yield GatherCase(epochs=3, streams=2)
+    yield GatherCase(world=3, epochs=1, strided=True, in_a_row=True)
     yield GatherCase(epochs=1, expires=((0, 1),))
     yield GatherCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
     yield GatherCase(epochs=2, expires=((0, 2),))
     if level == "full":
+        yield GatherCase(epochs=4, streams=2)
+        yield GatherCase(chunks=(2, 1, 3), epochs=6, in_a_row=True)
+        yield GatherCase(world=3, epochs=1)
+        yield GatherCase(world=3, epochs=2, strided=True, in_a_row=True)
+        yield GatherCase(world=3, epochs=2, chunks=(1, 2), strided=True, in_a_row=True)
         yield GatherCase(epochs=2, expires=((0, 1),))
         yield GatherCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
         yield GatherCase(epochs=2, expires=((0, 1), (0, 2), (1, 1), (1, 2)))
-        yield GatherCase(world=3, epochs=2)
-        yield GatherCase(epochs=2, chunks=2, expires=((0, 2),))
+        yield GatherCase(epochs=2, chunks=(2,), expires=((0, 2),))
         for epoch in (1, 2, 3):
             yield GatherCase(epochs=3, expires=((0, epoch),))
         yield GatherCase(epochs=3, expires=((0, 2), (1, 2)))
+        yield GatherCase(epochs=4, strided=True, expires=((0, 1), (0, 2)))
         yield GatherCase(epochs=4, expires=((0, 2),))
-        yield GatherCase(epochs=4, expires=((0, 3),))
+        yield GatherCase(epochs=5, strided=True, expires=((0, 2),))
         yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
-        yield GatherCase(epochs=4, streams=2)
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
+        yield GatherCase(world=3, epochs=1, strided=True, in_a_row=True, expires=((0, 1),))
 
 
 def publishes(level: Level) -> Iterator[PublishCase]:
