@@ -217,6 +217,7 @@ def main() -> None:
         plot_stream(json.loads(path.read_text(encoding="utf-8")))
     render_gemm.plots(RESULTS, IMAGES)
     render_neighbours.plots(RESULTS, IMAGES)
+    render_ranks.plots(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from gemm_shapes import geomean
 from render_gemm import table
 
 Record = dict[str, Any]
-#: What a record's part of the page is called, where it is not simply attention prefill.
+#: What a record's part of the page is called, by its file, where it is not simply attention prefill.
 TITLES = {
+    "gpu_attention_dense": "Attention, calls, beside cuDNN and FlashAttention 4",
+    "gpu_attention_arrival": "Attention, keys that arrive, in shares",
     "gpu_attention_calls": "Attention, calls",
     "gpu_attention_split": "Attention, few queries, and keys that arrive",
 }
@@ -21,11 +23,13 @@ PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
 
 def sections(results: Path) -> list[str]:
     """Markdown of all records there are, a device each."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))]
-    return [section(data) for data in found if data["rows"]]
+    found = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))
+    }
+    return [section(data, name) for name, data in found.items() if data["rows"]]
 
 
-def section(data: Record) -> str:
+def section(data: Record, name: str) -> str:
     """Kernels beside their peers, calls through `ts.attention`, packed and paged keys, shares, arrival, neighbours."""
     where = (
         f"{data['device']}, torch {data['torch']}, Triton {data['triton']}, commit `{data['commit']}`, {data['date']}"
@@ -34,7 +38,7 @@ def section(data: Record) -> str:
     calls = [row for row in data["rows"] if row["name"].startswith("D")]
     blocks = [row for row in data["rows"] if row["name"].startswith("blocks")]
     lists = [row for row in data["rows"] if "lengths" in row]
-    parts = [f"## {TITLES.get(data['name'], 'Attention prefill')}, {data['device']}"]
+    parts = [f"## {TITLES.get(name.removesuffix('_h200'), 'Attention prefill')}, {data['device']}"]
     if kernels:
         ratios = [best(row)[1] / peer(row)[1] for row in kernels]
         parts += [

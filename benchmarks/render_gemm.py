@@ -351,8 +351,7 @@ def sections(results: Path) -> list[str]:
     for suffix in suffixes(results):
         parts = []
         for name, section in SECTIONS.items():
-            path = results / f"gpu_gemm_{name}{suffix}.json"
-            data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+            data = _record(results, name, suffix)
             if not data["rows"]:
                 continue
             if not parts:
@@ -360,9 +359,15 @@ def sections(results: Path) -> list[str]:
             parts.append(section(data))
             if name == "suite":
                 parts.append(f"![Ratio to cuBLAS by shape, {data['device']}](images/gpu_gemm{suffix}.png)")
-                parts += [found] if (found := losses(data, table)) else []
+                parts += [found] if (found := losses(data, _record(results, "counters", suffix), table)) else []
         made += parts
     return made
+
+
+def _record(results: Path, name: str, suffix: str) -> Record:
+    """A section's record; one without rows where there is none."""
+    path = results / f"gpu_gemm_{name}{suffix}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
 
 
 def plots(results: Path, images: Path) -> None:

@@ -35,6 +35,11 @@ WHY = {
         "inside pairs of workers, the partial results through distributed shared memory"
     ),
     "64x4096x4096": "as 64x6144x4096, with half of the SMs",
+    "64x10240x8192": (
+        "80 tiles of 64 x 128 are SMs enough for an H100's memory, not for an H200's; cuBLAS's are of 80 x 64, on 88 % "
+        "of the SMs (ncu). Next: tiles of 64 x 64 with K cut in two, where the model says that SMs are idle and bytes "
+        "bind"
+    ),
     "1024x1024x1024": (
         "an empty kernel reads 3.2 us of it; its operands come from memory cold, and 8 K steps of 128 are over before "
         "the ring is full. Of 14 plans measured none was faster (H200: 10.7 us, cuBLAS 10.5). " + _NEXT
@@ -53,8 +58,8 @@ WHY = {
 }  # fmt: skip
 
 
-def losses(data: dict[str, Any], table: Any) -> str:
-    """The rows below `EXPLAINED`, the worst first; empty if there is none."""
+def losses(data: dict[str, Any], counters: dict[str, Any], table: Any) -> str:
+    """The rows below `EXPLAINED`, the worst first, and what ``counters`` has of them; empty if there is none."""
     rows = sorted((row for row in data["rows"] if row["ratio"] < EXPLAINED), key=lambda row: row["ratio"])
     if not rows:
         return ""
@@ -64,10 +69,31 @@ def losses(data: dict[str, Any], table: Any) -> str:
     return "\n\n".join([
         "**Where cuBLAS is ahead**",
         f"Shapes whose ratio is below {EXPLAINED}, with what can be counted: tiles, waves of them on {SMS} SMs, the "
-        "share of the SMs' time that has a tile, bytes that must move and the rate at which ours moves them. `ncu` is "
-        "on the machines; these were not run under it.",
+        "share of the SMs' time that has a tile, bytes that must move and the rate at which ours moves them.",
         table(head, [_line(row) for row in rows]),
+        *(counted(counters, table) if counters["rows"] else ()),
     ])  # fmt: skip
+
+
+def counted(data: dict[str, Any], table: Any) -> list[str]:
+    """What the hardware counted in some of them, ours above cuBLAS's."""
+    head = ["M x N x K", "", "us", "read, MB", "TB/s", "of memory", "through L2, MB", "hits", "SMs busy", "issue"]
+    lines = []
+    for row in data["rows"]:
+        for name in ("ours", "cublas"):
+            found = row[name]
+            lines.append([
+                row["shape"] if name == "ours" else "", {"cublas": "cuBLAS"}.get(name, name), f"{found['us']:.1f}",
+                f"{found['dram read'] / 1e6:.0f}", f"{found['dram read'] / found['us'] * 1e-6:.2f}",
+                f"{found['dram %']:.0f}%", f"{found['l2 read'] / 1e6:.0f}", f"{found['l2 hit %']:.0f}%",
+                f"{found['sm active %']:.0f}%", f"{found['issue %']:.0f}%",
+            ])  # fmt: skip
+    return [
+        f"The same under `ncu` ({data['device']}, commit `{data['commit']}`; clocks as they are, L2 flushed before): "
+        "what the largest kernel of a call read from memory and through L2, the share of SMs' cycles that had a CTA, "
+        "and of cycles that issued. (`benchmarks/gemm_counters.py`)",
+        table(head, lines),
+    ]
 
 
 def _line(row: dict[str, Any]) -> list[str]:

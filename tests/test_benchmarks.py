@@ -420,13 +420,41 @@ def test_where_cublas_is_ahead_is_counted(render: ModuleType) -> None:
     )
     other = row("64x64x64", ratio=0.95, plan="portable", us={"ours": 28.0}, of_floor=0.5)
     won = row("2048x2048x2048", ratio=1.01, us={"ours": 28.0}, of_floor=0.9)
-    text = losses({"rows": [other, lost, won]}, render.table)
+    nothing = {"rows": []}
+    text = losses({"rows": [other, lost, won]}, nothing, render.table)
     first, second = text.splitlines()[-2:]
     assert first.startswith(
         "| 256x6144x4096 | 0.900 | 96 | 0.73 | 73% | 56 MB | 1.98 | 0.61, bytes | tiles of 128 x 128"
     )
     assert second == "| 64x64x64 | 0.950 | - | - | - | 0 MB | 0.00 | 0.50, bytes | not looked into |"
-    assert losses({"rows": [won]}, render.table) == ""
+    assert losses({"rows": [won]}, nothing, render.table) == ""
+    counts = {"us": 28.0, "dram read": 56e6, "dram %": 60.4, "l2 read": 120e6, "l2 hit %": 50, "sm active %": 73,
+              "issue %": 8}  # fmt: skip
+    counters = {
+        "device": "a GPU", "commit": "0", "rows": [{"shape": "256x6144x4096", "ours": counts, "cublas": counts}]
+    }  # fmt: skip
+    *_, ours, theirs = losses({"rows": [lost]}, counters, render.table).splitlines()
+    assert ours == "| 256x6144x4096 | ours | 28.0 | 56 | 2.00 | 60% | 120 | 50% | 73% | 8% |"
+    assert theirs.startswith("|  | cuBLAS | 28.0 |")
+
+
+def test_what_ncu_says_is_read() -> None:
+    counters = importlib.import_module("gemm_counters")
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    lines = [
+        ("0", "gemm", "dram__bytes_read.sum", "Mbyte", "12.5"), ("0", "gemm", "gpu__time_duration.sum", "ns", "1,250"),
+        ("1", "nvjet_tst", "gpu__time_duration.sum", "us", "3"),
+        ("2", "splitk_reduce", "gpu__time_duration.sum", "us", "1"),
+        ("2", "splitk_reduce", "lts__t_sectors_op_read.sum", "sector", "n/a"),
+    ]  # fmt: skip
+    text = "\n".join(["==PROF== Connected", head, *(",".join(f'"{x}"' for x in line) for line in lines)])
+    row = counters.row_of("1x2x3", counters.counted(text))
+    assert (row["ours"]["us"], row["ours"]["dram read"]) == (1.25, 12.5e6)
+    assert (row["cublas"]["kernel"], row["cublas"]["launches"], row["cublas"]["us of all"]) == ("nvjet_tst", 2, 4.0)
+    with pytest.raises(RuntimeError, match="no launch of cublas"):
+        counters.row_of("1x2x3", counters.counted("\n".join([head, text.splitlines()[2]])))
+    with pytest.raises(RuntimeError, match="ncu says nothing"):
+        counters.counted("no such program")
 
 
 def test_records_of_two_devices_stand_side_by_side(render: ModuleType, tmp_path: Path) -> None:

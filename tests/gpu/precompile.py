@@ -256,7 +256,8 @@ def published(device: DeviceProperties, m: int, n: int, k: int, rows: int, layou
     if made is None:
         return None
     problem = replace(made.plan.problem, publishes=Incoming(Chunks.uniform(m, rows)))
-    return made._replace(plan=plan_problem(problem, device=device, backend="hopper"))
+    plan = plan_problem(problem, device=device)
+    return made._replace(plan=plan) if plan.backend == "hopper" else None  # else: a launch a chunk
 
 
 SECTIONS = {

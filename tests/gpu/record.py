@@ -39,9 +39,10 @@ class Counts:
         self.failed: list[str] = []
 
     def pytest_runtest_logreport(self, report):
-        if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        failed = report.outcome == "failed"  # in a fixture, before or behind it, too
+        if report.when == "call" or failed or (report.when == "setup" and report.outcome != "passed"):
             self.outcomes[report.outcome] += 1
-            if report.outcome == "failed":
+            if failed:
                 self.failed.append(report.nodeid)
 
 
@@ -79,7 +80,7 @@ def arguments_of(name: str) -> list[str]:
     passes = {
         "hopper": files("hopper"),
         "attention": files("attention", "hopper_attention"),
-        "alone": files("arrival", "arrival_order", "demo"),
+        "alone": files("arrival", "arrival_order", "hopper_arrival", "demo"),
         "distributed": files("distributed"),
         "sanitizers": files("consan", "sanitize"),
     }

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import ITEMSIZE, Problem
-from tilestream.plan.raster import first_batch_of, raster_of, split_of
+from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import Raster, TileOrder
-from tilestream.schedule.schedule import Kind, Schedule, Split
+from tilestream.schedule.order import TileOrder
+from tilestream.schedule.schedule import Kind, Schedule
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
 VARIANTS = ("cooperative", "ping_pong", "single")
@@ -212,22 +212,17 @@ def _counted(problem: Problem) -> int:
     return max(2 * cdiv(problem.n, least), 2) * problem.publishes.chunks.rows_per_chunk + problem.m
 
 
-def arriving(problem: Problem) -> int:
-    """How many of the operands arrive."""
-    return (problem.rows is not None) + (problem.columns is not None)
-
-
 def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     """Why this kernel cuts no tile, or not this one, along K; empty if it may.
 
     The load warp has `LOAD_REGISTERS` for schedule and gate: Triton 3.6 spills where it also has both operands' chunks
     in mind, or the maps of several parts of a tile's columns.
     """
-    if arriving(problem) > 1:
+    if problem.arriving > 1:
         return "with both operands arriving the load warp has no registers for it"
     if problem.kind == "tf32" and problem.batch > 1 and tile is not None and len(widths(tile.columns)) > 2:
         return "with a batch of float32 the load warp has no registers for it beside three parts of columns"
-    if arriving(problem) and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
+    if problem.arriving and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
         return "with an operand arriving the load warp has no registers for it beside several parts of columns"
     return ""
 
@@ -269,7 +264,7 @@ def candidates(
         if row.registers > _ROOMY and not problem.plain:
             continue
         parts = len(widths(row.columns, widest(problem)))
-        if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(arriving(problem), 1):
+        if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(problem.arriving, 1):
             continue  # the load warp spills: `no_parts`
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
@@ -285,9 +280,9 @@ def candidates(
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
-                group = _group(block, workers, kind == "stream_k" or bool(arriving(problem)), swapped)
+                group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swapped)
                 raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
-                count_of, split = _queues(problem, kind, queues, raster, min(workers, grid.tiles))
+                count_of, split = queues_of(problem, kind, queues, raster, min(workers, grid.tiles))
                 for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
                     schedule = Schedule(
                         kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
@@ -308,21 +303,6 @@ def _group(block: tuple[int, int, int], workers: int, scattered: bool, swapped: 
     """
     sharing = workers / (4 if swapped else 1) if scattered else workers / CLUSTERS
     return int(2 ** round(math.log2(max(1.0, math.sqrt(sharing * block[1] / block[0])))))
-
-
-def _queues(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
-    """How many queues, and what they split: one a worker, which takes the tiles of a static grid until it steals.
-
-    So neighbours in a cluster of SMs work on neighbouring tiles, and read much of the same at the same time; the
-    tickets of one queue soon come to them as chance has it. Not where chunks arrive: a list of one's own may be late.
-    """
-    if kind != "dynamic":
-        return 1, "items"
-    if forced is not None:
-        return forced, split_of(raster)
-    if arriving(problem) or workers == 1:
-        return 1, "items"
-    return workers, "strides"
 
 
 def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from tilestream.plan import cdna
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Problem
-from tilestream.plan.raster import first_batch_of, raster_of, split_of
+from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.integers import cdiv
 from tilestream.schedule.order import TileOrder
-from tilestream.schedule.schedule import Kind, Schedule, Split
+from tilestream.schedule.schedule import Kind, Schedule
 
 #: Row tiles per group of a raster.
 GROUP = 8
@@ -223,11 +223,9 @@ def candidates(
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
         raster = raster_of(problem, grid, block, GROUP, order)
         for kind in kinds:
-            several = kind == "dynamic" and queues is not None
-            split: Split = split_of(raster) if several else "items"
+            count, split = queues_of(problem, kind, queues, raster, min(workers, max(1, grid.tiles)))
             schedule = Schedule(
-                kind, grid, raster, workers, (queues or 1) if several else 1, split, shares or 0,
-                first_batch_of(problem),
+                kind, grid, raster, workers, count, split, shares or 0, first_batch_of(problem)
             )  # fmt: skip
             seconds = _seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)

@@ -147,13 +147,18 @@ class Problem:
             )
         if not chunks.rows_per_chunk:
             raise ValueError("publishes: ragged chunks; those that are published are of one size: Chunks.uniform")
-        if self.rows is not None or self.columns is not None:
+        if self.arriving:
             raise ValueError("publishes: an operand arrives, too; what is NaN after an expiry would be published")
 
     @property
     def dtypes(self) -> tuple[str, str]:
         """A's and B's."""
         return self.dtype, self.b_dtype or self.dtype
+
+    @property
+    def arriving(self) -> int:
+        """How many of the operands arrive."""
+        return (self.rows is not None) + (self.columns is not None)
 
     @property
     def fp8(self) -> bool:

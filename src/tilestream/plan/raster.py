@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilestream.plan.problem import Incoming, Problem
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.order import Raster, TileOrder, by_arrival, table_raster
-from tilestream.schedule.schedule import Split
+from tilestream.schedule.schedule import Kind, Split
 
 
 def raster_of(
@@ -64,3 +64,18 @@ def split_of(raster: Raster) -> Split:
     if raster.order == "table":
         return "items"
     return "rows" if raster.transposed else "columns"
+
+
+def queues_of(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
+    """How many queues, and what they split: one a worker, which takes the tiles of a static grid until it steals.
+
+    So neighbours in a cluster of SMs work on neighbouring tiles, and read much of the same at the same time; the
+    tickets of one queue soon come to them as chance has it. Not where chunks arrive: a list of one's own may be late.
+    """
+    if kind != "dynamic":
+        return 1, "items"
+    if forced is not None:
+        return forced, split_of(raster)
+    if problem.arriving or workers == 1:
+        return 1, "items"
+    return workers, "strides"

@@ -51,6 +51,7 @@ class HopperAttentionLaunch:
     def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
         if words.partials is not None and self._merge.floats:
             shares = self._merge.scratch(words.partials)
+            self._merge.load(shares, x)  # before what may wait is launched
             # A sink counts once: where shares are joined.
             self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, incoming)
             self._merge(stream, shares, x)

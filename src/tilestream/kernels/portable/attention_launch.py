@@ -104,14 +104,26 @@ class MergeLaunch:
         """Where shares put their outputs and log-sum-exps, of a launch's partials."""
         return partials, partials[self._sums_at :]
 
+    def load(self, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
+        """Have the kernel on the device, for operands as a call gives them.
+
+        Loading code may wait for all that the device is doing: behind a launch that waits for keys, and those for the
+        host, it would last until that launch's deadline.
+        """
+        if self._compiled is None and not INTERPRETED:
+            kernel = merge_shares.warmup(*self._filled(shares, x), grid=self._grid, num_warps=MERGE_WARPS)
+            self._compiled = direct(kernel, self._grid)
+
     def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
         """Issue it on ``stream``, behind the launch that fills ``shares``."""
-        given = (*shares, x.out, x.lse, x.sinks)
+        filled = self._filled(shares, x)
         if self._compiled is not None:
-            self._compiled(stream, (*map(address, given), *self._numbers, *self._constants))
-            return
-        kernel = merge_shares[self._grid](*given, *self._numbers, *self._constants, num_warps=MERGE_WARPS)
-        self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+            self._compiled(stream, tuple(map(address, filled)))
+        else:
+            merge_shares[self._grid](*filled, num_warps=MERGE_WARPS)
+
+    def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> tuple[Any, ...]:
+        return (*shares, x.out, x.lse, x.sinks, *self._numbers, *self._constants)
 
 
 class KeyGateLaunch:

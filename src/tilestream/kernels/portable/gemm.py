@@ -21,6 +21,7 @@ from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.convert import to_float16
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
+from tilestream.kernels.portable.queues import look_at_many
 from tilestream.kernels.portable.schedule import LINE, enter, leave, take
 from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
@@ -228,7 +229,7 @@ def gemm(
                 worker, workers, ticket, source, share, unit, unit_end,
                 counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
                 band, first_batch, probe, capacity, noted,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, LOOK=look_at_many,
             )  # fmt: skip
         if found != 0:
             if TRACE:
