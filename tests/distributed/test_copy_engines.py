@@ -288,6 +288,41 @@ def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_piec
             assert first.lanes[0].query() == (not strided), "behind the first call's kernel"
 
 
+def test_large_shards_go_in_a_row(monkeypatch):
+    shards = Shards(1, 2, 3, 2)
+    for least, lanes in ((24, 2), (25, 1)):
+        with world(2) as (_, (first, _)):
+            monkeypatch.setattr(copy_engines, "IN_A_ROW", least)
+            first.call(shards, in_a_row=None)
+            assert sum(lane.issued > 0 for lane in first.lanes) == lanes
+
+
+def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):
+    from tilestream.distributed import turns
+
+    with world(2) as (cuda, (first, second)):
+        met, grown = [], []
+        monkeypatch.setattr(turns, "meet", lambda member, device: met.append(member.rank))
+        memory = first.gatherer.memory
+        memory.grow = lambda size, chunks: grown.append((size, chunks))
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])
+        assert not first.gatherer.reserve(memory.slot_bytes, memory.chunks)
+        with first.here():
+            assert first.gatherer.reserve(1, memory.chunks + 1)
+        assert first.results, "its kernel has ended"
+        assert met == [0]
+        assert grown == [(memory.slot_bytes, memory.chunks + 1)], "neither becomes less"
+        assert not first.gatherer._arrivals, "they are of the old signals"
+        first.call(SHARDS[2][0])
+        first.over.add(2)
+        with first.here():
+            first.gatherer.reserve(memory.slot_bytes + 1, 0)
+        with pytest.raises(GroupBroken, match="has given up waiting"):
+            first.call(SHARDS[2][0])
+        cuda.run()
+
+
 def test_the_caller_may_write_to_his_tensor_behind_a_call():
     with world(2) as (cuda, (first, second)):
         for rank in (first, second):

@@ -4,7 +4,7 @@
 
     calling stream:  lanes may begin; shard -> own slot; signal; kernel: schedule, gate, load, math, ...; the lanes
     lanes:           for each peer: push a chunk into its slot; signal it there; the next
-    watchdog:        ends kernels that wait for a peer which has given up, or of one that this rank has given up
+    watchdog:        when this rank has given up, or a peer has: tells the others, ends kernels that still wait
 
 What is issued is `tilestream.distributed.protocol`, operation by operation, which the checker explores; here is only
 what each of its operations is on a GPU. None but the kernel needs an SM (invariant 10); no operation waits for one that

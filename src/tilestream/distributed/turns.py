@@ -142,7 +142,8 @@ class Turns:
         """Have the calling stream wait for the call before, which may have come from another stream."""
         if self._last is not None:
             calling.wait_event(self._last.end)
-            calling.wait_event(self._last.side)
+            if self._last.side is not self._last.end:
+                calling.wait_event(self._last.side)
 
     def post(self, calling: torch.cuda.Stream) -> None:
         """Let whoever waits for `_posted` begin when the calling stream is here."""

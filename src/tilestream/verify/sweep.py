@@ -412,7 +412,6 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(epochs=5, strided=True, expires=((0, 2),))
         yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
-        yield GatherCase(world=3, epochs=1, strided=True, in_a_row=True, expires=((0, 1),))
 
 
 def publishes(level: Level) -> Iterator[PublishCase]:
