@@ -20,7 +20,6 @@ from tilestream.distributed import copy_engines, protocol
 from tilestream.distributed.copy_engines import Gatherer
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.whole import Whole
-from tilestream.runtime import channel as channels
 from tilestream.runtime.channel import Channel
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 from tilestream.runtime.record import EXPIRED, FIELDS, RECORDS, Record, op_number
@@ -530,44 +529,3 @@ def test_nothing_keeps_a_gatherer_when_its_calls_are_over():
         rank = None
         gc.collect()
         assert rank is gatherer()
-
-
-class TestChannel:
-    """What the host asks a device's records."""
-
-    @pytest.fixture
-    def channel(self) -> Channel:
-        return channels.Channel(DEVICE)
-
-    @staticmethod
-    def write(channel: Channel, number: int, key: int) -> None:
-        at = (number - 1) % RECORDS * FIELDS
-        channel.records[at + 1 + Record._fields.index("key")] = key
-        channel.records[at] = number
-
-    def test_of_whom_it_is_asked(self, channel):
-        assert channel.heard(0, {3}) == (0, False)
-        self.write(channel, 1, 4)
-        assert channel.heard(0, {3}) == (1, False)
-        self.write(channel, 2, 3)
-        assert channel.heard(1, {3}) == (2, True)
-        assert channel.heard(2, {3}) == (2, False)
-        assert channel.newest == 2
-
-    def test_raised_or_not(self, channel):
-        self.write(channel, 1, 3)
-        assert channel.take() is not None
-        assert channel.heard(0, {3}) == (1, True)
-
-    def test_behind_one_that_is_being_written(self, channel):
-        self.write(channel, 2, 3)
-        assert channel.heard(0, {3}) == (0, True)
-        self.write(channel, 1, 4)
-        assert channel.heard(0, {5}) == (2, False)
-
-    def test_what_was_overwritten_may_have_been_ours(self, channel):
-        for number in range(1, RECORDS + 1):
-            self.write(channel, number, 4)
-        assert channel.heard(0, {3}) == (RECORDS, False)
-        self.write(channel, RECORDS + 1, 4)
-        assert channel.heard(0, {3})[1]

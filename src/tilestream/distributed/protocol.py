@@ -1,7 +1,4 @@
-"""How ranks take turns with each other's memory: the text that GPUs perform and the checker explores.
-
-A gather
---------
+"""How ranks take turns with each other's memory in a gather: the text that GPUs perform and the checker explores.
 
 Each rank has `SLOTS` slots in memory that its peers can write, each as large as the whole, with words for signals. A
 call has the next epoch, on every rank the same, and slot ``epoch % SLOTS`` with its words. A rank *pushes*::
@@ -39,7 +36,7 @@ No operation waits for one that is issued after it: the kernel is issued behind 
 come behind everything that they are for.
 
 `tilestream.verify.gather` explores these texts for two and three ranks over several epochs, with ranks that are late,
-give up or are lost. The way back, a sum, is `tilestream.distributed.sum_protocol`.
+give up or are lost. The way back, a sum, is in `tilestream.distributed.sum_protocol`.
 """
 
 from __future__ import annotations

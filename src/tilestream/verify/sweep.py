@@ -399,7 +399,6 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(chunks=(2, 1, 3), epochs=6, in_a_row=True)
         yield GatherCase(world=3, epochs=1)
         yield GatherCase(world=3, epochs=2, strided=True, in_a_row=True)
-        yield GatherCase(world=3, epochs=2, chunks=(1, 2), strided=True, in_a_row=True)
         yield GatherCase(epochs=2, expires=((0, 1),))
         yield GatherCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
         yield GatherCase(epochs=2, expires=((0, 1), (0, 2), (1, 1), (1, 2)))
