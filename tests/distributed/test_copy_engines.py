@@ -293,9 +293,10 @@ def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended
         assert first.results[2].equal(first.expected(2))
 
 
-def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
+@pytest.mark.parametrize("what", ["copy_across", "PeerSignals", "copy", "stream_write"])
+def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch, what):
     with world(2) as (cuda, (first, second)):
-        monkeypatch.setattr(copy_engines, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+        monkeypatch.setattr(copy_engines, what, lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
         with pytest.raises(RuntimeError, match="no driver"):
             first.call(SHARDS[2][0])
         monkeypatch.undo()

@@ -115,18 +115,17 @@ class Gatherer(Turns):
         in_a_row
             See `protocol.lanes`; None: as `IN_A_ROW` says.
         """
-        epoch = self.begin()
-        arrival = self.arrival(shards, epoch)
-        slot = self._slot(self._rank, epoch % p.SLOTS, shards, shard)
-        calling = torch.cuda.current_stream(self.device)
-        if shard.scales is not None:  # few, and often one number that is seen as many
-            shard = shard._replace(scales=shard.scales.contiguous())
-        for x in (*shard, *slot, whole):
-            if x is not None:  # not freed, and used for something else, before the lanes are waited for (invariant 9)
-                x.record_stream(calling)
+        epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
         if in_a_row is None:
             in_a_row = shard.data.numel() * shard.data.element_size() >= IN_A_ROW
         try:
+            arrival = self.arrival(shards, epoch)
+            slot = self._slot(self._rank, epoch % p.SLOTS, shards, shard)
+            if shard.scales is not None:  # few, and often one number that is seen as many
+                shard = shard._replace(scales=shard.scales.contiguous())
+            for x in (*shard, *slot, whole):
+                if x is not None:  # not freed, and used for something else, before the lanes are waited for (9)
+                    x.record_stream(calling)
             self._publish(epoch, shards, shard, slot, calling)
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             sent = self._send(epoch, shards, shard, slot, in_a_row)
