@@ -11,12 +11,13 @@ Steps, each in processes of its own under a time limit: a hang costs its test, o
 ``isa``      registers, spills, LDS and estimate of the kernels that the device has, by the Triton that is here
 ``tests``    tests/gpu, a process a file, and another one behind a test that hangs or kills its process: counts,
              failures, and the end of what was said
-``speed``    plan.run beside torch.mm (hipBLASLt, cuBLAS): interleaved, L2 flushed, medians, answers checked, and what
-             the cost model expected; where ``machine`` has found a CDNA GPU, by the CDNA kernel too, which no plan
-             takes by itself
+``speed``    plan.run beside torch.mm (hipBLASLt, cuBLAS), attention beside torch's: interleaved, L2 flushed, medians,
+             answers checked, and what the cost model expected; where ``machine`` has found a CDNA GPU, by the CDNA
+             kernels too, which no plan takes by itself
+``benchmarks`` the benchmarks of this folder that need no NVIDIA GPU, their records whole: see `BENCHMARKS`
 
-``--seconds`` bounds a test and a shape, ``--total`` all of it; ``--steps tests,speed`` chooses; ``--quick`` takes few
-shapes.
+``--seconds`` bounds a test and a shape, four times that a benchmark, ``--total`` all of it; ``--steps tests,speed``
+chooses; ``--quick`` takes few shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 from selfcheck_outcomes import read, write
 
 ROOT = Path(__file__).parent.parent
-STEPS = ("machine", "isa", "tests", "speed")
+STEPS = ("machine", "isa", "tests", "speed", "benchmarks")
 #: dtype, M, N, K: squares, a full wave of an MI300X's 304 units, short K, few rows.
 SHAPES = (
     ("bfloat16", 4096, 4096, 4096), ("bfloat16", 8192, 8192, 8192), ("bfloat16", 4096, 4864, 8256),
@@ -46,7 +47,28 @@ SHAPES = (
     ("bfloat16", 1, 8192, 8192), ("float16", 4096, 4096, 4096), ("float32", 2048, 2048, 2048),
 )  # fmt: skip
 QUICK = (("bfloat16", 1024, 1024, 1024), ("bfloat16", 64, 2048, 2048))
-#: Archs of the CDNA kernel.
+#: Attention in bfloat16: sequences, heads, heads of keys, queries and keys, columns, causal.
+ATTENTION = (
+    (16, 16, 16, 4096, 128, False), (16, 16, 16, 4096, 128, True), (4, 32, 8, 8192, 128, True),
+    (16, 16, 16, 4096, 64, True), (4, 16, 16, 4096, 256, True), (8, 64, 8, 1024, 128, True),
+)  # fmt: skip
+QUICK_ATTENTION = ((1, 8, 2, 1024, 128, True),)
+#: Benchmarks that run on any GPU: GPUs that they need, and what follows the script's name. FOLDER is theirs.
+BENCHMARKS = {
+    "gpu_matmul": (1, ("FOLDER/gpu_matmul.json",)),
+    "gpu_stream": (1, ("FOLDER/gpu_stream.json",)),
+    "gpu_neighbours": (1, ("held,idle,split,queues", "FOLDER", "--budget", "300")),
+    "gpu_all_gather": (2, ("--into", "FOLDER")),
+    "gpu_mlp": (2, ("--into", "FOLDER")),
+}
+#: Those that do not, and why.
+NVIDIA_ONLY = {
+    "gpu_arrival": "it looks at TMA, and at the fence before it",
+    "gpu_attention": "beside cuDNN and FlashAttention 4; the step speed has attention beside torch's",
+    "gpu_attention_portable": "tiles for Hopper, beside cuDNN",
+    "gpu_gemm": "plans of the Hopper kernel; the step speed has the shapes",
+}
+#: Archs of the CDNA kernels.
 CDNA = ("gfx942", "gfx950")
 #: Seconds until a process has imported what it needs, and its first test begins.
 _START = 120
@@ -168,14 +190,15 @@ def _check_file(file: Path, report: Report, seconds: float) -> dict[str, Any]:
     return made
 
 
-def check_speed(report: Report, seconds: float, shapes: tuple[tuple[Any, ...], ...]) -> None:
+def check_speed(report: Report, seconds: float, shapes: dict[str, tuple[tuple[Any, ...], ...]]) -> None:
     """A process for each shape and backend."""
     rows = report.data["speed"] = []
     backends = ("", "cdna") if report.data.get("machine", {}).get("arch") in CDNA else ("",)
-    for shape, backend in itertools.product(shapes, backends):
-        name = " ".join(map(str, shape))
+    asked = [(what, shape) for what, of_it in shapes.items() for shape in of_it]
+    for (what, shape), backend in itertools.product(asked, backends):
+        name = ("attention " if what == "attend" else "") + " ".join(map(str, shape))
         found = (
-            ask("speed", *map(str, shape), backend, seconds=min(seconds, report.left))
+            ask(what, *map(str, shape), backend, seconds=min(seconds, report.left))
             if report.left > 0
             else {"error": "no time left"}
         )
@@ -183,12 +206,41 @@ def check_speed(report: Report, seconds: float, shapes: tuple[tuple[Any, ...], .
         report.write()
 
 
+def check_benchmarks(report: Report, seconds: float, scripts: Path) -> None:
+    """A process for each of `BENCHMARKS`, and the records that it leaves, also where it was ended."""
+    found = report.data["benchmarks"] = {}
+    here = report.data.get("machine", {}).get("devices", 1)
+    for name, (devices, arguments) in BENCHMARKS.items():
+        if devices > here:
+            found[name] = {"refused": f"it needs {devices} GPUs, here is {here}"}
+        elif report.left <= 0:
+            found[name] = {"error": "no time left"}
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                given = [one.replace("FOLDER", folder) for one in arguments]
+                command = [sys.executable, str(scripts / f"{name}.py"), *given]
+                ran = run(command, min(seconds, report.left))
+                records = dict(_records(Path(folder)))
+            found[name] = {"seconds": round(ran.seconds, 1), "records": records}
+            if ran.how or not records:
+                found[name] |= {"error": ran.how or "it left no record", "said": ran.said}
+        report.write()
+
+
+def _records(folder: Path) -> Iterator[tuple[str, Any]]:
+    for file in sorted(folder.glob("*.json")):
+        with contextlib.suppress(ValueError):  # one that was being written
+            yield file.name, json.loads(file.read_text(encoding="utf-8"))
+
+
 # What the processes answer --------------------------------------------------------------------------------------------
 
 
 def answer(what: str, arguments: list[str]) -> dict[str, Any]:
     """What a process of `ask` says."""
-    answers: dict[str, Callable[..., dict[str, Any]]] = {"machine": machine, "isa": isa, "speed": speed}
+    answers: dict[str, Callable[..., dict[str, Any]]] = {
+        "machine": machine, "isa": isa, "speed": speed, "attend": attend
+    }  # fmt: skip
     return answers[what](*arguments)
 
 
@@ -258,7 +310,6 @@ def speed(dtype: str, m: str, n: str, k: str, backend: str = "") -> dict[str, An
     import torch
 
     import tilestream as ts
-    from gpu_matmul import host_us, interleave
     from harness import errors
 
     rows, columns, depth = int(m), int(n), int(k)
@@ -274,9 +325,62 @@ def speed(dtype: str, m: str, n: str, k: str, backend: str = "") -> dict[str, An
         return {"refused": str(error)}
     some = min(rows, 512)
     figures = errors(plan.run(a, b)[:some], torch.mm(a, b)[:some], a[:some].double() @ b.double())
-    times = interleave({"ours": lambda: plan.run(a, b, out=out), "torch": lambda: torch.mm(a, b, out=out)})
-    rates = {name: 2e-9 * rows * columns * depth / ms for name, ms in times.items()}
-    peak = plan.device.peak(plan.problem.kind, plan.device.workers) / 1e12
+    operations = 2.0 * rows * columns * depth
+    return timed(plan, operations, lambda: plan.run(a, b, out=out), lambda: torch.mm(a, b, out=out), figures)
+
+
+def attend(
+    batch: str, heads: str, heads_kv: str, length: str, dim: str, causal: str, backend: str = ""
+) -> dict[str, Any]:
+    """`tilestream.attention` beside torch's; by ``backend``, or by the one that the plan takes."""
+    os.environ["TILESTREAM_CDNA"] = "1" if backend == "cdna" else "0"
+    import torch
+    from torch.nn import functional
+
+    import tilestream as ts
+    from harness import errors
+
+    sequences, rows, columns, masked = int(batch), int(length), int(dim), causal == "True"
+    shape = {"batch": sequences, "heads_q": int(heads), "heads_kv": int(heads_kv), "head_dim": columns}
+    try:
+        plan = ts.attention_plan(rows, **shape, causal=masked, device="cuda", backend=backend or None)
+    except NotImplementedError as error:
+        if not backend:
+            raise
+        return {"refused": str(error)}
+    q, k, v = (
+        torch.randn(sequences, rows, int(of), columns, device="cuda", dtype=torch.bfloat16)
+        for of in (heads, heads_kv, heads_kv)
+    )
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def theirs() -> Any:
+        return functional.scaled_dot_product_attention(*turned, is_causal=masked, enable_gqa=heads != heads_kv)
+
+    # The last queries of one head, which see the most keys.
+    some = slice(max(rows - 512, 0), rows)
+    scores = q[0, some, 0].double() @ k[0, :, 0].double().t() * columns**-0.5
+    if masked:
+        position = torch.arange(rows, device=q.device)
+        seen = position[None] <= position[some, None]
+        scores = scores.masked_fill(~seen, float("-inf"))
+    figures = errors(
+        ts.attention(q, k, v, causal=masked)[0, some, 0], theirs()[0, 0, some], scores.softmax(1) @ v[0, :, 0].double()
+    )
+    operations = 4.0 * sequences * int(heads) * rows * rows * columns * (0.5 if masked else 1.0)
+    return timed(plan, operations, lambda: ts.attention(q, k, v, causal=masked), theirs, figures)
+
+
+def timed(
+    plan: Any, operations: float, ours: Callable[[], object], theirs: Callable[[], object], figures: Any
+) -> dict[str, Any]:
+    """Both, in turn."""
+    from gpu_matmul import host_us, interleave
+
+    times = interleave({"ours": ours, "torch": theirs})
+    rates = {name: 1e-9 * operations / ms for name, ms in times.items()}
+    kind = getattr(plan.problem, "kind", plan.problem.dtype)
+    peak = plan.device.peak(kind, plan.device.workers) / 1e12
     if max(rates.values()) > 1.1 * peak:
         return {"error": f"{rates} TFLOP/s are above the peak of {peak:.0f}: the answer or the timing is wrong"}
     return {
@@ -285,7 +389,7 @@ def speed(dtype: str, m: str, n: str, k: str, backend: str = "") -> dict[str, An
         "tflops": {name: round(rate, 1) for name, rate in rates.items()},
         "of_torch": round(times["torch"] / times["ours"], 3),
         "expected_ms": round(plan.predicted * 1e3, 4),
-        "host_us": round(host_us(lambda: plan.run(a, b, out=out)), 1),
+        "host_us": round(host_us(ours), 1),
         "errors": figures,
     }
 
@@ -340,11 +444,22 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
                 f"| {row['shape']} | {row['plan']} | {rates['ours']} | {rates['torch']} | {row['of_torch']} | "
                 f"{row['expected_ms']} | {row['ms']['ours']} |"
             )
+    if "benchmarks" in data:
+        yield from _benchmark_lines(data["benchmarks"])
+
+
+def _benchmark_lines(found: dict[str, Any]) -> Iterator[str]:
+    yield from ("", "## Benchmarks", "", "Their records are in report.json.", "")
+    for name, one in found.items():
+        said = one.get("error") or one.get("refused") or f"{one['seconds']} s"
+        rows = sum(len(record.get("rows", ())) for record in one.get("records", {}).values())
+        yield f"- {name}: {said}" + (f", {rows} rows" if rows else "")
 
 
 def failed(data: dict[str, Any]) -> bool:
     """Whether anything went wrong."""
     parts = [data.get("machine", {}), data.get("isa", {}), *data.get("tests", {}).values(), *data.get("speed", [])]
+    parts += data.get("benchmarks", {}).values()
     return any("error" in part or part.get("failed") for part in parts)
 
 
@@ -352,7 +467,7 @@ def main(arguments: list[str] | None = None, tests: Path = ROOT / "tests" / "gpu
     """Status 0 if all went well, 1 if not; the report is there either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("selfcheck"))
-    parser.add_argument("--steps", default=",".join(STEPS), help="of machine, isa, tests, speed")
+    parser.add_argument("--steps", default=",".join(STEPS), help="of " + ", ".join(STEPS))
     parser.add_argument("--seconds", type=float, default=300, help="of a test or a shape, at most")
     parser.add_argument("--total", type=float, default=3 * 3600, help="seconds in all, about")
     parser.add_argument("--quick", action="store_true")
@@ -368,7 +483,10 @@ def main(arguments: list[str] | None = None, tests: Path = ROOT / "tests" / "gpu
     if "tests" in steps:
         check_tests(report, given.seconds, tests)
     if "speed" in steps:
-        check_speed(report, given.seconds, QUICK if given.quick else SHAPES)
+        quick = {"speed": QUICK, "attend": QUICK_ATTENTION}
+        check_speed(report, given.seconds, quick if given.quick else {"speed": SHAPES, "attend": ATTENTION})
+    if "benchmarks" in steps:
+        check_benchmarks(report, 4 * given.seconds, Path(__file__).parent)
     report.write()
     print(f"{given.folder / 'report.md'} and report.json: please send both", flush=True)
     return int(failed(report.data))

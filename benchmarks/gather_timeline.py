@@ -3,10 +3,10 @@
     PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK]
 
 One process a GPU; rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring
-the others' rows are what torch's profiler saw on their GPUs, by the host's clock, to some microseconds. The two are
-laid over each other by the kernel, which both have. The call is traced `CALLS` times, and the one of median length is
-kept; its answer must be the same as without a trace, bit by bit. Writes ``gpu_trace_gather_x<world>*.json.gz``, which
-https://ui.perfetto.dev opens; ``python benchmarks/render.py`` draws it.
+the others' rows are what torch's profiler saw. The two are laid over each other by the kernel, which both have. The
+call is traced `CALLS` times, and the one of median length is kept; its answer must be the same as without a trace, bit
+by bit. Writes ``gpu_trace_gather_x<world>*.json.gz``, which https://ui.perfetto.dev opens; ``python
+benchmarks/render.py`` draws it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import tilestream as ts
 from harness import RESULTS, device_suffix
+from ranks import on_each_gpu
 from tilestream import distributed as tsd
 
 SHAPE = (8192, 3584, 8192)
@@ -53,27 +52,21 @@ def activities(document: dict[str, Any]) -> list[Activity]:
     return sorted(found, key=lambda one: one.begin)
 
 
-def copies_of(found: list[Activity], size: int, stream: int) -> tuple[list[Activity], list[Activity]]:
-    """Copies of ``size`` bytes: on ``stream`` (into the own slot), and on all others (to the peers)."""
-    alike = [one for one in found if one.size == size]
-    return [one for one in alike if one.stream == stream], [one for one in alike if one.stream != stream]
-
-
-def arrivals(rank: int, pushed: list[list[Activity]], own: list[Activity], parts: int) -> list[float | None]:
+def arrivals(rank: int, world: int, pulled: list[Activity], own: list[Activity], parts: int) -> list[float | None]:
     """When each chunk was there: the end of the copy that brought it.
 
     Parameters
     ----------
-    pushed
-        Of each rank its copies to the others, in the order of `tilestream.distributed.protocol`: to the rank before it
-        first, then to the one before that; ``parts`` to each.
+    pulled
+        From the peers, on the side stream, in the order of `tilestream.distributed.protocol`: the next rank's first;
+        ``parts`` of each.
     own
-        Of ``rank``, into its own slot.
+        Into the own slot, on the kernel's stream.
     """
-    world, there = len(pushed), []
-    for source, copies in enumerate(pushed):
+    there: list[float | None] = []
+    for source in range(world):
         step = (source - rank) % world
-        mine = own if step == 0 else copies[(step - 1) * parts : step * parts]
+        mine = own if step == 0 else pulled[(step - 1) * parts : step * parts]
         # Copied in one piece, an own shard is there at once.
         ends = [one.end for one in mine]
         there += [ends[min(i, len(ends) - 1)] if ends else None for i in range(parts)]
@@ -98,32 +91,25 @@ def traced(a: torch.Tensor, w: torch.Tensor) -> tuple[ts.trace.LaunchTrace, torc
 
 
 def laid_over(
-    launch: ts.trace.LaunchTrace, found: list[list[Activity]], rank: int, size: int, parts: int
+    launch: ts.trace.LaunchTrace, found: list[Activity], rank: int, world: int, size: int, parts: int
 ) -> ts.trace.LaunchTrace:
-    """``launch`` of ``rank`` with the arrivals of its chunks, from what all ranks' GPUs did."""
-    kernel = max((one for one in found[rank] if not one.size), key=lambda one: one.end - one.begin)
+    """``launch`` of ``rank`` with the arrivals of its chunks of ``size`` bytes, from what its GPU did."""
+    kernel = max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
     first = min(span.begin for spans in launch.by_worker for span in spans[:1])
-    own, _ = copies_of(found[rank], size * parts, kernel.stream)
-    pushed = []
-    for of in found:
-        longest = max((one for one in of if not one.size), key=lambda one: one.end - one.begin)
-        pushed.append(copies_of(of, size, longest.stream)[1])
-    seconds = [
-        None if when is None else first + 1e-9 * (when - kernel.begin) for when in arrivals(rank, pushed, own, parts)
-    ]
-    launch.arrivals[0] = tuple(seconds)
-    begun = [one.begin for source, copies in enumerate(pushed) if source != rank for one in copies]
-    if begun or own:
-        launch.started[0] = first + 1e-9 * (min([*begun, *(one.begin for one in own)]) - kernel.begin)
+    own = [one for one in found if one.size == size * parts and one.stream == kernel.stream]
+    pulled = [one for one in found if one.size == size and one.stream != kernel.stream]
+    launch.arrivals[0] = tuple(
+        None if when is None else first + 1e-9 * (when - kernel.begin)
+        for when in arrivals(rank, world, pulled, own, parts)
+    )
+    begun = [one.begin for one in (*own, *pulled)]
+    if begun:
+        launch.started[0] = first + 1e-9 * (min(begun) - kernel.begin)
     return launch
 
 
-def rank_main(rank: int, world: int, where: str, folder: str, shape: tuple[int, int, int]) -> None:
+def rank_main(rank: int, world: int, folder: str, shape: tuple[int, int, int]) -> None:
     """One rank."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
     m, n, k = shape
     torch.manual_seed(rank)
     a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
@@ -131,21 +117,17 @@ def rank_main(rank: int, world: int, where: str, folder: str, shape: tuple[int, 
     right = tsd.all_gather_matmul(a, w, form="fused", deadline=_DEADLINE)
     traced(a, w)  # compiled, and the profiler begun
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
-    calls = []
+    calls, size = [], a.numel() * a.element_size() // plan.chunks
     for _ in range(CALLS):
         launch, out, found = traced(a, w)
         assert torch.equal(out, right), "a trace changed the answer"
-        everybody: list[Any] = [None] * world
-        dist.all_gather_object(everybody, found)
-        calls.append(laid_over(launch, everybody, rank, a.numel() * a.element_size() // plan.chunks, plan.chunks))
+        calls.append(laid_over(launch, found, rank, world, size, plan.chunks))
     if rank == 0:
         kept = sorted(calls, key=lambda launch: launch.end - launch.begin)[CALLS // 2]
         device = torch.cuda.get_device_name()
         kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
         print(kept.label, f"{1e3 * (kept.end - kept.begin):.3f} ms", kept.arrivals)
         print(ts.trace.export(kept, Path(folder) / f"gpu_trace_gather_x{world}{device_suffix(device)}.json.gz"))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -153,9 +135,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     m, n, k = map(int, sys.argv[2].split("x")) if len(sys.argv) > 2 else SHAPE
     folder.mkdir(parents=True, exist_ok=True)
-    world = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as where:
-        mp.spawn(rank_main, args=(world, f"{where}/store", str(folder), (m, n, k)), nprocs=world)
+    on_each_gpu(rank_main, str(folder), (m, n, k))
 
 
 if __name__ == "__main__":

@@ -25,20 +25,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import tilestream as ts
 from harness import RESULTS, GpuRecord
+from ranks import MeetingClock, on_each_gpu, slowest
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 from tilestream.distributed.plan import DistributedPlan
@@ -48,8 +44,6 @@ from tilestream.ops.publish import Publication, matmul_published
 BF16 = torch.bfloat16
 #: Chunks of a shard that are tried.
 CHUNKS = (1, 2, 4)
-#: Bytes that are written to flush L2.
-_FLUSH = 256 << 20
 #: Cycles in which the host issues a call: 3 ms and more.
 _PAUSE = 6_000_000
 #: Seconds that a call of ours may wait for a peer.
@@ -106,8 +100,7 @@ def wrong(function: Callable[[], torch.Tensor], exact: torch.Tensor, errors: dic
 
 def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds: the largest over ranks of each function's median; and of what issuing it costs the host."""
-    flush = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
-    meet = torch.zeros(1, device="cuda")
+    clock = MeetingClock(_PAUSE)
 
     def warm(function: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: [function() for _ in range(3)]
@@ -122,25 +115,11 @@ def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict
     for _ in range(rounds):
         shuffle(names)
         for name in names:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            dist.all_reduce(meet)  # so that no rank is still at the form before
-            torch.cuda.synchronize()
-            flush.zero_()
-            torch.cuda._sleep(_PAUSE)
-            dist.all_reduce(meet)
-            begin.record()
-            issue = time.perf_counter()
-            functions[name]()
-            hosts[name].append((time.perf_counter() - issue) * 1e3)
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end))
+            ms, host = clock(functions[name])
+            times[name].append(ms)
+            hosts[name].append(host)
     ts.check()
-    medians = torch.tensor([[statistics.median(of[name]) for name in functions] for of in (times, hosts)]).cuda()
-    dist.all_reduce(medians, dist.ReduceOp.MAX)
-    ms, host = ({name: round(x, 4) for name, x in zip(functions, row, strict=True)} for row in medians.tolist())
-    return ms, host
+    return slowest(times), slowest(hosts)
 
 
 def on_trial(
@@ -305,15 +284,10 @@ def judged(shape: dict[str, Any], ms: dict[str, float], best: float) -> dict[str
     return row | ({"win": round((best - ours) / (best - floor), 4)} if best > floor else {})
 
 
-def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) -> None:
+def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     """One rank."""
     import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
     record = GpuRecord(f"gpu_all_gather_x{world}", Path(arguments.into), world=world) if rank == 0 else None
     work = [(gather_row, shape) for shape in gathers(world) if arguments.op != "scatter"]
     work += [(scatter_row, shape) for shape in scatters(world) if arguments.op != "gather"]
@@ -324,8 +298,6 @@ def rank_main(rank: int, world: int, where: str, arguments: argparse.Namespace) 
             record.rows.append(row)
             record.write()
             print({name: value for name, value in row.items() if name not in ("errors", "why")}, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -336,9 +308,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=1000, help="at most so many")
     parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
     arguments = parser.parse_args()
-    world = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(world, f"{folder}/store", arguments), nprocs=world)
+    on_each_gpu(rank_main, arguments)
 
 
 if __name__ == "__main__":

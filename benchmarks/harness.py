@@ -21,10 +21,11 @@ import torch
 
 import tilestream as ts
 from tilestream.plan import cpu_properties
+from tilestream.plan.ask import device_properties
 from tilestream.sweep.check import errors as errors
 
 RESULTS = Path(__file__).parent / "results"
-#: Dense bf16 of an H100 or H200, TFLOP/s, rounded up: a figure above it is an error.
+#: Dense bf16 of an H100 or H200, TFLOP/s, rounded up: see `gpu_peak`.
 GPU_PEAK = 1000.0
 
 
@@ -94,6 +95,14 @@ def record(name: str, rows: list[dict[str, Any]], **extra: Any) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def gpu_peak() -> float:
+    """Dense bf16 of this GPU, TFLOP/s, no less: a figure above it is an error."""
+    if torch.version.hip is None:
+        return GPU_PEAK
+    device = device_properties("cuda")
+    return device.peak("bfloat16", device.workers) / 1e12
 
 
 def gpu_about(name: str) -> dict[str, Any]:

@@ -217,7 +217,8 @@ def main() -> None:
         plot_stream(json.loads(path.read_text(encoding="utf-8")))
     render_gemm.plots(RESULTS, IMAGES)
     render_neighbours.plots(RESULTS, IMAGES)
-    render_ranks.plots(RESULTS, IMAGES)
+    for timelines in (render_attention.TIMELINES, render_ranks.TIMELINES):
+        timelines.plots(RESULTS, IMAGES)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``docs/performance.md`` says of attention: the record of `gpu_attention` as tables."""
+"""What ``docs/performance.md`` says of attention: records of `gpu_attention` as tables, a timeline as a picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from gemm_shapes import geomean
 from render_gemm import table
+from render_timeline import Timelines
+from tilestream.trace import LaunchTrace
 
 Record = dict[str, Any]
 #: What a record's part of the page is called, by its file, where it is not simply attention prefill.
@@ -26,7 +28,42 @@ def sections(results: Path) -> list[str]:
     found = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))
     }
-    return [section(data, name) for name, data in found.items() if data["rows"]]
+    parts = [section(data, name) for name, data in found.items() if data["rows"]]
+    return parts + TIMELINES.sections(results)
+
+
+def evenness(launch: LaunchTrace) -> tuple[float, float, int, int, float]:
+    """How even a launch is.
+
+    Returns
+    -------
+    (busy, first, least, most, longest)
+        Shares of the launch: of its workers' time, what they spend at tiles; when the first worker ends its last tile;
+        the longest tile. ``least`` and ``most`` are the tiles of a worker.
+    """
+    whole = launch.end - launch.begin
+    tiles = [[span for span in own if span.kind == "tile"] for own in launch.by_worker]
+    spent = [span.end - span.begin for own in tiles for span in own]
+    first = min((max(span.end for span in own) - launch.begin for own in tiles if own), default=0.0)
+    counts = [len(own) for own in tiles]
+    return sum(spent) / (whole * launch.workers), first / whole, min(counts), max(counts), max(spent) / whole
+
+
+def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
+    """Of a call: how even its workers are."""
+    busy, first, least, most, longest = evenness(launch)
+    head, _, plan = launch.label.partition(": ")
+    text = (
+        f"`ts.attention`, {plan}; {launch.tiles_done} tiles in {1e3 * (launch.end - launch.begin):.3f} ms "
+        f"({record}). Workers are at a tile {busy:.1%} of the launch; the first of them leaves after {first:.1%} of it."
+        f" Each did {least} to {most} tiles, of which the longest took {longest:.1%} of it: the last rows of queries, "
+        "which come first."
+    )
+    return f"Attention, the timeline of a call: {head}", text, "A row a worker, a bar a tile"
+
+
+#: Of `attention_timeline`.
+TIMELINES = Timelines("gpu_trace_attention", "attention_timeline", 162, timeline)
 
 
 def section(data: Record, name: str) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from render_gemm import table
-from tilestream.trace import draw
-from tilestream.trace.perfetto import load
+from render_timeline import Timelines
+from tilestream.trace import LaunchTrace
 
 PEERS = ("nccl + mm", "torch fused", "torch native")
 NAMES = {"all_gather_matmul": "All-gather, then matmul", "matmul_reduce_scatter": "Matmul, then reduce-scatter"}
@@ -22,41 +22,26 @@ def sections(folder: Path) -> list[str]:
     tables = [
         text for data in records for op in NAMES if (text := one(data, op, [x for x in data["rows"] if x["op"] == op]))
     ]
-    return tables + [timeline(path) for path in _timelines(folder)]
+    return tables + TIMELINES.sections(folder)
 
 
-def _timelines(folder: Path) -> list[Path]:
-    """The records of `gather_timeline`."""
-    return sorted(folder.glob("gpu_trace_gather_x*.json.gz"))
-
-
-def _picture(record: Path) -> str:
-    return record.name.replace("gpu_trace_", "").replace(".json.gz", ".png")
-
-
-def plots(folder: Path, images: Path) -> None:
-    """A picture of each timeline."""
-    for path in _timelines(folder):
-        images.mkdir(parents=True, exist_ok=True)
-        (launch,) = load(path)
-        draw(launch, images / _picture(path), size=(1100, 230 + 4 * launch.workers))
-
-
-def timeline(record: Path) -> str:
-    """The picture of a call, and what its transfer and its tiles had of each other's time."""
-    (launch,) = load(record)
+def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
+    """Of a call: what its transfer and its tiles had of each other's time."""
     there = [when for when in launch.arrivals[0] if when is not None]
     begin, end, spent = launch.begin, launch.end, (launch.end - launch.begin) * launch.workers
     head, _, plan = launch.label.partition(": ")
-    return "\n\n".join([
-        f"## All-gather, then matmul, the timeline of a call: {head}",
-        f"{plan}; {launch.tiles_done} tiles in {1e3 * (end - begin):.3f} ms, as traced "
-        f"(`benchmarks/results/{record.name}`, for https://ui.perfetto.dev). The last rows came "
+    text = (
+        f"{plan}; {launch.tiles_done} tiles in {1e3 * (end - begin):.3f} ms, as traced ({record}). The last rows came "
         f"{1e3 * (max(there) - begin):.3f} ms after the kernel began; its workers spent "
         f"{launch.waited / spent:.1%} of their time at the gate. *Reading*: when which rank's rows were on their way "
-        "(`benchmarks/gather_timeline.py`).",
-        f"![A row a worker, a bar a tile; above, the ranks' rows as they came](images/{_picture(record)})",
-    ])  # fmt: skip
+        "(`benchmarks/gather_timeline.py`)."
+    )
+    title = f"All-gather, then matmul, the timeline of a call: {head}"
+    return title, text, "A row a worker, a bar a tile; above, the ranks' rows as they came"
+
+
+#: Of `gather_timeline`.
+TIMELINES = Timelines("gpu_trace_gather", "gather", 230, timeline)
 
 
 def mean(ratios: Iterable[float]) -> float:

@@ -57,37 +57,29 @@ def event(kind: str, stream: int, begin: float, length: float, size: int = 0) ->
 
 
 def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
-    """Three ranks, two chunks a shard: copies end at moments that say whose they are; the kernel begins at 100 us."""
+    """Rank 1 of three, two chunks a shard: copies end at moments that say whose they are; the kernel begins at 100."""
     from tilestream.trace import LaunchTrace, Span, export
 
     timelines = importlib.import_module("gather_timeline")
-    found = []
-    for rank in range(3):
-        # To the rank before, then to the one before that, two chunks each; on two streams that are not the kernel's.
-        pushes = [event("gpu_memcpy", 20 + i % 2, 110 + 10 * i, 5 + rank, 64) for i in range(4)]
-        own = event("gpu_memcpy", 7, 104, 4, 128)
-        other = event("gpu_memcpy", 9, 0, 1, 32)
-        kernels = [event("kernel", 7, 100, 90), event("kernel", 7, 90, 3)]
-        document = {
-            "baseTimeNanoseconds": 1e9,
-            "traceEvents": [*kernels, *pushes, own, other, {"cat": "cpu_op", "ts": 0}],
-        }
-        found.append(timelines.activities(document))
-    launch = LaunchTrace("matmul", "rank 0 of 3: a plan", 1, 1, 5.0)
-    launch.by_worker[0] = [
-        Span(0, "wait", 5.0, 5.00002, 0, 0, 0, 0, 1),
-        Span(0, "tile", 5.00002, 5.00009, 0, 0, 0, 0, 1),
-    ]
+    # From the next rank, then from the one behind that, two chunks each; on a stream that is not the kernel's.
+    pulls = [event("gpu_memcpy", 20, 110 + 10 * i, 5, 64) for i in range(4)]
+    own, other = event("gpu_memcpy", 7, 104, 4, 128), event("gpu_memcpy", 9, 0, 1, 32)
+    kernels = [event("kernel", 7, 100, 90), event("kernel", 7, 90, 3)]
+    events = [*kernels, *pulls, own, other, {"cat": "cpu_op", "ts": 0}]
+    found = timelines.activities({"baseTimeNanoseconds": 1e9, "traceEvents": events})
+    launch = LaunchTrace("matmul", "rank 1 of 3: a plan", 1, 1, 5.0)
+    moments = (("wait", 5.0, 5.00002), ("tile", 5.00002, 5.00009))
+    launch.by_worker[0] = [Span(0, *moment, 0, 0, 0, 0, 1) for moment in moments]
     launch.end = 5.00009
-    timelines.laid_over(launch, found, rank=0, size=64, parts=2)
-    # Rank 1 pushes to rank 0 first, rank 2 last; of the own shard, copied in one piece, both chunks are there at once.
+    timelines.laid_over(launch, found, rank=1, world=3, size=64, parts=2)
+    # Of the own shard, copied in one piece, both chunks are there at once; rank 2 is the next, rank 0 the last.
     microseconds = [round(1e6 * (when - 5.0), 3) for when in launch.arrivals[0]]
-    assert microseconds == [8, 8, 16, 26, 37, 47]
+    assert microseconds == [35, 45, 8, 8, 15, 25]
     assert round(1e6 * (launch.started[0] - 5.0), 3) == 4
     export(launch, tmp_path / "gpu_trace_gather_x3_h200.json.gz")
     (text,) = render.sections(tmp_path)
-    assert text.startswith("## All-gather, then matmul, the timeline of a call: rank 0 of 3")
-    assert "The last rows came 0.047 ms after the kernel began" in text
+    assert text.startswith("## All-gather, then matmul, the timeline of a call: rank 1 of 3")
+    assert "The last rows came 0.045 ms after the kernel began" in text
     assert "22.2% of their time at the gate" in text
-    render.plots(tmp_path, tmp_path / "images")
+    render.TIMELINES.plots(tmp_path, tmp_path / "images")
     assert (tmp_path / "images" / "gather_x3_h200.png").stat().st_size > 5000

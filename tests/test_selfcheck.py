@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -73,13 +74,13 @@ def test_when_the_time_is_up_what_is_left_says_so(check, suite, tmp_path):
     check.main([str(tmp_path / "out"), "--total", "0", "--steps", "tests,speed", "--quick"], tests=suite)
     data = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {one["error"] for one in (*data["tests"].values(), *data["speed"])} == {"no time left"}
-    assert len(data["speed"]) == len(check.QUICK)
+    assert len(data["speed"]) == len(check.QUICK) + len(check.QUICK_ATTENTION)
 
 
 def test_steps_are_named(check, tmp_path, capsys):
     with pytest.raises(SystemExit):
         check.main([str(tmp_path), "--steps", "test"])
-    assert "--steps test: steps are machine, isa, tests, speed" in capsys.readouterr().err
+    assert "--steps test: steps are machine, isa, tests, speed, benchmarks" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -116,6 +117,46 @@ def test_the_report_is_a_page(check):
     assert not check.failed({**data, "speed": [row]})
 
 
+def test_no_benchmark_of_a_gpu_is_forgotten(check):
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("gpu_*.py") if "def main" in path.read_text()}
+    assert set(check.BENCHMARKS) | set(check.NVIDIA_ONLY) == scripts
+    assert not set(check.BENCHMARKS) & set(check.NVIDIA_ONLY)
+
+
+def test_benchmarks_leave_their_records(check, tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text(
+        "import sys, pathlib\nfolder = pathlib.Path(sys.argv[1])\n"
+        "(folder / 'a.json').write_text('{\"rows\": [1, 2]}')\n(folder / 'b.json').write_text('{')\n"
+    )
+    (tmp_path / "hangs.py").write_text(
+        "import sys, time, pathlib\npathlib.Path(sys.argv[2], 'c.json').write_text('{}')\ntime.sleep(60)\n"
+    )
+    (tmp_path / "says_nothing.py").write_text("print('nothing')\n")
+    monkeypatch.setattr(
+        check,
+        "BENCHMARKS",
+        {
+            "good": (1, ("FOLDER",)),
+            "hangs": (1, ("x", "FOLDER")),
+            "says_nothing": (1, ()),
+            "wants_two": (2, ("FOLDER",)),
+        },
+    )
+    report = check.Report(tmp_path / "out", 60)
+    check.check_benchmarks(report, 3, tmp_path)
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["benchmarks"]
+    assert found["good"]["records"] == {"a.json": {"rows": [1, 2]}}, "and one that was being written is left out"
+    assert "error" not in found["good"]
+    assert (found["hangs"]["error"], found["hangs"]["records"]) == ("timed out", {"c.json": {}})
+    assert found["says_nothing"]["error"] == "it left no record"
+    assert found["wants_two"] == {"refused": "it needs 2 GPUs, here is 1"}
+    assert check.failed({"benchmarks": found})
+    assert not check.failed({"benchmarks": {name: found[name] for name in ("good", "wants_two")}})
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert ", 2 rows" in text
+    assert "- hangs: timed out" in text
+
+
 # On a machine that says it has an MI300X ------------------------------------------------------------------------------
 
 
@@ -149,7 +190,7 @@ def test_what_it_says_of_an_mi300x(check, mi300x):
     found = check.machine()
     assert (found["arch"], found["units"], found["devices"], found["hip"]) == ("gfx942", 304, 8, "7.0")
     assert found["properties"] == {"clock_ghz": 2.1, "bandwidth_tb": 5.3, "xcds": 8}
-    assert found["backends"]["cdna"].startswith("yes: compiled and checked, never run")
+    assert found["backends"]["cdna"].startswith("yes: compiled and checked, not run on a GPU yet: backend='cdna'")
     assert all("compiled and checked, not run" in text for text in found["plans"].values())
 
 
@@ -165,11 +206,20 @@ def test_there_every_kernel_is_compiled_and_timed(check, mi300x, monkeypatch, tm
     made = check.isa()
     assert set(asked) == {(name, "gfx942") for name, entry in kernels.KERNELS.items() if "gfx942" in entry.archs}
     assert {"arch", "portable-gemm", "cdna-gemm"} <= set(made)
+    randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: torch.zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch, "empty", lambda *shape, device, dtype: torch.zeros(*shape, dtype=dtype))
     assert check.speed("float32", "64", "64", "64", "cdna")["refused"].startswith(
         "backend='cdna': it multiplies bfloat16"
     )
+
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: randn(*shape, dtype=dtype))
+    monkeypatch.setattr(check, "timed", lambda plan, operations, ours, theirs, figures: (plan, operations, figures))
+    for causal, backend in itertools.product(("True", "False"), ("", "cdna")):
+        plan, operations, figures = check.attend("2", "4", "2", "80", "64", causal, backend)
+        assert plan.backend == (backend or "portable")
+        assert operations == 4 * 2 * 4 * 80 * 80 * 64 * (0.5 if causal == "True" else 1)
+        assert 0 < figures["max"] < 2**-6
 
     said = []
 
@@ -179,5 +229,7 @@ def test_there_every_kernel_is_compiled_and_timed(check, mi300x, monkeypatch, tm
 
     monkeypatch.setattr(check, "ask", answered)
     assert check.main([str(tmp_path), "--steps", "machine,speed", "--quick"]) == 0, "a refusal is no failure"
-    assert [one[-1] for one in said[1:]] == ["", "cdna"] * len(check.QUICK)
+    assert [one[-1] for one in said[1:]] == ["", "cdna"] * (len(check.QUICK) + len(check.QUICK_ATTENTION))
+    assert {one[0] for one in said[1:]} == {"speed", "attend"}
+    assert check.attend("1", "2", "2", "0", "64", "True", "cdna")["refused"].startswith("backend='cdna': ")
     assert "| bfloat16 1024 1024 1024 cdna | it multiplies bfloat16 |" in (tmp_path / "report.md").read_text()

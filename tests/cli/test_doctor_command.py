@@ -50,7 +50,10 @@ def test_a_gpu_backend_wants_its_own_architecture(monkeypatch, name, major, arch
 def test_on_an_amd_gpu_it_says_that_nobody_has_run_it(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for hip, said in ((None, "yes"), ("7.0", "yes: compiled and checked, never run on an AMD GPU; docs/amd.md")):
+    for hip, said in (
+        (None, "yes"),
+        ("7.0", "yes: compiled and checked; run on other GPUs, never on an AMD one; docs/amd.md"),
+    ):
         monkeypatch.setattr(torch.version, "hip", hip)
         assert doctor.backend("portable") == said
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
-from tilestream.distributed import protocol, sum_protocol, sums
+from tilestream.distributed import protocol, reduce_scatter, sum_protocol, sums
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.sums import Scatterer
+from tilestream.ops import publish
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
 
@@ -256,3 +257,18 @@ def test_each_step_has_one_chunk_to_send_and_one_to_pull(world_size, batches, pa
             peer = sent[step][0]
             count = step // (world_size * parts) * parts + step % parts + 1
             assert count == sum(to == peer for to, _ in sent[: step + 1]), "how many were told"
+
+
+def test_a_product_of_rows_that_no_view_has(monkeypatch):
+    """As torch's compiler has what was gathered along a later dimension, and hands it on."""
+    a = torch.arange(2 * 6 * 4.0).view(6, 2, 4).transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        a.view(12, 4)
+    multiplied = []
+    monkeypatch.setattr(publish, "matmul_published", lambda rows, *_, **__: multiplied.append(rows))
+    monkeypatch.setattr(
+        sums, "matmul_scatter", lambda member, plan, shards, a, travels, product, *_: product(None, None, 1, 1, 0)
+    )
+    shards = Shards.of((2, 3, 4), 1, 2, 1)
+    reduce_scatter._pulled(None, None, shards, a, None, torch.float32, (None, None), True, "sum", None, 1.0)
+    assert torch.equal(multiplied[0], a.reshape(12, 4))

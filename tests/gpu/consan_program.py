@@ -1,7 +1,8 @@
-"""One launch of the Hopper kernel under Triton's concurrency sanitizer: what `test_gpu_consan` runs, each in a process.
+"""One launch of the Hopper GEMM under Triton's concurrency sanitizer: what `test_gpu_consan` runs, each in a process.
 
 ``python consan_program.py VARIANT [BUG]`` with TRITON_INSTRUMENTATION_MODE=consan and CUDA_LAUNCH_BLOCKING=1. The
-sanitizer's checks are assertions on the device: they print what they found, and the launch fails.
+sanitizer's checks are assertions on the device: they print what they found, and the launch fails. Likewise
+``consan_attention.py``.
 
 BUG names an entry of `BUGS`: the launch is then of a copy of the kernel in which the lines of that entry are changed.
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +54,31 @@ class Bug(NamedTuple):
     found: tuple[str, ...]
 
 
-_READS, _WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
-_PENDING, _DEADLOCK = "Accessing buffer with pending access", "Deadlock detected"
+class Sanitized(NamedTuple):
+    """A kernel that is run so.
+
+    Attributes
+    ----------
+    modules
+        Its files, each of which imports those before it; the last has ``entry``.
+    cases, bugs
+        By name.
+    run
+        Launches a kernel of that text, and checks the answer of a case.
+    always
+        What is changed in each file, bug or none, so that the sanitized kernel can be compiled.
+    """
+
+    modules: tuple[str, ...]
+    entry: str
+    cases: Mapping[str, Any]
+    bugs: Mapping[str, Bug]
+    run: Callable[[Any, Any], None]
+    always: Mapping[str, tuple[tuple[str, str], ...]] = {}
+
+
+READS, WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
+PENDING, DEADLOCK = "Accessing buffer with pending access", "Deadlock detected"
 _FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, False, Y_K_MAJOR), PARTS)\n"
 _MORE = "        accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, True, Y_K_MAJOR), PARTS)\n"
 _RELEASE = _MORE + "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
@@ -68,22 +93,22 @@ BUGS = {
             (_RELEASE, _RELEASE.replace("before(stage, STAGES)", "stage")),
             (_LAST, "    accs = wait_mma(accs, 0)\n"),
         ),
-        (_READS, _PENDING),
+        (READS, PENDING),
     ),
     "no wait for an empty stage": Bug(
-        "gemm", (("        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (_READS, _WRITES, _PENDING)
+        "gemm", (("        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (READS, WRITES, PENDING)
     ),
     "no wait for a full stage": Bug(
-        "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (_WRITES,)
+        "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (WRITES,)
     ),
     "a barrier counts one arrival too many": Bug(
-        "gemm", (("empty = make_barriers(STAGES, HALVES)", "empty = make_barriers(STAGES, HALVES + 1)"),), (_DEADLOCK,)
+        "gemm", (("empty = make_barriers(STAGES, HALVES)", "empty = make_barriers(STAGES, HALVES + 1)"),), (DEADLOCK,)
     ),
     "no wait for an empty slot of the item ring": Bug(
-        "gemm", (("        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)\n", ""),), (_READS, _WRITES)
+        "gemm", (("        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)\n", ""),), (READS, WRITES)
     ),
     "no wait for the store before": Bug(
-        "epilogue", (("        tma.store_wait(PENDING)\n", ""),), (_PENDING,)
+        "epilogue", (("        tma.store_wait(PENDING)\n", ""),), (PENDING,)
     ),
 }  # fmt: skip
 
@@ -97,14 +122,17 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
-def seeded(bug: Bug, folder: Path) -> Any:
-    """The kernel with a bug, from copies of its files."""
-    names = ("epilogue", "multiply", "gemm")  # each imports those before it
+def seeded(of: Sanitized, bug: Bug | None, folder: Path) -> Any:
+    """The kernel, with a bug or without, from copies of its files."""
+    names = of.modules
     texts = {name: (KERNELS / f"{name}.py").read_text(encoding="utf-8") for name in names}
-    texts[bug.module] = changed(texts[bug.module], bug.changes)
+    for name, changes in of.always.items():
+        texts[name] = changed(texts[name], changes)
+    if bug is not None:
+        texts[bug.module] = changed(texts[bug.module], bug.changes)
     for name in names:
         for other in names:
-            texts[name] = texts[name].replace(f"tilestream.kernels.hopper.{other}", f"seeded_{other}")
+            texts[name] = texts[name].replace(f"from tilestream.kernels.hopper.{other} ", f"from seeded_{other} ")
         path = folder / f"seeded_{name}.py"
         path.write_text(texts[name], encoding="utf-8")
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -112,40 +140,47 @@ def seeded(bug: Bug, folder: Path) -> Any:
         assert spec.loader is not None
         sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return module.gemm
+    return getattr(module, of.entry)
+
+
+def descriptor(made: Any, tensor: Any) -> Any:
+    """What Triton launches with for a map."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from tilestream.kernels.hopper.launch import described_by
+
+    if made is None:
+        return None
+    alike = described_by(made, tensor.dtype)
+    return TensorDescriptor(tensor, list(made.shape), list(made.strides), alike.block_shape, alike.layout)
+
+
+def launch(kernel: Any, filled: tuple[Any, ...], grid: tuple[int, ...], options: dict[str, Any]) -> None:
+    """A launch by Triton itself, which gives the sanitizer its memory; returns when it has ended."""
+    import torch
+    import triton
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    kernel.warmup(*filled, grid=grid, **options)
+    with _alone():
+        kernel[grid](*filled, **options)
+        torch.cuda.synchronize()
 
 
 def run(kernel: Any, case: HopperCase) -> None:
-    """A launch by Triton itself, which gives the sanitizer its memory; the answer is checked."""
-    import torch
-    import triton
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+    """A launch, whose answer is checked."""
     from error_rule import passes
     from tilestream.kernels.hopper.arguments import Arguments
-    from tilestream.kernels.hopper.launch import described_by
     from tilestream.runtime.properties import cuda_properties
 
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     plan, layout = case.plan(cuda_properties())
     arguments = Arguments(plan, layout)
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
     a, b = operands["a"], operands["b"]
     x, y = (b, a) if plan.swapped else (a, b)
-
-    def descriptor(made: Any, tensor: Any) -> Any:
-        if made is None:
-            return None
-        alike = described_by(made, tensor.dtype)
-        return TensorDescriptor(tensor, list(made.shape), list(made.strides), alike.block_shape, alike.layout)
-
     maps = (descriptor(arguments.x, x), *(descriptor(part, y) for part in arguments.y), descriptor(arguments.out, out))
     filled = arguments.fill((*maps, out, *[None] * 9, 0, 0, 1.0, 1.0))
-    grid = (plan.workers, 1, 1)
-    kernel.warmup(*filled, grid=grid, **arguments.options)
-    with _alone():
-        kernel[grid](*filled, **arguments.options)
-        torch.cuda.synchronize()
+    launch(kernel, filled, (plan.workers, 1, 1), arguments.options)
     maths = case.maths(operands)
     if not passes(out, maths.finer(), maths.by_torch()):
         raise SystemExit("a wrong answer")
@@ -159,16 +194,22 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def main() -> None:
+#: Each word of the item ring is a buffer that the sanitizer watches: of those, the ones that these cases use.
+_FIELDS = {"ring": (("gl.constexpr = gl.constexpr(16)", "gl.constexpr = gl.constexpr(3)"),)}
+GEMM = Sanitized(("ring", "epilogue", "multiply", "gemm"), "gemm", CASES, BUGS, run, _FIELDS)
+
+
+def main(of: Sanitized) -> None:
+    """What the command line names, of a kernel."""
     variant, *name = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        if name:
-            kernel = seeded(BUGS[name[0]], Path(folder))
+        if name or of.always:
+            kernel = seeded(of, of.bugs[name[0]] if name else None, Path(folder))
         else:
-            from tilestream.kernels.hopper.gemm import gemm as kernel
-        run(kernel, CASES[variant])
+            kernel = getattr(importlib.import_module(f"tilestream.kernels.hopper.{of.modules[-1]}"), of.entry)
+        of.run(kernel, of.cases[variant])
     print("clean")
 
 
 if __name__ == "__main__":
-    main()
+    main(GEMM)

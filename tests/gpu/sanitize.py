@@ -1,4 +1,5 @@
-"""A launch of each variant and store of the Hopper kernel, of stream_k and of a batch, small, for compute-sanitizer.
+"""Launches of the Hopper kernels, small, for compute-sanitizer: of the GEMM each variant and store, stream_k, a batch;
+of attention each tile, packed sequences, pages, heads side by side, shares, keys that arrive, a trace.
 
 ``compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/gpu/sanitize.py``: `test_gpu_sanitize`
 runs it and reads the summary. Answers are checked on the CPU, so that nothing else is sanitized that takes long.
@@ -6,15 +7,19 @@ runs it and reads the summary. Answers are checked on the CPU, so that nothing e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from hopper_cases import E4M3, FEW, FULL, HopperCase, ways
+from hopper_cases import BF16, E4M3, FEW, FULL, HopperCase, ways
+
+from attention_maths import Case, call_of
 
 
 def cases() -> Iterator[HopperCase]:
@@ -28,6 +33,56 @@ def cases() -> Iterator[HopperCase]:
         yield HopperCase(*case, batch=3, schedule="stream_k", workers=7, residual="rows", beta=2.0)
         yield HopperCase(*case, dtype=E4M3, layout="nt", scales="row", workers=2)
     yield HopperCase(200, 136, 200, FEW[0].variant, ways(FEW[0])[0], layout="nt", activation="gelu", **FULL)
+
+
+#: Of attention, each with what it is asked for beside: two workers, several items each, of which the last is cut off.
+ATTENTION: tuple[tuple[Case, dict[str, Any]], ...] = tuple(
+    (Case(*lengths, heads, dims, features, how, page, dtype=BF16), more)
+    for lengths, heads, dims, features, how, page, more in (
+        (((190,), (300, 300)), (2, 2), (64, 64), "full", "dense", 0, {}),  # three consumers, in turns
+        (((200,), (300,)), (2, 1), (64, 64), "all", "dense", 0, {}),
+        (((200,), (300,)), (2, 1), (128, 128), "causal", "dense", 0, {"schedule": "static"}),
+        (((140,), (200,)), (2, 1), (128, 128), "window", "dense", 0, {}),
+        (((140,), (200,)), (2, 2), (256, 256), "causal", "dense", 0, {}),
+        (((130, 0, 7), (150, 30, 90)), (2, 1), (64, 64), "causal", "packed", 0, {}),
+        (((5, 130), (90, 150)), (2, 1), (128, 128), "sinks", "packed paged", 8, {}),
+        (((3,), (150, 77)), (8, 2), (64, 64), "causal", "paged", 16, {}),
+        (((3,), (500,)), (4, 1), (128, 128), "sinks", "dense", 0, {"splits": 3}),
+        (((130,), (200,)), (2, 1), (128, 128), "causal", "dense", 0, {"chunks": 4}),
+        (((130,), (200,)), (2, 1), (128, 128), "causal", "dense", 0, {"trace": True}),
+    )
+)
+
+
+def attend(case: Case, more: dict[str, Any]) -> None:
+    """A call of attention, checked on the CPU; its plan must be the Hopper kernel's."""
+    import torch
+
+    import tilestream as ts
+    from tilestream.ops import attention_again, attention_gpu
+
+    here = call_of(case)
+    there = {name: _whole(t) for name, t in here.tensors.items()}
+    options = {name: _whole(x) if isinstance(x, torch.Tensor) else x for name, x in here.options.items()}
+    how, chunks, trace = dict(more), more.get("chunks"), more.get("trace", False)
+    for name in ("chunks", "trace"):
+        how.pop(name, None)
+    if chunks is not None:
+        rows = there["k"].shape[0] * there["k"].shape[1]
+        how["arrival"] = arrival = ts.Arrival.uniform(-(-rows // chunks), chunks, device="cuda")
+        how["deadline"] = 200.0
+        for chunk in range(chunks):
+            arrival.signal(chunk)
+    result = _whole(torch.full((*here.tensors["q"].shape[:-1], case.dims[1]), float("nan"), dtype=BF16))
+    attention_gpu._launches.clear()
+    attention_again._known.clear()
+    with ts.trace.record() if trace else contextlib.nullcontext():
+        _, lse = ts.attention(**there, **options, **how, out=result, return_lse=True, workers=2)
+    ts.check()
+    (launch,) = attention_gpu._launches.values()
+    assert launch.plan.backend == "hopper", launch.plan.explain()
+    here.check(result.cpu(), lse.cpu())
+    print(launch.plan.label, launch.plan.variant, flush=True)
 
 
 def main() -> None:
@@ -47,6 +102,8 @@ def main() -> None:
         plan.run(**there, out=result, alpha=case.alpha, beta=case.beta, activation=case.activation)
         check(result.cpu(), case.maths(here))
         print(case.name, flush=True)
+    for one, more in ATTENTION:
+        attend(one, more)
     print("all right")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tilestream.ops import attention_again, attention_gpu
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.device import DeviceProperties
+from tilestream.schedule.schedule import Schedule
+from tilestream.trace import LaunchTrace, faults, record
 
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -389,3 +392,99 @@ def test_quick_one_chunk_at_a_time_is_seen(dims, backend):
     torch.cuda.synchronize()
     ts.check()
     call.check(out, lse)
+
+
+# Traces ---------------------------------------------------------------------------------------------------------------
+
+
+def recorded(call, **how) -> tuple[LaunchTrace, Schedule, torch.Tensor, torch.Tensor]:
+    """The trace of a call, the schedule of its plan, and its answer."""
+    attention_gpu._launches.clear()
+    ts.attention(**call.tensors, **call.options, return_lse=True, **how)  # compiled, and not traced
+    with record() as recorder:
+        out, lse = ts.attention(**call.tensors, **call.options, return_lse=True, **how)
+    (trace,), (launch,) = recorder.launches, attention_gpu._launches.values()
+    assert trace.workers == launch.plan.workers
+    return trace, launch.plan.schedule, out, lse
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_quick_a_trace_has_each_item_once(dims, schedule, backend):
+    call = call_of(_dense((1500, 1500), heads=(6, 2), dims=dims, features="causal", dtype=BF16), "cuda")
+    trace, plan, out, lse = recorded(call, schedule=schedule)
+    call.check(out, lse)
+    assert not faults(trace, plan)
+    units = torch.cuda.get_device_properties(0).multi_processor_count
+    for own in trace.by_worker:
+        assert len({span.unit for span in own}) <= 1, "a worker stays where it is"
+        assert all(0 <= span.unit < units for span in own)
+        assert all(trace.begin <= span.begin <= span.end <= trace.end for span in own)
+    assert 0 < trace.end - trace.begin < 0.1
+
+
+@pytest.mark.parametrize("rows", [1500, 16384])
+def test_quick_no_bit_depends_on_a_trace_or_on_the_calls_before(rows, backend):
+    """Calls one behind the other: what one leaves to the next, tickets and buffers, is not in the numbers."""
+    case = _dense((rows, rows), heads=(4, 2), dims=(128, 128), features="causal", dtype=BF16)
+    call = call_of(case, "cuda")
+    first = ts.attention(**call.tensors, **call.options)
+    for _ in range(5):
+        assert torch.equal(ts.attention(**call.tensors, **call.options), first)
+    with record():
+        ts.attention(**call.tensors, **call.options)  # compiled
+    with record():
+        outs = [ts.attention(**call.tensors, **call.options) for _ in range(5)]
+    assert [int((out != first).sum()) for out in outs] == [0] * 5
+
+
+def test_quick_a_trace_of_packed_sequences_has_the_items_that_there_are(backend):
+    call = call_of(
+        Case((300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal", "packed", dtype=BF16), "cuda"
+    )
+    trace, _, out, lse = recorded(call)
+    call.check(out, lse)
+    done = [(span.pm, span.pn) for span in trace.spans]
+    assert len(done) == len(set(done)) >= 3 * 6
+    assert {at for at, _ in done} == set(range(len(done))), "the list's positions, without a gap"
+
+
+def test_quick_a_trace_of_shares(backend):
+    call = call_of(FEW["decode"], "cuda")
+    trace, plan, out, lse = recorded(call, splits=16)
+    call.check(out, lse)
+    assert not faults(trace, plan)
+
+
+def test_quick_a_trace_says_who_waited_for_which_chunk(backend):
+    call = call_of(_dense((300, 500), heads=(6, 2), dims=(64, 64), features="full", dtype=BF16), "cuda")
+    arrival = ts.Arrival.uniform(100, 10, device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with record() as recorder:
+        out, lse = arriving(call, arrival, deadline=PATIENCE)
+        time.sleep(0.02)  # the kernel waits so long for its first chunk
+        for chunk in range(10):
+            with torch.cuda.stream(side):
+                arrival.signal(chunk)
+    ts.check()
+    call.check(out, lse)
+    (trace,) = recorder.launches
+    (launch,) = attention_gpu._launches.values()
+    assert not faults(trace, launch.plan.schedule)
+    assert trace.arrivals == {0: (None,) * 10}
+    assert {span.chunk for span in trace.spans} <= set(range(10))
+    waits = [span for span in trace.spans if span.kind == "wait"]
+    assert sum(span.end - span.begin for span in waits) > 1e-4
+    chunks = {span.chunk for span in trace.spans}
+    assert min(chunks) < 5 <= max(chunks), "of either sequence's first keys"
+
+
+def test_quick_what_is_captured_is_not_recorded(backend, caplog):
+    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    ts.attention(**call.tensors, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with record() as recorder, torch.cuda.graph(graph):
+        ts.attention(**call.tensors, causal=True)
+    assert not recorder.launches
+    assert "attention: a launch that is captured into a graph is not recorded" in caplog.text

@@ -1,4 +1,4 @@
-"""The Hopper kernel's use of shared memory and barriers under ConSan, Triton's concurrency sanitizer; and bugs seeded.
+"""The Hopper kernels' use of shared memory and barriers under ConSan, Triton's concurrency sanitizer; and bugs seeded.
 
 A sanitized kernel takes a minute or two to compile, and a launch that fails takes its process with it: so each is a
 process of its own, and all that are asked for compile at once.
@@ -19,21 +19,24 @@ import torch
 if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from consan_program import BUGS, CASES
+import consan_attention
+from consan_attention import ATTENTION
+from consan_program import BUGS, GEMM
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parent / "consan_program.py"
 LIMIT = 420
 #: The variant that a bug is seeded into: where it can be one at all, the one that compiles fastest.
-SEEDED = [(variant, bug) for bug in BUGS for variant in ("single",)] + [("cooperative", "no wait for an empty stage")]
+SEEDED = [("single", bug) for bug in BUGS]
+SEEDED += [("cooperative", "no wait for an empty stage"), *consan_attention.SEEDED]
 
 Run = subprocess.CompletedProcess[str]
 
 
 def program(variant: str, bug: str = "") -> Run:
     environment = {**os.environ, "TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
-    command = [sys.executable, str(PROGRAM), variant, *([bug] if bug else [])]
+    file = "consan_attention.py" if variant in ATTENTION.cases else "consan_program.py"
+    command = [sys.executable, str(Path(__file__).parent / file), variant, *([bug] if bug else [])]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
@@ -50,7 +53,7 @@ def runs(request) -> Iterator[dict[tuple[str, ...], Future[Run]]]:
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("variant", list(CASES))
+@pytest.mark.parametrize("variant", [*GEMM.cases, *ATTENTION.cases])
 def test_clean(runs, variant):
     found = runs[variant, ""].result()
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
@@ -64,4 +67,5 @@ def test_a_seeded_bug_is_reported(runs, variant, bug):
     found = runs[variant, bug].result()
     said = found.stdout + found.stderr
     assert found.returncode != 0, f"not found: {said[-2000:]}"
-    assert any(words in said for words in BUGS[bug].found), said[-3000:]
+    of = ATTENTION if variant in ATTENTION.cases else GEMM
+    assert any(words in said for words in of.bugs[bug].found), said[-3000:]

@@ -123,16 +123,20 @@ def _asked(question):
 def test_the_plans_efficiencies_are_the_estimates(arch):
     """Each row of `tilestream.plan.portable.CDNA`, by the Triton that is here: within a fifth, or two points."""
     wrong = {}
+    own, other = ("float8_e4m3fnuz", "float8_e4m3fn")[:: 1 if arch == "gfx942" else -1]
     for kind, rows in portable.CDNA[arch].items():
-        dtype = {"1": "bfloat16", "8": "float8_e4m3fn", "f": "float32"}[kind[0]]
+        converted = "converted" in kind
+        dtype = {"1": "bfloat16", "8": other if converted else own, "f": "float32"}[kind[0]]
         extent = 8193 if "unaligned" in kind else 8192
         for row in rows:
             found = of("portable-gemm", Question(arch, extent, extent, extent, dtype, tile=row[:2]), timeout=200)
             assert found.stages == row.stages
             assert not any(found.spilled.values())
             assert found.shared <= named(kernels.DEVICES[arch]).shared
-            if found.cycles["share"] != pytest.approx(row.efficiency, rel=0.2, abs=0.02):
-                wrong[kind, row[:2]] = (row.efficiency, found.cycles["share"])
+            # What is converted is multiplied as float16, at half of the rate that the plan counts by.
+            share = found.cycles["share"] / (2 if converted else 1)
+            if share != pytest.approx(row.efficiency, rel=0.2, abs=0.02):
+                wrong[kind, row[:2]] = (row.efficiency, share)
     assert not wrong
 
 

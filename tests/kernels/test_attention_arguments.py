@@ -25,10 +25,10 @@ def test_arguments_are_in_the_kernels_order():
     plan, layout = made(causal=True, window=(5, None), softcap=2.0)
     known = constants(plan, layout)
     assert names[-len(known) :] == list(known)
-    operands = [f"operand {i}" for i in range(16)]
+    operands = [f"operand {i}" for i in range(17)]
     filled = dict(zip(names, AttentionArguments(plan, layout).fill(*operands, 7, 1, 0.5), strict=True))
     assert filled["q"] == "operand 0"
-    assert filled["counters"] == "operand 15"
+    assert (filled["counters"], filled["log"]) == ("operand 15", "operand 16")
     assert (filled["base"], filled["reset"], filled["cap"]) == (7, 1, 2.0)
     assert filled["scale"] == pytest.approx(0.5 * 1.4426950408889634)
     assert (filled["left"], filled["right"], filled["top_left"]) == (5, 0, 0)

@@ -29,11 +29,11 @@ def check(found: list[dict], least: int) -> None:
 
 @pytest.mark.timeout(110)
 def test_a_sample_is_free_where_it_is_off(tmp_path):
-    check(gate_rows(sys.executable, GATE, "quick", cache=tmp_path, seconds=100), 3)
+    check(gate_rows(sys.executable, GATE, "quick", cache=tmp_path, seconds=100), 5)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0"])
 def test_it_is_free_where_it_is_off(version, tmp_path):
-    check(gate_rows(triton(version), GATE, "all", cache=tmp_path, seconds=880), 12)
+    check(gate_rows(triton(version), GATE, "all", cache=tmp_path, seconds=1480), 18)

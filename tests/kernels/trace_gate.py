@@ -22,13 +22,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "portable"))
 sys.path.insert(0, str(Path(__file__).parent / "hopper"))
 
+import attention_gate
 import gate
+import hopper_attention_gate
 import hopper_gate
 import triton
 
 from tilestream.isa.sass import disassembled
+from tilestream.kernels.hopper import attention as hopper_attention_text
+from tilestream.kernels.hopper import attention_load as hopper_load_text
 from tilestream.kernels.hopper import gemm as hopper_text
 from tilestream.kernels.portable import arguments as portable_arguments
+from tilestream.kernels.portable import attention as portable_attention_text
 from tilestream.kernels.portable import gemm as portable_text
 from tilestream.kernels.portable.arguments import Arguments
 
@@ -49,24 +54,65 @@ PORTABLE = (
 )  # fmt: skip
 
 
-def untraced(text: ModuleType, folder: Path) -> Any:
-    """The kernel of a module from whose text every ``if TRACE:`` was struck out, all other lines where they were."""
+#: Of attention: on Hopper by name, as `hopper_attention_gate` has them; of the portable kernel as `attention_gate` has.
+HOPPER_ATTENTION = (
+    "128-128 causal apart 2x128", "64-64 full turns 3x64", "128-128 arriving turns 2x128", "256-256 worst turns 2x32",
+)  # fmt: skip
+PORTABLE_ATTENTION = ("bfloat16 128 128x64 causal", "bfloat16 128 128x64 arriving")
+
+
+def untraced(folder: Path, *texts: ModuleType) -> ModuleType:
+    """The last of these modules, each of which imports those before it, from texts without any ``if TRACE:``."""
+    for text in texts:
+        module = _untraced(text, folder, texts)
+    return module
+
+
+def _untraced(text: ModuleType, folder: Path, texts: tuple[ModuleType, ...]) -> ModuleType:
+    """A module from whose text every ``if TRACE:`` was struck out, all other lines where they were."""
     path = Path(str(text.__file__))
     source = path.read_text(encoding="utf-8")
     lines, struck = source.splitlines(), 0
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TRACE":
+            if node.orelse:  # what there is instead stays
+                line = node.orelse[0].lineno - 2
+                lines[line] = lines[line].replace("else:", "if True:")
+                node.end_lineno = line
             indent = " " * node.col_offset
             lines[node.lineno - 1 : node.end_lineno] = [f"{indent}pass"] * (node.end_lineno - node.lineno + 1)
             struck += 1
     assert struck >= 2, f"{path} has no `if TRACE:`"
-    made = folder / f"untraced_{path.parent.name}.py"
-    made.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    source = "\n".join(lines) + "\n"
+    for other in texts:
+        source = source.replace(f"from {other.__name__} import", f"from {_name(other)} import")
+    made = folder / f"{_name(text)}.py"
+    made.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(made.stem, made)
     module = importlib.util.module_from_spec(spec)
     sys.modules[made.stem] = module
     spec.loader.exec_module(module)
-    return module.gemm
+    return module
+
+
+def _name(text: ModuleType) -> str:
+    return text.__name__.replace(".", "_") + "_untraced"
+
+
+def same(off: Any, without: Any) -> bool:
+    """Whether they are the same machine code, or made by the assembler of the same program.
+
+    Where a kernel is large, the assembler orders the same instructions by what debug information there is: the name of
+    the file, which is another one where the text was changed.
+    """
+    one, other = (disassembled(kernel.asm["cubin"]) for kernel in (off, without))
+    return one == other or program(off.asm["ptx"]) == program(without.asm["ptx"])
+
+
+def program(ptx: str) -> list[str]:
+    """Its lines, without debug information."""
+    lines = (line.partition("//")[0].strip() for line in ptx.partition(".section")[0].splitlines())
+    return [line for line in lines if line and not line.startswith((".loc", ".file"))]
 
 
 def clocks(off: Any, on: Any, without: Any) -> list[int]:
@@ -76,7 +122,7 @@ def clocks(off: Any, on: Any, without: Any) -> list[int]:
 
 def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """Each configuration compiled three times."""
-    struck = untraced(hopper_text, folder)
+    struck = untraced(folder, hopper_text).gemm
     for row, swapped, inputs, how, layout in HOPPER[: 2 if what == "quick" else None]:
         tile = next(tile for tile in hopper_gate.TILES if tile[:3] == row)
         made = hopper_gate._make(tile, swapped, inputs, how, layout)
@@ -85,20 +131,38 @@ def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
         off, _ = hopper_gate.build(options, filled)
         without, _ = hopper_gate.build(options, filled, struck)
         on, said = hopper_gate.build(options, log)
-        found = hopper_gate.report(made, on, said)
-        yield {
-            "name": made.name,
-            "same": disassembled(off.asm["cubin"]) == disassembled(without.asm["cubin"]),
-            "times": clocks(off, on, without),
-            "spilled": found["spilled"] + found["local"] + found["stack"],
-            "notes": found["notes"],
-            "registers": found["registers"] == found["expected"]["registers"],
-        }
+        yield compared(made.name, off, on, without, hopper_gate.report(made, on, said))
+
+
+def hopper_attention(folder: Path, what: str) -> Iterator[dict[str, Any]]:
+    """The same of Hopper's attention."""
+    text, build = hopper_attention_gate, hopper_gate.build
+    struck = untraced(folder, hopper_load_text, hopper_attention_text).attend
+    for name in HOPPER_ATTENTION[: 1 if what == "quick" else None]:
+        for made in text.configurations(name):
+            layout = text.layout_of(made.plan.problem)
+            options, filled = text.fill(made.plan, layout)
+            off, _ = build(options, filled, kernel=text.attend)
+            without, _ = build(options, filled, kernel=struck)
+            on, said = build(options, text.fill(made.plan, layout, trace=True)[1], kernel=text.attend)
+            yield compared(made.name, off, on, without, text.report(made, on, said))
+
+
+def compared(name: str, off: Any, on: Any, without: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """What a test asserts on, of a Hopper kernel of whose traced form ``found`` is reported."""
+    return {
+        "name": name,
+        "same": same(off, without),
+        "times": clocks(off, on, without),
+        "spilled": found["spilled"] + found["local"] + found["stack"],
+        "notes": found["notes"],
+        "registers": set(found["expected"]["registers"]) <= set(found["registers"]),
+    }
 
 
 def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """The same of the portable kernel."""
-    struck, kernel = untraced(portable_text, folder), gate.gemm
+    struck, kernel = untraced(folder, portable_text).gemm, gate.gemm
     names = PORTABLE[: 1 if what == "quick" else None]
     for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
         if name not in names:
@@ -109,15 +173,36 @@ def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
             portable_arguments.Arguments = lambda plan, layout, trace=trace: _Logged(plan, layout, trace)
             built.append(gate.build(plan, layout, aligned, "sm_90a"))
         gate.gemm, portable_arguments.Arguments = kernel, Arguments
-        (off, _), (without, _), (on, said) = built
-        yield {
-            "name": name,
-            "same": disassembled(off.asm["cubin"]) == disassembled(without.asm["cubin"]),
-            "times": clocks(off, on, without),
-            "spilled": sum(gate.spilled(on, said).values()),
-            "notes": [],
-            "registers": True,
-        }
+        yield compared_portable(name, *built)
+
+
+def portable_attention(folder: Path, what: str) -> Iterator[dict[str, Any]]:
+    """The same of the portable attention."""
+    struck, kernel = untraced(folder, portable_attention_text).attention, attention_gate.attention
+    names = PORTABLE_ATTENTION[: 1 if what == "quick" else None]
+    for name, plan, layout in attention_gate.configurations("sm_90a", "all"):
+        if name not in names:
+            continue
+        built = []
+        for text, trace in ((kernel, False), (struck, False), (kernel, True)):
+            attention_gate.attention = text
+            built.append(attention_gate.build(plan, layout, "sm_90a", trace))
+        attention_gate.attention = kernel
+        yield compared_portable(name, *built)
+
+
+def compared_portable(
+    name: str, off: tuple[Any, str], without: tuple[Any, str], on: tuple[Any, str]
+) -> dict[str, Any]:  # fmt: skip
+    """`compared`, of kernels as `gate` builds them."""
+    return {
+        "name": name,
+        "same": same(off[0], without[0]),
+        "times": clocks(off[0], on[0], without[0]),
+        "spilled": sum(gate.spilled(*on).values()),
+        "notes": [],
+        "registers": True,
+    }
 
 
 class _Logged(Arguments):
@@ -134,7 +219,7 @@ class _Logged(Arguments):
 def main() -> None:
     what = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:
-        for target in (portable, hopper):
+        for target in (portable, portable_attention, hopper, hopper_attention):
             for found in target(Path(folder), what):
                 print(json.dumps({**found, "triton": triton.__version__}), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from tilestream.kernels.attention import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.known import named
 from tilestream.trace import record
 
@@ -71,15 +74,53 @@ def test_the_limit_reaches_the_plan(monkeypatch):
     assert seen == [7]
 
 
-def test_who_records_is_told_that_attention_is_not(units, caplog):
-    def run():
-        attention_gpu.run(*operands(), SETTINGS, None, 1.0)
+class Launch:
+    """Writes down what it is given."""
 
-    with caplog.at_level(logging.WARNING):
-        run()
-        assert not caplog.records
+    def __init__(self, backend: str) -> None:
+        problem = AttentionProblem(1, 2, 2, 512, 512, 64)
+        plan = plan_attention(problem, device=named("h100"), backend="portable")
+        self.plan, self.logs = replace(plan, backend=backend), []
+
+    def __call__(self, operands, incoming=None, log=None) -> None:
+        self.logs.append(log)
+
+
+@pytest.fixture
+def launched(units, monkeypatch):
+    """A call on a launch of a backend: the launch, what was recorded of it, and what was said."""
+    pytest.importorskip("triton")
+    from tilestream.kernels import spans
+
+    def call(backend, captured=False):
+        launch = Launch(backend)
+        monkeypatch.setattr(attention_gpu, "_launches", {})
+        monkeypatch.setattr(attention_gpu, "_make", lambda *args: launch)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        monkeypatch.setattr(spans, "traced", lambda recorder, op, plan, device, issue: issue((recorder, op, plan)))
+        attention_gpu.run(*operands(), SETTINGS, None, 1.0)
         with record() as recorder:
-            run()
-            run()
-    assert [r.getMessage() for r in caplog.records] == ["attention: a launch on a GPU is not recorded"] * 2
-    assert not recorder.launches
+            attention_gpu.run(*operands(), SETTINGS, None, 1.0)
+        return launch, recorder
+
+    return call
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_who_records_has_a_log_of_the_launch(launched, backend, caplog):
+    launch, recorder = launched(backend)
+    assert launch.logs == [None, (recorder, "attention", launch.plan)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("backend", "captured", "why"),
+    [("cdna", False, "the CDNA kernel writes no trace"), ("hopper", True, "captured into a graph is not recorded")],
+)
+def test_a_launch_that_is_not_recorded_is_named(launched, backend, captured, why, caplog):
+    with caplog.at_level(logging.WARNING):
+        launch, _ = launched(backend, captured)
+    assert launch.logs in ([], [None, None])
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith("attention: ")
+    assert why in said

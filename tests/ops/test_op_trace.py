@@ -30,7 +30,7 @@ class Launch:
         if isinstance(probe, SpanLog):
             for place in range(self.plan.schedule.grid.tiles):
                 begin = 1000 * (place + 1)
-                probe.words[place] = torch.tensor([1, 0, 5, begin, begin, 2 * (begin + 1000) + 1, 0, 0])
+                probe.words[place] = torch.tensor([1, 0, 5, begin, begin, 2 * (begin + 1000) + 1, 0, 0, 0])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilestream
+import tilestream as ts
 from tilestream import Arrival
 from tilestream.kernels.portable.arguments import Layout, constants, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem
@@ -91,13 +92,42 @@ def test_queues_split_columns():
 def test_explain_names_what_was_refused_and_why():
     text = plan(1000, 1000, 1001, dtype="bfloat16", device=H100).explain()
     for part in (
-        "refused   static",
+        "refused   dynamic: 3.3% slower by the cost model",
         "refused   vector loads: a stride",
         "refused   hopper: a has strides (1001, 1)",
         "an H100, 132 workers",
     ):
         assert part in text
     assert "vector loads" not in plan(1024, 1024, 1024, dtype="bfloat16", device=H100).explain()
+
+
+def test_a_queue_costs_more_than_its_insurance_on_nvidia():
+    """It is measured there, and nothing arrives; else there is a queue, static not being asked for."""
+    how = {"dtype": "bfloat16", "backend": "portable", "layout": "nt"}
+    made = plan(4096, 4096, 4096, device=H100, **how)
+    assert made.schedule.kind == "static"
+    assert "slower by the cost model, more than 1%" in next(r.why for r in made.refused if r.what == "dynamic")
+    assert plan(4096, 4096, 4096, device=H100, schedule="dynamic", **how).schedule.queues == H100.workers
+    arriving = plan(4096, 4096, 4096, device=H100, arrival=ts.Arrival.uniform(1024, 4), **how)
+    assert arriving.schedule.kind == "dynamic"
+    assert plan(4096, 4096, 4096, device="mi300x", **how).schedule.kind != "static"
+
+
+@pytest.mark.parametrize("shape", [(1536, 5632, 4096), (3072, 5632, 8192)])
+def test_full_waves_are_not_split(shape):
+    how = {"dtype": "bfloat16", "backend": "portable", "layout": "nt", "device": H100}
+    made = plan(*shape, **how)
+    assert made.schedule.grid.tiles % made.workers == 0
+    assert made.schedule.kind == "static"
+    assert plan(*shape, schedule="stream_k", **how).schedule.kind == "stream_k", "who asks gets it"
+
+
+def test_workers_beyond_the_queues_that_there_are_share_one():
+    how = {"dtype": "bfloat16", "layout": "nt", "device": H100, "schedule": "dynamic"}
+    for backend in ("portable", None):
+        made = plan(65536, 32768, 4096, workers=1100, backend=backend, **how)
+        assert (made.workers, made.schedule.queues) == (1100, 1)
+        assert plan(65536, 32768, 4096, workers=1000, backend=backend, **how).schedule.queues == 1000
 
 
 def test_what_it_does_not_do_it_says_with_the_way_out():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tilestream._version import __version__
 from tilestream.cli import ui
+from tilestream.plan.unrun import UNASKED
 
 #: Extras of the package, and what each is for.
 EXTRAS = (
@@ -75,14 +76,15 @@ def backend(name: str) -> str:
     if importlib.util.find_spec("triton") is None:
         return "no: triton is not installed"
     if name == "portable":
-        return "yes" if torch.version.hip is None else "yes: compiled and checked, never run on an AMD GPU; docs/amd.md"
+        on_amd = "yes: compiled and checked; run on other GPUs, never on an AMD one; docs/amd.md"
+        return "yes" if torch.version.hip is None else on_amd
     properties = torch.cuda.get_device_properties(0)
     if name == "cdna":
         architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         fits = torch.version.hip is not None and architecture in ("gfx942", "gfx950")
         if not fits:
             return f"no: {properties.name} is no CDNA 3 or 4"
-        return "yes: compiled and checked, never run; matmul takes it for backend='cdna' only, attention by itself"
+        return f"yes: {UNASKED}"
     fits = torch.version.hip is None and properties.major == 9
     return "yes" if fits else f"no: {properties.name} is no Hopper"
 

@@ -70,7 +70,11 @@ class AsyncTP:
             return sorted(self._sites.values(), key=lambda site: -site.calls)
 
     def close(self) -> None:
-        """Give the group's calls back to torch. Compiled graphs go on: they call the ops by name."""
+        """Give the group's calls back to torch.
+
+        Graphs that were compiled meanwhile call the ops by name, and so torch's. Where a dimension behind the first is
+        gathered those lie otherwise in memory, and such a graph raises: compile it again (`torch._dynamo.reset`).
+        """
         _close(self._name, self)
 
     def _count(self, op: str, what: str, plan: Callable[[], DistributedPlan]) -> None:

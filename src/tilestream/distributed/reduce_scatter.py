@@ -194,7 +194,7 @@ def run(
             total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
         else:
             options = Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum)
-            whole = multiply(of_a.view(rows, -1), b, options).view(shards.shape)
+            whole = multiply(of_a.reshape(rows, -1), b, options).view(shards.shape)
             total = reduce_parts(member, plan, whole.transpose(0, 1).contiguous())  # of one batch no copy
             if reduce_op == "avg" or bias is not None:
                 total = total.to(wide)
@@ -214,11 +214,12 @@ def _pulled(
     from tilestream.distributed.sums import matmul_scatter
     from tilestream.ops.publish import Publication, matmul_published
 
-    workers = limit()
+    # A view, unless rows lie otherwise in memory: as torch's compiler has what was gathered along a later dimension.
+    rows, workers = a.reshape(shards.total, -1), limit()
 
     def product(out: torch.Tensor, publication: Publication, epoch: int, rows_per_chunk: int, pivot: int) -> str:
         return matmul_published(
-            a.view(shards.total, -1), b, out, publication, epoch, rows_per_chunk, pivot, scale_a=scales[0],
+            rows, b, out, publication, epoch, rows_per_chunk, pivot, scale_a=scales[0],
             scale_b=scales[1], fast_accum=fast_accum, limit=workers, op=OP,
         )  # fmt: skip
 

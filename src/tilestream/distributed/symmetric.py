@@ -19,6 +19,7 @@ import torch
 from tilestream.distributed.collective import agree, exchange_bytes
 from tilestream.distributed.members import Member
 from tilestream.distributed.protocol import SLOTS
+from tilestream.runtime.errors import TilestreamError
 
 if TYPE_CHECKING:
     from tilestream.distributed.plan import DistributedPlan
@@ -113,7 +114,18 @@ class PeerMemory:
         torch.cuda.current_stream(self._device).synchronize()  # zeroed before a peer writes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            handle = symmetric.rendezvous(own, self._group_name)
+            try:
+                handle = symmetric.rendezvous(own, self._group_name)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n")[0]
+                raise TilestreamError(
+                    f"group {self._group_name!r}: its ranks did not meet to share memory: {reason}. If all made this "
+                    "call: torch counts a process's rendezvous of symmetric memory over all groups, and ranks that "
+                    "counted otherwise (one was in a group more, or before destroy_process_group) do not find each "
+                    'other. Make such groups in fresh processes, or call with form="unfused"'
+                ) from error
         self._handles.append(handle)
         return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
 

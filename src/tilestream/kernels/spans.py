@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tilestream.kernels.portable.spans import BEGIN, END, READY, TIMES, UNIT, WORDS, WORKER
+from tilestream.kernels.portable.spans import BEGIN, CHUNK, END, ENDS, READY, TIMES, UNIT, WORDS, WORKER
+from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.trace.record import Recorder, Span, SpanKind, Zero
 
 if TYPE_CHECKING:
     from tilestream.arrival.gate import Gate
     from tilestream.plan.plan import Plan
+    from tilestream.plan.problem import Incoming
     from tilestream.schedule.grid import WorkItem
 
 
@@ -30,7 +32,10 @@ class Done(NamedTuple):
         When it was taken, its gate was passed, and its last store issued: on Hopper when TMA was told to, which then
         stores while the next item is computed.
     complete
-        How many halves of the tile were then complete: of its one, where a tile is not finished in two.
+        How many parts of the tile's rows were then complete: of its one, where they are finished together.
+    chunk
+        That it waited for, where the kernel wrote it down: attention's gate is asked inside of an item, and this is the
+        chunk of the first keys that it takes, and ``ready`` when that was there. -1 elsewhere.
     """
 
     item: WorkItem
@@ -41,12 +46,13 @@ class Done(NamedTuple):
     ready: int
     end: int
     complete: int
+    chunk: int = -1
 
 
 class SpanLog:
     """Room for a record of each work item of a plan's schedule: see `tilestream.kernels.portable.spans`."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan | AttentionPlan, device: torch.device) -> None:
         self.plan = plan
         schedule = plan.schedule
         count = max(1, schedule.grid.tiles + schedule.slots)
@@ -59,15 +65,26 @@ class SpanLog:
         for item in schedule.items():
             row = rows[item.tile if item.parts == 1 else schedule.grid.tiles + item.slot]
             if row[TIMES.value]:
-                ends = row[END.value : END.value + 2]
+                ends = row[END.value : END.value + ENDS.value]
                 found.append(Done(
                     item, row[TIMES.value], row[WORKER.value], row[UNIT.value], row[BEGIN.value], row[READY.value],
-                    max(ends) >> 1, sum(end & 1 for end in ends),
+                    max(ends) >> 1, sum(end & 1 for end in ends), row[CHUNK.value] - 1,
                 ))  # fmt: skip
         return found
 
 
-def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue: Callable[[SpanLog], None]) -> None:
+def untraced(backend: str) -> str:
+    """Why a launch of such a plan on the current stream is not recorded, for a log line; empty if it is."""
+    if torch.cuda.is_current_stream_capturing():
+        return "a launch that is captured into a graph is not recorded: trace an eager one"
+    if backend == "cdna":
+        return "the CDNA kernel writes no trace: backend='portable' does"
+    return ""
+
+
+def traced(
+    recorder: Recorder, op: str, plan: Plan | AttentionPlan, device: torch.device, issue: Callable[[SpanLog], None]
+) -> None:
     """Issue a launch with a log, and have the recorder read it when its block ends.
 
     Parameters
@@ -76,6 +93,13 @@ def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue:
         Issues the launch on the current stream of ``device``, which is the current device.
     """
     schedule = plan.schedule
+    gate: Gate | None = None
+    arriving: tuple[Incoming | None, ...]
+    if isinstance(plan, AttentionPlan):
+        arriving, halves = (plan.problem.keys,), 1
+    else:
+        gate, arriving = plan.gate, (plan.problem.rows, plan.problem.columns)
+        halves = 2 if plan.variant == "cooperative" else 1
     launch = recorder.begin(op, plan.label, schedule.workers, schedule.grid.tiles)
     log = SpanLog(plan, device)
     issue(log)
@@ -94,14 +118,13 @@ def traced(recorder: Recorder, op: str, plan: Plan, device: torch.device, issue:
         first = min(one.begin for one in done)
         zero = recorder.zeros.setdefault(device, Zero(launch.begin, first))
         launch.begin, launch.end = zero.seconds(first), zero.seconds(max(one.end for one in done))
-        for one in spans(done, plan.gate, zero, 2 if plan.variant == "cooperative" else 1):
+        for one in spans(done, gate, zero, halves):
             launch.by_worker[one.worker].append(one)
-        if plan.gate is not None:
-            launch.arrivals = {
-                operand: (None,) * incoming.chunks.count
-                for operand, incoming in enumerate((plan.problem.rows, plan.problem.columns))
-                if incoming is not None
-            }
+        launch.arrivals = {
+            operand: (None,) * incoming.chunks.count
+            for operand, incoming in enumerate(arriving)
+            if incoming is not None
+        }
 
     recorder.later(read)
 
@@ -118,11 +141,11 @@ def spans(done: list[Done], gate: Gate | None, zero: Zero, halves: int = 1) -> I
     for one in sorted(done, key=lambda one: one.end):
         item, free = one.item, last.get(one.worker, 0)
         needs = gate.needs(item) if gate is not None else []
-        chunk, operand = (needs[-1].chunk, needs[-1].operand) if needs else (-1, 0)
+        chunk, operand = (needs[-1].chunk, needs[-1].operand) if needs else (one.chunk, 0)
         waited = max(one.begin, free)
         ready = max(one.ready, waited)
         void = item.parts == 1 and not one.complete
-        if needs and (void or ready > waited):
+        if chunk >= 0 and (void or ready > waited):
             yield _span(one, "wait", zero, waited, ready, chunk, operand)
         for _ in range(0 if void else one.times):
             yield _span(one, "tile" if item.parts == 1 else "part", zero, ready, max(one.end, ready), chunk, operand)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tilestream.kernels.cdna.attention_launch import CdnaAttentionLaunch
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.kernels.portable.attention_arguments import AttentionLayout
-    from tilestream.kernels.portable.attention_launch import AttentionLaunch
+    from tilestream.kernels.portable.attention_launch import AttentionLaunch, IncomingKeys
     from tilestream.plan.attention_plan import AttentionPlan
 
     AnyLaunch: TypeAlias = AttentionLaunch | CdnaAttentionLaunch | HopperAttentionLaunch
@@ -57,8 +57,6 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
     check_device(device.index)
     if keys is None and not operands.out.numel():
         return
-    if current() is not None:
-        logger.warning("attention: a launch on a GPU is not recorded")
     launch = find(operands, t, s, keys, limit)
     incoming = None
     if keys is not None:
@@ -66,10 +64,26 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
 
         incoming = IncomingKeys(cast("DeviceSignals", keys.signals("attention", device)), deadline)
     if device.index == torch.cuda.current_device():
-        launch(operands, incoming)
+        _issue(launch, operands, incoming)
     else:
         with torch.cuda.device(device):
-            launch(operands, incoming)
+            _issue(launch, operands, incoming)
+
+
+def _issue(launch: AnyLaunch, operands: Operands, incoming: IncomingKeys | None) -> None:
+    """Launch; where somebody records, with a log of who did which item when."""
+    recorder = current()
+    if recorder is None:
+        launch(operands, incoming)
+        return
+    from tilestream.kernels.spans import traced, untraced
+
+    if why := untraced(launch.plan.backend):
+        logger.warning("attention: %s", why)
+        launch(operands, incoming)
+        return
+    writes = cast("AttentionLaunch | HopperAttentionLaunch", launch)
+    traced(recorder, "attention", launch.plan, operands.q.device, lambda log: writes(operands, incoming, log))
 
 
 def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> AnyLaunch:

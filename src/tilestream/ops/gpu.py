@@ -95,16 +95,12 @@ def _issue(
     if recorder is None:
         launch(a, b, out, epilogue, incoming)
         return
-    if torch.cuda.is_current_stream_capturing():
-        logger.warning("%s: a launch that is captured into a graph is not recorded: trace an eager one", op)
-        launch(a, b, out, epilogue, incoming)
-        return
-    if launch.plan.backend == "cdna":
-        logger.warning("%s: the CDNA kernel writes no trace: backend='portable' does", op)
-        launch(a, b, out, epilogue, incoming)
-        return
-    from tilestream.kernels.spans import traced
+    from tilestream.kernels.spans import traced, untraced
 
+    if why := untraced(launch.plan.backend):
+        logger.warning("%s: %s", op, why)
+        launch(a, b, out, epilogue, incoming)
+        return
     traced(recorder, op, launch.plan, a.device, lambda log: launch(a, b, out, epilogue, incoming, log))
 
 

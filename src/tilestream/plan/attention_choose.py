@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.plan import cdna_attention, cpu_attention, hopper_attention, portable_attention
+from tilestream.plan import cdna_attention, cpu_attention, hopper_attention, portable_attention, unrun
 from tilestream.plan.ask import default_workers, device_properties
 from tilestream.plan.attention import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
 #: What a caller may ask for as ``backend=``, on GPUs.
 BACKENDS = ("hopper", "cdna", "portable")
-#: What a plan of the CDNA kernel says of it.
-_NOT_RUN = "compiled and checked, not run on a GPU yet"
 #: Why a queue, where the caller does not say.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 
@@ -100,7 +98,7 @@ def plan_attention(
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
         why = f"least of {len(found)} candidates in the cost model"
         if name == "cdna":
-            why += f"; {_NOT_RUN}"
+            why += f"; {unrun.NOT_RUN}"
         refused += (elsewhere,)
     best = min(found, key=lambda candidate: candidate.seconds)
     others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.seconds)
@@ -134,7 +132,7 @@ def _on_gpu(
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
-    why = policy.refusal(problem, device)
+    why = policy.refusal(problem, device) or unrun.unasked(fast, backend)
     if backend != "portable" and not why:
         # Only one of them splits keys.
         more = {"splits": splits} if policy is hopper_attention else {}

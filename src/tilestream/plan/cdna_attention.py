@@ -66,8 +66,7 @@ class Tile(NamedTuple):
     efficiency
         Share of the matrix units' peak that the plain loop reaches: what `tilestream isa` estimates, not measured.
     busy
-        For scores that are capped, or masked at both ends: they take more registers, and smaller blocks less. None:
-        for both.
+        For what takes more registers, which smaller blocks have: see `is_busy`. None: for both.
     """
 
     columns: int
@@ -94,14 +93,14 @@ class Tile(NamedTuple):
 #: have 4 bytes a lane, and values are then read an element at a time: that row is there to ask for.
 TILES: dict[str, tuple[Tile, ...]] = {
     "gfx942": (
-        Tile(64, 8, 64, 2, "staged", 0.52, busy=False),
+        Tile(64, 8, 64, 2, "staged", 0.51, busy=False),
         Tile(64, 8, 32, 2, "staged", 0.45, busy=True),
         Tile(64, 4, 64, 2, "staged", 0.43),
         Tile(128, 8, 32, 2, "staged", 0.61),
         Tile(128, 4, 64, 2, "staged", 0.57),
         Tile(192, 8, 32, 2, "staged", 0.60, busy=False),
         Tile(256, 4, 32, 2, "staged", 0.53),
-        Tile(128, 8, 32, 3, "direct", 0.60, busy=False),
+        Tile(128, 4, 32, 3, "direct", 0.42, busy=False),
     ),
     "gfx950": (
         Tile(64, 8, 64, 4, "direct", 0.37),
@@ -202,6 +201,16 @@ def shared_bytes(tile: Tile, keys: Parts, values: Parts) -> int:
     return max(stages * stage_bytes(tile, keys, values), queries)
 
 
+def gathers(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether rows of a block lie in several pages: each is found by itself, and goes through registers."""
+    return 0 < problem.page_size < tile.block
+
+
+def is_busy(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether a block takes more registers: scores are capped, or masked at both ends, or rows are gathered."""
+    return problem.left is not None or problem.softcap > 0 or gathers(problem, tile)
+
+
 def registers_of(tile: Tile, keys: Parts, values: Parts) -> int:
     """Of a lane: scores and weights, sums, queries, and what a block takes on its way through registers."""
     made = tile.block // 2 + tile.block // 4 + values.columns // 2 + keys.columns // 4
@@ -280,16 +289,14 @@ def candidates(
     p, arch = problem, device.arch
     keys, values = parts_of(p.head_dim, arch), parts_of(p.head_dim_v, arch)
     columns = max(keys.columns, values.columns)
-    busy = p.left is not None or p.softcap > 0
     bytes_of_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEMSIZE[p.dtype]
     fit = [
         tile
         for tile in TILES[arch]
         if tile.columns >= columns
-        and tile.busy in (None, busy)
+        and tile.busy in (None, is_busy(p, tile))
         and variant in (None, tile.copies)
-        # What gathers its rows goes through registers.
-        and not (tile.copies == "direct" and 0 < p.page_size < tile.block)
+        and not (tile.copies == "direct" and gathers(p, tile))
         and not why_not(tile, keys, values, arch, device.shared)
     ]
     least = min((tile.columns for tile in fit), default=0)

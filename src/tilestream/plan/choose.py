@@ -7,7 +7,7 @@ import logging
 import math
 from typing import get_args
 
-from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned
+from tilestream.plan import cdna_tiles, cpu, hopper, portable, tuned, unrun
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.device import DeviceProperties, cpu_properties
@@ -21,12 +21,11 @@ logger = logging.getLogger(__name__)
 
 #: The fast backends, for people.
 NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
-#: Why the kernel for AMD's CDNA is not what runs where nobody asks for it.
-NOT_RUN = "compiled and checked, not run on a GPU yet: backend='cdna' takes it"
 #: What a queue may cost on an idle device, as a share, before a static grid is taken: a static one loses 40 % where a
 #: neighbour holds a few SMs.
 QUEUE_MAY_COST = 0.01
-NO_STATIC = "no faster than a queue here, and a late worker would hold up its tiles"
+_NO_FASTER = "no faster than {} here, and a late worker would hold up its tiles"
+NO_STATIC = _NO_FASTER.format("a queue")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -55,7 +54,7 @@ def plan_problem(
     if named == "arrival" and schedule == "auto":
         schedule = "dynamic"
     kinds, refused = _kinds(schedule, queues, shares)
-    arriving = problem.rows is not None or problem.columns is not None
+    arriving = bool(problem.arriving)
     arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
     count, limited, fewer = workers_of(device, workers, default_workers, limit, arrives)
     refused += fewer
@@ -79,8 +78,6 @@ def plan_problem(
         refused += (_other_variant(best, found, arriving, forced),)
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        if device.arch.startswith("sm_"):  # what was measured there
-            refused = tuple(Refusal(r.what, portable.NO_STATIC) if r.what == "static" else r for r in refused)
         name, found, why_not = _on_gpu(
             problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
             queues=queues, shares=shares, variant=variant, stages=stages,
@@ -89,7 +86,7 @@ def plan_problem(
         if consult and not (forced or arriving or backend or variant or stages):
             best, why, other = _as_measured(problem, device, best, found, why)
             refused += other
-        if name == "hopper" and schedule == "auto":
+        if schedule == "auto" and (name == "hopper" or portable.by_model(problem, device)):
             refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
         refused += _other_tiles(best, found)
         if name == "portable" and not problem.aligned:
@@ -124,9 +121,8 @@ def _on_gpu(
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
     if backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
-    elif fast == "cdna" and backend is None and not why:
-        why = NOT_RUN
-    elif backend != "portable" and not why:
+    why = why or unrun.unasked(fast, backend)
+    if backend != "portable" and not why:
         if fast == "cdna":
             found = list(
                 cdna_tiles.candidates(
@@ -152,6 +148,8 @@ def _on_gpu(
         raise NotImplementedError(
             f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages=, tile= and schedule= away"
         )
+    if auto and len(kinds) > 1 and portable.by_model(problem, device):
+        kinds = ("static", *kinds)
     found = list(
         portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
     )
@@ -211,7 +209,7 @@ def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
             other, f"{seconds / best.seconds - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
         )
     if seconds >= best.seconds:
-        return Refusal(other, NO_STATIC)
+        return Refusal(other, _NO_FASTER.format("stream_k") if best.schedule.kind == "stream_k" else NO_STATIC)
     gain = best.seconds / seconds - 1
     return Refusal(
         other, f"{gain:.1%} faster by the cost model on an idle device, and a late worker holds up its tiles"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tilestream.plan.problem import Incoming, Problem
 from tilestream.schedule.grid import Grid
 from tilestream.schedule.order import Raster, TileOrder, by_arrival, table_raster
+from tilestream.schedule.queues import MOST_QUEUES
 from tilestream.schedule.schedule import Kind, Split
 
 
@@ -76,6 +77,6 @@ def queues_of(problem: Problem, kind: Kind, forced: int | None, raster: Raster, 
         return 1, "items"
     if forced is not None:
         return forced, split_of(raster)
-    if problem.arriving or workers == 1:
+    if problem.arriving or workers == 1 or workers > MOST_QUEUES:
         return 1, "items"
     return workers, "strides"

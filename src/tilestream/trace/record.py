@@ -167,7 +167,7 @@ def record() -> Iterator[Recorder]:
     """Record the launches of this block.
 
     Launches on a GPU are read, and so waited for, when the block ends. What is captured into a graph runs later, and is
-    not recorded, nor is attention on a GPU; a warning says so.
+    not recorded; a warning says so.
 
     Examples
     --------

@@ -19,17 +19,25 @@ from tilestream.isa import amdgcn
 from tilestream.isa.build import Pointer, build
 from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
+from tilestream.kernels.cdna.ring import fetch_layout
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate, packed_heads, schedule_of
 from tilestream.plan.cdna_attention import (
     TILES,
+    Parts,
+    Tile,
     block_loads,
+    gathers,
     instruction,
+    is_busy,
     parts_of,
     shared_bytes,
+    turned,
     why_not,
 )
+from tilestream.plan.cdna_tiles import LANES
+from tilestream.schedule.integers import cdiv
 
 #: What a problem has beside its extents.
 HOWS: dict[str, dict[str, Any]] = {
@@ -52,6 +60,7 @@ DIMS = {64: ((64, 64), (40, 64)), 128: ((128, 128), (96, 96)), 192: ((192, 128),
 #: One of each that is told apart: architecture, columns, warps, copies, how.
 QUICK = (
     ("gfx942", (128, 128), 8, "staged", "causal"),
+    ("gfx942", (128, 128), 8, "staged", "gathered"),
     ("gfx950", (128, 128), 8, "direct", "varlen"),
 )
 
@@ -73,8 +82,9 @@ def configurations(what: str) -> Iterator[Configuration]:
                 for how, more in HOWS.items():
                     base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
                     p = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
-                    busy = p.left is not None or p.softcap > 0
-                    if tile.busy not in (None, busy) or why_not(tile, keys, values, arch, device.shared):
+                    if tile.copies == "direct" and gathers(p, tile):
+                        continue
+                    if tile.busy not in (None, is_busy(p, tile)) or why_not(tile, keys, values, arch, device.shared):
                         continue
                     name = f"{arch} {dims[0]}-{dims[1]} {tile.rows}x{tile.block} {tile.copies} {how}"
                     quick = (arch, dims, tile.warps, tile.copies, how) in QUICK
@@ -129,6 +139,7 @@ def report(made: Configuration, kernel: Any) -> dict[str, Any]:
         "spilled": text.spilled,
         "registers": text.vgprs,
         "accumulators": text.agprs,
+        "scratch": sum(one.kind == "scratch" for one in text.instructions),
         "shared": kernel.metadata.shared,
         "loops": [
             {
@@ -165,11 +176,24 @@ def expected(made: Configuration) -> dict[str, Any]:
         "loops": 2 + (p.left is not None),
         "load_to_lds": dict(copies),
         "waits": [loads * (tile.stages - 2)] if tile.copies == "direct" else None,
+        # Through registers, keys are put while the values' loads are in flight, and the other way round.
+        "least": 1 if tile.copies == "direct" else min(fetches(tile, keys, values, arch)),
         "barriers": 1 if tile.copies == "direct" else 2,
-        # Of the largest of a row's two lanes: what has an instruction for that on gfx950 goes by way of LDS on gfx942.
+        # Of the largest of a row's two lanes: what has an instruction for that on gfx950 goes by way of LDS on gfx942,
+        # where all that crosses from a lane to the one 32 on is LDS and the matrix units: docs/amd.md counts both.
         "shuffles": 1 if arch == "gfx942" else 0,
         "shared": shared_bytes(tile, keys, values),
     }
+
+
+def fetches(tile: Tile, keys: Parts, values: Parts, arch: str) -> tuple[int, int]:
+    """Loads of a lane that fetch a block of keys into registers, and one of values."""
+    counts = []
+    for parts, across in ((keys, False), (values, turned(arch, tile.copies))):
+        layout = getattr(fetch_layout, "fn", fetch_layout)
+        made = layout(parts.width, tile.block, False, True, 8, tile.warps).size_per_thread[1] if across else 8
+        counts.append(parts.parts * cdiv(tile.block * parts.width, LANES * tile.warps * made))
+    return counts[0], counts[1]
 
 
 def one(made: Configuration) -> dict[str, Any]:

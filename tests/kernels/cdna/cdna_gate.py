@@ -95,6 +95,7 @@ QUICK = (
     ("gfx950", (256, 128), "direct", "bfloat16", "plain", "tn"),
     ("gfx950", (128, 128), "direct", "float8_e4m3fn", "plain", "nt"),
     ("gfx950", (32, 64), "direct", "bfloat16", "arriving", "nt"),
+    ("gfx950", (128, 128), "direct", "bfloat16", "static", "nt"),
 )
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as real
 
 from layouts import elements
 from tilestream.kernels.cdna import epilogue, gemm, ring
+from tilestream.kernels.portable import items as shared
 from tilestream.schedule import WorkItem, swizzle
 from tilestream.schedule import queues as queues_
 from tilestream.schedule import ring as ring_
@@ -223,7 +224,8 @@ class Machine:
             int8=INT8, int16=INT16, int32=INT32, int64=INT64, float32=FLOAT32,
         )  # fmt: skip
         self.names: dict[str, Any] = {
-            "gl": gl, "tl": SimpleNamespace(cast=lambda x, _: Int(x), int32=INT32, int64=INT64), "range": range,
+            "gl": gl, "range": range,
+            "tl": SimpleNamespace(cast=lambda x, _: Int(x), where=self.where, int32=INT32, int64=INT64),
             "float": float, "len": len, "min": min, "CELL": ring.CELL.value, "LINE": 16, "swizzled": self.swizzled,
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
             "leave": self.ignore, "leave_gate": self.ignore, "present": self.ignore, "quarantined": lambda *_: Int(0),
@@ -236,7 +238,7 @@ class Machine:
             "wait_for_groups": self.wait, "buffer_load": self.buffer_load, "buffer_store": self.buffer_store,
             "multiply_add": self.multiply_add,
         }  # fmt: skip
-        for module in (ring, epilogue, gemm):
+        for module in (ring, epilogue, shared, gemm):
             for name, value in vars(module).items():
                 if name in self.names or name.startswith("__"):
                     continue
@@ -261,7 +263,7 @@ class Machine:
     def ignore(self, *_: Any) -> int:
         return Int(0)
 
-    def take(self, *_: Any) -> tuple[Any, ...]:
+    def take(self, *_: Any, **__: Any) -> tuple[Any, ...]:
         item = next(self.items, None)
         if item is None:
             return (0, *[Int(7)] * 8, *[Int(0)] * 6)  # what a void ticket says is of no account

@@ -52,6 +52,7 @@ class AttentionMachine(Machine):
         gl.amd = SimpleNamespace(
             AMDMFMALayout=lambda version, shape, *_: SimpleNamespace(version=version, instr_shape=shape)
         )
+        gl.static_assert = required
         gl.DistributedLinearLayout = gl.BlockedLayout = lambda *_: SimpleNamespace(size_per_thread=[1, 1])
         gl.max = lambda x, axis: Tensor(x.data.max(axis), x.dtype)
         gl.sum = lambda x, axis: Tensor(x.data.sum(axis), x.dtype)
@@ -114,6 +115,11 @@ class AttentionMachine(Machine):
             self.names["attend"](**given)
         assert not self.open, "copies that nobody committed"
         assert not any(self.groups), "copies that nobody waited for"
+
+
+def required(kept: bool, message: str) -> None:
+    """What a kernel asserts when it is compiled."""
+    assert kept, message
 
 
 def memory(x: torch.Tensor | None, dtype: Dtype) -> Memory | None:

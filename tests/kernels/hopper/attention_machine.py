@@ -247,7 +247,8 @@ class Machine:
         self.baton: int | None = None
         self.error: BaseException | None = None
         self.local = threading.local()
-        self.slots: dict[tuple[int, int], int] = {}
+        #: What a trace of it would be told, where its arguments are those of one: what, of which tile, by whom.
+        self.spans: list[tuple[Any, ...]] = []
         #: How often the gate is asked until it says that the launch is over; None: never. The rows waited for.
         self.over_at, self.passed = over_at, []  # type: tuple[int | None, list[tuple[int, int]]]
         self.barriers: list[Barrier] = []
@@ -265,7 +266,7 @@ class Machine:
         gate, counters = NO_KEY_GATE, None
         if arguments.plan.problem.keys is not None:
             gate, counters = KeyGate(*[0] * len(KeyGate._fields)), 0
-        filled = arguments.fill((*maps, *given, counters, 0, 0, *arguments.scales(scale)), gate)
+        filled = arguments.fill((*maps, *given, counters, None, 0, 0, *arguments.scales(scale)), gate)
         self.arguments = dict(zip(text.attend.arg_names, filled, strict=True))
         #: What items were told by first: their key blocks and one more, 0 for STOP.
         self.told: list[int] = []
@@ -359,7 +360,7 @@ class Machine:
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait, "take": self.take,
             "enter": lambda *_: None, "leave": lambda *_: None, "put": self.put, "get": self.get,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
-            "make_barriers": self.make_barriers, "make_slots": lambda: None, "step": ring.step,
+            "make_barriers": self.make_barriers, "make_slots": dict, "step": ring.step,
             "pending": epilogue_text.pending.fn,
             "strip_of": lambda accs, start, _, strip, __: of(accs[0][:, start : start + strip]),
             "power_of_2": lambda x: of(np.exp2(np.asarray(x, np.float32))),
@@ -370,6 +371,11 @@ class Machine:
             "Arriving": load_text.Arriving, "Watch": gate_text.Watch, "fenced": lambda x: x, "present": lambda _: 0,
             "look_at_keys": lambda *_: Integer(0), "is_over": self.is_over, "pass_keys": self.pass_keys,
             "leave_keys": lambda *_: None,
+            "begin_span": lambda _, tile, worker: self.spans.append(("begin", tile, worker)),
+            "ready_span": lambda _, tile: self.spans.append(("ready", tile)),
+            "chunk_span": lambda _, tile, chunk: self.spans.append(("chunk", tile, chunk)),
+            "end_span": lambda _, tile, who, whole: self.spans.append(("end", tile, who, bool(whole))),
+            "barrier": lambda: None, "chunk_at": lambda row, *_: row,
         }  # fmt: skip
 
     def warp_specialize(self, loops: Any, warps: list[int], registers: list[int]) -> None:
@@ -464,18 +470,18 @@ class Machine:
         self.passed.append((int(row), int(end)))
         return over, Integer(end), Integer(0), Integer(0)
 
-    def put(self, _: object, slot: int, field: int, value: int, warps: int) -> None:
+    def put(self, slots: dict[tuple[int, int], int], slot: int, field: int, value: int, warps: int) -> None:
         assert warps == 1
         self.local.log.append(("Put", int(slot)))
-        if field == 0:
+        if field == 0 and slots is self.loops[-1][1][12]:
             self.told.append(int(value))
         assert -(2**31) <= value < 2**31
-        self.slots[int(slot), field] = int(value)
+        slots[int(slot), field] = int(value)
 
-    def get(self, _: object, slot: int, field: int, warps: int) -> Integer:
+    def get(self, slots: dict[tuple[int, int], int], slot: int, field: int, warps: int) -> Integer:
         assert warps == 4
         self.local.log.append(("Get", int(slot)))
-        return Integer(self.slots[int(slot), field])
+        return Integer(slots[int(slot), field])
 
 
 #: In the order in which the kernel makes them.

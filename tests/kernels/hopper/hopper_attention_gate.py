@@ -42,9 +42,9 @@ def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
     )  # fmt: skip
 
 
-def fill(plan: AttentionPlan, layout: AttentionLayout) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def fill(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What `tilestream.kernels.hopper.attention_launch.AttentionLaunch` has compiled."""
-    made, p = HopperAttentionArguments(plan, layout), plan.problem
+    made, p = HopperAttentionArguments(plan, layout, trace), plan.problem
     stored = hopper_attention.share_dtype(p, plan.shares)
     maps = [described(m, stored if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]
     ints = Pointer("int32")
@@ -54,6 +54,7 @@ def fill(plan: AttentionPlan, layout: AttentionLayout) -> tuple[dict[str, Any], 
         ints if p.varlen else None, ints if p.tokens_k else None, ints if p.lengths else None,
         ints if p.page_size else None, ints if p.varlen else None, ints if p.varlen else None,
         None if plan.schedule.kind == "static" and p.keys is None else Pointer("int64"),
+        Pointer("int64") if trace else None,
     )  # fmt: skip
     gate = NO_KEY_GATE
     if p.keys is not None:

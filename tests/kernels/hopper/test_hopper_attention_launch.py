@@ -21,6 +21,7 @@ from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.kernels.portable import attention_launch as portable
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.kernels.portable.attention_list import list_sequences
+from tilestream.kernels.spans import SpanLog
 from tilestream.ops import attention_gpu
 from tilestream.plan import hopper_attention as policy
 from tilestream.plan.attention import AttentionProblem
@@ -231,6 +232,22 @@ def test_a_launch_gives_each_argument_its_address(written, kind):
         assert second["base"] - first["base"] == plan.schedule.full_tiles + plan.workers
     assert launcher.grid == (plan.workers, 1, 1)
     assert not lists
+
+
+def test_a_launch_that_is_traced_is_another_kernel_with_a_log(written):
+    made, _ = written
+    x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
+    plan = make()
+    launch, log = HopperAttentionLaunch(plan, attention_gpu.layout_of(x)), SpanLog(plan, torch.device("cpu"))
+    for probe in (None, log, log, None):
+        launch(x, log=probe)
+    plain, traced = made
+    assert [launcher.arguments["TRACE"] for launcher in made] == [False, True]
+    assert len(plain.calls) == len(traced.calls) == 2
+    assert "log" not in plain.calls[0]
+    assert traced.calls[1]["log"] == log.words.data_ptr()
+    assert log.words.shape[0] == plan.schedule.grid.tiles
+    assert {name for name, given in traced.arguments.items() if given != plain.arguments[name]} == {"log", "TRACE"}
 
 
 def test_a_launch_of_packed_sequences_makes_their_list_first(written):

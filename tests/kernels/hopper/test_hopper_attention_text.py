@@ -104,7 +104,7 @@ def dense(rows: list[np.ndarray], room: int, junk: float = np.nan) -> tuple[np.n
 
 def run(
     case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None,
-    machines: list[Machine] | None = None, over_at: int | None = None, **how: Any,
+    machines: list[Machine] | None = None, over_at: int | None = None, trace: bool = False, **how: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """``(outs, lses)`` by sequence, from the kernel's text."""
     p = case.problem
@@ -170,7 +170,7 @@ def run(
     layout = AttentionLayout(
         q_strides, k_strides, v_strides, out_strides, lse_strides if p.return_lse else None, table
     )  # fmt: skip
-    arguments = HopperAttentionArguments(plan, layout)
+    arguments = HopperAttentionArguments(plan, layout, trace)
     # Workers one after the other: which positions each takes is chance, their order is the queue's.
     owner = [shuffled.randrange(3) for _ in range(plan.schedule.full_tiles)]
     for worker in range(3):
@@ -385,6 +385,34 @@ def test_consumers_in_any_order(variant, seed):
 
 def test_static():
     check(same(300, 300, 2, causal=True), kind="static")
+
+
+@pytest.mark.parametrize("over_at", [None, 1])
+@pytest.mark.parametrize("name", ["causal", "varlen", "packed heads"])
+def test_each_item_is_written_down_once_by_everyone_who_ends_it(name, over_at):
+    case = DENSE[name] if name in DENSE else RAGGED[name]
+    case = case if over_at is None else arriving(case)
+    machines: list[Machine] = []
+    run(case, machines=machines, over_at=over_at, trace=True)
+    for machine in machines:
+        spans, count = machine.spans, machine.arguments["CONSUMERS"]
+        told = [tile for what, tile, *_ in spans if what == "begin"]
+        assert len(told) == len(set(told)) == sum(blocks > 0 for blocks in machine.told)
+        ends = [tuple(more) for what, *more in spans if what == "end"]
+        assert {(tile, who) for tile, who, _ in ends} == {(tile, who) for tile in told for who in range(count)}
+        assert len(ends) == count * len(told)
+        ready = [tile for what, tile, *_ in spans if what == "ready"]
+        assert len(ready) == len(set(ready))
+        if over_at is None:
+            assert ready == told
+            assert all(whole for *_, whole in ends)
+        else:
+            waited = [(tile, *more) for what, tile, *more in spans if what == "chunk"]
+            assert [tile for tile, _ in waited] == ready
+            rows = dict(waited)
+            firsts = [rows[tile] for tile in ready]
+            assert set(firsts) <= {end - 1 for _, end in machine.passed}
+            assert len(machine.passed) <= over_at or not all(whole for *_, whole in ends)
 
 
 #: Texts that are wrong in one place, and what is seen: a wrong number, a deadlock, or a stand-in asked for nonsense.

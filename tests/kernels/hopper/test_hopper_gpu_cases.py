@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
+
+from tilestream.kernels.hopper.attention import attend
+
 GPU = Path(__file__).parents[2] / "gpu"
 
 
@@ -86,11 +90,18 @@ def test_operands_and_outputs_lie_in_nan(cases):
 
 
 def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
+    import consan_attention as attention
     import consan_program as program
 
-    for name, bug in program.BUGS.items():
-        text = (program.KERNELS / f"{bug.module}.py").read_text(encoding="utf-8")
-        assert program.changed(text, bug.changes) != text, name
+    for of in (program.GEMM, attention.ATTENTION):
+        for module, changes in of.always.items():
+            text = (program.KERNELS / f"{module}.py").read_text(encoding="utf-8")
+            assert module in of.modules
+            assert program.changed(text, changes) != text
+        for name, bug in of.bugs.items():
+            assert bug.module in of.modules
+            text = (program.KERNELS / f"{bug.module}.py").read_text(encoding="utf-8")
+            assert program.changed(text, bug.changes) != text, name
     with pytest.raises(ValueError, match="0 places, not one, read 'no such line'"):
         program.changed("a text", (("no such line", ""),))
     for case in program.CASES.values():
@@ -99,3 +110,38 @@ def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
         assert plan.schedule.grid.tiles > 2, "more than the item ring has slots"
         assert plan.schedule.grid.k_steps > 3
         assert plan.workers == 1
+    assert {bug for _, bug in attention.SEEDED} == set(attention.BUGS)
+    for case in attention.CASES.values():
+        plan = case.plan(cases._ANY)
+        assert (plan.block, plan.stages, plan.variant, plan.shares) == ((128, 32), 1, case.variant, case.shares)
+        assert plan.schedule.grid.tiles > 2
+        assert min(case.keys) // plan.shares > 2 * plan.block[1]
+        assert plan.workers == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "attention in turns", "attention, pages of 8", "attention in shares"]
+)  # fmt: skip
+def test_what_goes_through_the_sanitizer_is_right(cases, name):
+    """Its arguments, on the machine that runs the kernel's text, and its own check of the answer."""
+    import consan_attention as attention
+    import numpy as np
+    from attention_machine import Machine
+
+    ready = attention.prepared(attention.CASES[name], "cpu", cases._ANY)
+    with pytest.raises(AssertionError):
+        ready.check()
+    given = dict(zip(attend.arg_names, ready.filled, strict=True))
+    stored = {key: given[f"{key}_map"].base for key in ("q", "k", "v", "out")}
+    stored |= {key: given[key] for key in ("lse", "lengths", "table") if given[key] is not None}
+    kept = {
+        key: x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,)) for key, x in stored.items()
+    }
+    flat = {key: x.numpy() if x.dtype == torch.int32 else x.double().numpy() for key, x in kept.items()}
+    plan = ready.arguments.plan
+    for key, made in (("q", ready.arguments.q), ("out", ready.arguments.out)):
+        assert list(made.strides) == list(given[f"{key}_map"].strides)
+    Machine(ready.arguments, flat, list(range(plan.schedule.full_tiles)), 64**-0.5)
+    for key in ("out", "lse"):
+        kept[key].copy_(torch.from_numpy(np.asarray(flat[key])))
+    ready.check()

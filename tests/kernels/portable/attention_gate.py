@@ -113,16 +113,17 @@ def pointers(p: AttentionProblem) -> tuple[Pointer | None, ...]:
     )  # fmt: skip
 
 
-def build(plan: AttentionPlan, layout: AttentionLayout, target: str) -> tuple[Any, str]:
+def build(plan: AttentionPlan, layout: AttentionLayout, target: str, trace: bool = False) -> tuple[Any, str]:
     """Compile, by way of the kernel's own launch path."""
-    arguments, p = AttentionArguments(plan, layout), plan.problem
+    arguments, p = AttentionArguments(plan, layout, trace), plan.problem
     listed = (Pointer("int32", 4),) * 2 if p.varlen else (None, None)
     counters = None if plan.schedule.kind == "static" and p.keys is None else Pointer("int64")
     gate = NO_KEY_GATE
     if p.keys is not None:
         bounds = None if p.keys.chunks.rows_per_chunk else Pointer("int32", 4)
         gate = KeyGate(Pointer("int32", 4), Pointer("int32", 4), bounds, Pointer("int64"), Pointer("int64"))
-    filled = arguments.fill(*pointers(p), *listed, counters, 0, 0, 0.125, gate=gate)
+    log = Pointer("int64") if trace else None
+    filled = arguments.fill(*pointers(p), *listed, counters, log, 0, 0, 0.125, gate=gate)
     return compiled(attention, filled, arguments.options, target)
 
 

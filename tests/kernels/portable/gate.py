@@ -23,7 +23,7 @@ import itertools
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,10 @@ DEVICES = {arch: named(name) for arch, name in NAMES.items()}
 LAYOUTS = ("nn", "nt", "tn", "tt")
 HOWS = ("worst", "plain", "static", "stealing", "arriving", "ordered")
 #: What a sample has of each tile: how, layout, aligned. Of 8-bit operands, both kinds of scales.
-SAMPLE = (("worst", "nt", True), ("arriving", "nt", True), ("ordered", "nt", True), ("worst", "nn", False))
+SAMPLE = (
+    ("worst", "nt", True), ("static", "nt", True), ("arriving", "nt", True), ("ordered", "nt", True),
+    ("worst", "nn", False),
+)  # fmt: skip
 SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
 #: The tiles of the quick one.
 QUICK = ((128, 256), (16, 128), (64, 64))
@@ -119,7 +122,7 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     narrow = inputs in QUICK_8_BIT
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
-    if what == "quick" and how == "ordered":
+    if what == "quick" and how in ("ordered", "static"):
         return block == QUICK[-1]
     if what == "quick":
         if "fnuz" in inputs and how != "worst":
@@ -167,17 +170,30 @@ def spilled(kernel: Any, said: str) -> dict[str, int]:
 
 
 def main_loop(kernel: Any) -> dict[str, Any]:
-    """AMD: matrix instructions and exchanges between lanes in the main loop; pauses, and scalar registers in lanes."""
+    """AMD: matrix instructions, exchanges between lanes, phases that read in the main loop; what else is counted."""
     parsed = amdgcn.parse(kernel.asm["amdgcn"])
     loop = parsed.main_loop
     return {
         "mfma": dict(loop.mfma) if loop else {},
         "shuffles": sum(n for kind, n in loop.counts.items() if kind.startswith("shuffle")) if loop else 0,
+        "reading": phases_that_read(loop.instructions) if loop else 0,
         "sleeps": sum(one.kind == "sleep" for one in parsed.instructions),
         "in_lanes": parsed.in_lanes,
         "small_halves": parsed.fields.get("float_denorm_mode_16_64"),
         "polling": polling_faults(parsed),
     }
+
+
+def phases_that_read(instructions: Sequence[amdgcn.Instruction]) -> int:
+    """Of a loop's phases, from barrier to barrier, round and round, those in which shared memory is read."""
+    phases = [False]
+    for one in instructions:
+        if one.kind == "barrier":
+            phases.append(False)
+        phases[-1] |= one.kind == "lds_read"
+    if len(phases) > 1:  # the first goes on where the last ended
+        phases[0] |= phases.pop()
+    return sum(phases)
 
 
 def report(target: str, name: str, make: Callable[[], tuple[Any, str]]) -> None:

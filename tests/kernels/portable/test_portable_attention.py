@@ -11,6 +11,7 @@ from interpreted import DEVICE, Words
 from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.attention import Operands
+from tilestream.kernels.spans import SpanLog, traced
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
@@ -21,6 +22,7 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
 from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.trace import Recorder, faults
 
 CPU = torch.device("cpu")
 
@@ -62,12 +64,12 @@ class Prepared:
         self.operands = Operands(t.q, t.k, t.v, self.out, scale, self.lse, *t[3:])
         self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
 
-    def run(self, words: Words | None = None, deadline: float = 0.05) -> Prepared:
+    def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Prepared:
         from tilestream.kernels.portable.attention_launch import IncomingKeys
 
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        self.launch(self.operands, None if words is None else IncomingKeys(words, deadline))
+        self.launch(self.operands, None if words is None else IncomingKeys(words, deadline), log)
         return self
 
     def check(self) -> None:
@@ -226,3 +228,52 @@ def test_lists_that_lead_outside_stay_inside():
     prepared.tensors.seqlens_k.fill_(2**30)
     prepared.tensors.cu_seqlens_q[1:] = torch.tensor([-5, 2**30], dtype=torch.int32)
     prepared.run()
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_each_item_of_a_trace_once_and_its_worker(kind):
+    prepared, recorder = Prepared(dense(33, 20, features="causal"), kind), Recorder()
+    traced(recorder, "attention", prepared.plan, CPU, lambda log: prepared.run(log=log))
+    recorder.finish()
+    prepared.check()
+    (launch,) = recorder.launches
+    assert not faults(launch, prepared.plan.schedule)
+    assert launch.tiles_done == prepared.plan.schedule.grid.tiles > 3
+    assert {span.worker for span in launch.spans} <= set(range(3))
+    assert {span.chunk for span in launch.spans} == {-1}
+    assert not launch.arrivals
+
+
+def test_a_trace_says_which_chunk_an_item_waited_for():
+    # A window and no diagonal: three blocks of 16 queries, whose first keys come with the chunks 0, 0 and 1.
+    prepared = Prepared(Case((48,), (48,), (1, 1), features="window"), workers=1, chunks=Chunks.uniform(48, 12))
+    recorder = Recorder()
+    traced(recorder, "attention", prepared.plan, CPU, lambda log: prepared.run(Words(4, 2).arrive(), log=log))
+    recorder.finish()
+    prepared.check()
+    (launch,) = recorder.launches
+    tiles = {span.pm: span.chunk for span in launch.spans if span.kind == "tile"}
+    assert tiles == expected_chunks(prepared)
+    assert launch.arrivals == {0: (None,) * 4}
+
+
+def expected_chunks(prepared: Prepared) -> dict[int, int]:
+    """Of each query block: the chunk of the last key of its first key block, as far as one of its rows sees it."""
+    p, found = prepared.plan.problem, {}
+    for block in range(prepared.plan.schedule.grid.num_m):
+        rows = range(16 * block, 16 * block + 16)
+        seen = [j for j in range(p.seqlen_k) if any(i - p.left <= j <= i + p.right for i in rows)]
+        first = min(seen) // 16 * 16
+        found[block] = max(j for j in seen if j < first + 16) // 12
+    return found
+
+
+def test_an_item_of_a_trace_that_is_void_only_waited():
+    prepared, recorder = Prepared(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16)), Recorder()
+    words = Words(4, 2).arrive(2)
+    traced(recorder, "attention", prepared.plan, CPU, lambda log: prepared.run(words, log=log))
+    recorder.finish()
+    (span,) = recorder.launches[0].spans
+    assert (span.kind, span.chunk) == ("wait", 0)
+    with pytest.raises(ArrivalTimeout):
+        channel(CPU).check()

@@ -129,9 +129,19 @@ def test_waits_are_told_from_work(monkeypatch):
 def test_half_tiles_are_ended_by_the_later_one():
     plan = plan_for(rand(16, 32), rand(32, 16))
     log = SpanLog(plan, torch.device("cpu"))
-    log.words[0] = torch.tensor([1, 3, 9, 10, 11, 2 * 20 + 1, 2 * 30 + 1, 0])
+    log.words[0] = torch.tensor([1, 3, 9, 10, 11, 2 * 20 + 1, 2 * 30 + 1, 0, 0])
     (one,) = log.done()
-    assert one[1:] == (1, 3, 9, 10, 11, 30, 2)
+    assert one[1:] == (1, 3, 9, 10, 11, 30, 2, -1)
+
+
+def test_an_item_may_say_which_chunk_it_waited_for():
+    plan = plan_for(rand(64, 32), rand(32, 64))
+    late = [one._replace(ready=one.ready + 150, chunk=4) for one in done(plan)]
+    spans = list(log_of.spans(late, None, ZERO))
+    assert times(spans)[:2] == [("wait", 900, 1050), ("tile", 1050, 1100)]
+    assert {span.chunk for span in spans} == {4}
+    void = list(log_of.spans([one._replace(complete=0) for one in late], None, ZERO))
+    assert {span.kind for span in void} == {"wait"}
 
 
 def test_a_tile_whose_halves_two_workers_complete_is_completed_once():

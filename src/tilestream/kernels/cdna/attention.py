@@ -18,8 +18,9 @@ are operands of the next multiplication where they lie. That multiplication take
 
 ``direct``: every block starts as many copies, those behind the last one bring it again, so that a wait can count them.
 ``staged``: one stage, and a block in registers. K is put when V's fetches are still under way, and V when K's are: no
-wait need be for everything. Where values cannot be read across (gfx942), they are transposed on their way through
-registers, and the exchange of a row's two lanes is a shuffle by way of LDS, one a block: gfx950 has an instruction.
+wait need be for everything. Where rows are gathered from pages, the table is read a block ahead, before the fetches.
+Where values cannot be read across (gfx942), they are transposed on their way through registers, and the exchange of a
+row's two lanes is a shuffle by way of LDS, one a block: gfx950 has an instruction.
 
 The protocol is that of `tilestream.kernels.cdna.ring`; `tilestream.verify.shared_attention` explores it.
 """
@@ -34,8 +35,10 @@ from tilestream.kernels.cdna.attention_copy import (
     VECTOR,
     copied_columns,
     copy_block,
+    entries_of,
     fetch_block,
     fetched_columns,
+    gathered,
     load_queries,
     make_parts,
     page_of,
@@ -48,6 +51,7 @@ from tilestream.kernels.cdna.compat import (
     buffer_store,
     commit,
     device,
+    in_order,
     multiply_add,
     nothing,
     uniform,
@@ -124,8 +128,8 @@ def step_direct(
     ahead = gl.minimum(block + STAGES - 1, last) * BLOCK
     page = page_of(ahead, table, pages, BLOCK, PAGE)
     free = before(stage, STAGES)
-    copy_block(k_source, ahead, seen, table, pages, page, k_stages, free, K, BLOCK, PAGE)
-    copy_block(v_source, ahead, seen, table, pages, page, v_stages, free, V, BLOCK, PAGE)
+    copy_block(k_source, ahead, seen, pages, page, k_stages, free, K, BLOCK, PAGE)
+    copy_block(v_source, ahead, seen, pages, page, v_stages, free, V, BLOCK, PAGE)
     commit()
     weights, top, total, shrink = weights_of(
         scores, top, total, block * BLOCK, mask, scale, inner, v_stages[0].dtype, PACK, MATH, MASKED, LEFT, RIGHT,
@@ -143,6 +147,7 @@ def attend_direct(
     CAPPED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """An item's key blocks by copies past the registers: ``(sums, top, total)``."""
+    gl.static_assert(not gathered(BLOCK, PAGE), "rows of several pages go through registers")
     K_HOW: gl.constexpr = K[3]
     V_HOW: gl.constexpr = V[3]
     begin, plain_begin, plain_end, end = blocks
@@ -156,8 +161,8 @@ def attend_direct(
     for i in gl.static_range(STAGES - 1):
         first = gl.minimum(begin + i, last) * BLOCK
         page = page_of(first, table, pages, BLOCK, PAGE)
-        copy_block(k_source, first, seen, table, pages, page, k_stages, i, K, BLOCK, PAGE)
-        copy_block(v_source, first, seen, table, pages, page, v_stages, i, V, BLOCK, PAGE)
+        copy_block(k_source, first, seen, pages, page, k_stages, i, K, BLOCK, PAGE)
+        copy_block(v_source, first, seen, pages, page, v_stages, i, V, BLOCK, PAGE)
         commit()
     stage = tl.cast(0, tl.int32)
     if LEFT:
@@ -183,27 +188,45 @@ def attend_direct(
 
 
 @gluon.jit
-def step_staged(
-    block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest, v_stages,
-    seen, mask, table, pages, scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, V_LANE: gl.constexpr, TURNED: gl.constexpr, PAGE: gl.constexpr,
-    FAR: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    CAPPED: gl.constexpr, WARPS: gl.constexpr,
+def pages_of_next(
+    block, last, k_source, v_source, seen, k_page, v_page, table, BLOCK: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
-    """A key block that has been fetched into registers; and the next one's fetches."""
+    """What the table says of the rows of a block that is to be fetched, of keys' and of values'; see `entries_of`."""
+    first = gl.minimum(block, last) * BLOCK
+    k_next = entries_of(k_source[3], first, seen, k_page, table, BLOCK, PAGE)
+    v_next = entries_of(v_source[3], first, seen, v_page, table, BLOCK, PAGE)
+    in_order()
+    return k_next, v_next
+
+
+@gluon.jit
+def step_staged(
+    block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages, v_source,
+    v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr,
+    BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, V_LANE: gl.constexpr, TURNED: gl.constexpr,
+    PAGE: gl.constexpr, FAR: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, CAPPED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A key block that has been fetched into registers; and the next one's fetches.
+
+    ``k_page``, ``v_page``: what the table says of the next one's rows, where they are gathered.
+    """
     ahead = gl.minimum(block + 1, last) * BLOCK
-    page = page_of(ahead, table, pages, BLOCK, PAGE)
+    if not gathered(BLOCK, PAGE):
+        k_page = page_of(ahead, table, pages, BLOCK, PAGE)
+        v_page = k_page
+    k_next, v_next = pages_of_next(block + 2, last, k_source, v_source, seen, k_page, v_page, table, BLOCK, PAGE)
     put_keys(k_tiles, k_stages, K, BLOCK, WARPS)
-    k_tiles = fetch_block(k_source, k_rest, ahead, seen, table, pages, page, K, BLOCK, PAGE, VECTOR, FAR)
+    k_tiles = fetch_block(k_source, k_rest, ahead, seen, pages, k_page, K, BLOCK, PAGE, VECTOR, FAR)
     scores = scores_of(queries, k_stages, 0, ROWS, BLOCK, K, MATH, False)
     weights, top, total, shrink = weights_of(
         scores, top, total, block * BLOCK, mask, scale, inner, v_stages[0].dtype, PACK, MATH, MASKED, LEFT, RIGHT,
         CAPPED,
     )  # fmt: skip
     put_values(v_tiles, v_stages, V, BLOCK, TURNED)
-    v_tiles = fetch_block(v_source, v_rest, ahead, seen, table, pages, page, V, BLOCK, PAGE, V_LANE, FAR)
+    v_tiles = fetch_block(v_source, v_rest, ahead, seen, pages, v_page, V, BLOCK, PAGE, V_LANE, FAR)
     sums = add_values(sums, shrink, weights, v_stages, 0, BLOCK, V, TURNED, MATH, False)
-    return sums, top, total, k_tiles, v_tiles
+    return sums, top, total, k_tiles, v_tiles, k_next, v_next
 
 
 @gluon.jit
@@ -228,26 +251,29 @@ def attend_staged(
     last = end - 1
     first = begin * BLOCK
     page = page_of(first, table, pages, BLOCK, PAGE)
-    k_tiles = fetch_block(k_source, k_rest, first, seen, table, pages, page, K, BLOCK, PAGE, VECTOR, FAR)
-    v_tiles = fetch_block(v_source, v_rest, first, seen, table, pages, page, V, BLOCK, PAGE, V_LANE, FAR)
+    k_first, v_first = pages_of_next(begin, last, k_source, v_source, seen, page, page, table, BLOCK, PAGE)
+    k_page, v_page = pages_of_next(begin + 1, last, k_source, v_source, seen, page, page, table, BLOCK, PAGE)
+    k_tiles = fetch_block(k_source, k_rest, first, seen, pages, k_first, K, BLOCK, PAGE, VECTOR, FAR)
+    in_order()
+    v_tiles = fetch_block(v_source, v_rest, first, seen, pages, v_first, V, BLOCK, PAGE, V_LANE, FAR)
     if LEFT:
         for block in range(begin, plain_begin):
-            sums, top, total, k_tiles, v_tiles = step_staged(
-                block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest,
-                v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED, PAGE, FAR,
-                MATH, True, LEFT, RIGHT, CAPPED, WARPS,
+            sums, top, total, k_tiles, v_tiles, k_page, v_page = step_staged(
+                block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages,
+                v_source, v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE,
+                TURNED, PAGE, FAR, MATH, True, LEFT, RIGHT, CAPPED, WARPS,
             )  # fmt: skip
     for block in range(plain_begin, plain_end):
-        sums, top, total, k_tiles, v_tiles = step_staged(
-            block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest,
-            v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED, PAGE, FAR,
-            MATH, False, LEFT, RIGHT, CAPPED, WARPS,
+        sums, top, total, k_tiles, v_tiles, k_page, v_page = step_staged(
+            block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages,
+            v_source, v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED,
+            PAGE, FAR, MATH, False, LEFT, RIGHT, CAPPED, WARPS,
         )  # fmt: skip
     for block in range(plain_end, end):
-        sums, top, total, k_tiles, v_tiles = step_staged(
-            block, last, queries, sums, top, total, k_tiles, v_tiles, k_source, k_rest, k_stages, v_source, v_rest,
-            v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED, PAGE, FAR,
-            MATH, True, LEFT, RIGHT, CAPPED, WARPS,
+        sums, top, total, k_tiles, v_tiles, k_page, v_page = step_staged(
+            block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages,
+            v_source, v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED,
+            PAGE, FAR, MATH, True, LEFT, RIGHT, CAPPED, WARPS,
         )  # fmt: skip
     return sums, top, total
 
@@ -343,7 +369,6 @@ def attend(
             begin, plain_begin, plain_end, end = uniform(begin), uniform(plain_begin), uniform(plain_end), uniform(end)
             until, since = uniform(until), uniform(since)
             last = gl.minimum(own_queries - first, POSITIONS) - 1
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()
             top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MATH))
             total = gl.full([ROWS, 2], 0.0, gl.float32, pair_layout(WARPS))
             sums = ()
@@ -389,7 +414,7 @@ def attend(
                         FAR_KEYS, MATH, LEFT, RIGHT, CAPPED, WARPS,
                     )  # fmt: skip
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, MATH))
-            # Once more, and not kept through the loops.
+            # Not kept through the loops.
             row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()
             factor, logs = finished(top, total, sinks, head * PACK, row, scale, PACK)
             if lse is not None:

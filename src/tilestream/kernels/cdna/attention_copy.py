@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.cdna.compat import barrier, commit, copy_to_shared, load_scalar
+from tilestream.kernels.cdna.compat import as_loaded, barrier, commit, copy_to_shared, load_scalar
 from tilestream.kernels.cdna.ring import (
     copy_layout,
     cut_off,
@@ -64,6 +64,12 @@ def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, R
     return parts
 
 
+@gluon.constexpr_function
+def gathered(block, page):
+    """Whether rows of a key block lie in several pages."""
+    return 0 < page < block
+
+
 @gluon.jit
 def page_of(first, table, pages, BLOCK: gl.constexpr, PAGE: gl.constexpr):
     """The page that the key block from key ``first`` on lies in; 0 where it lies in none, or in several."""
@@ -71,6 +77,21 @@ def page_of(first, table, pages, BLOCK: gl.constexpr, PAGE: gl.constexpr):
     if PAGE >= BLOCK:
         page = gl.minimum(gl.maximum(load_scalar(table + first // PAGE), 0), pages - 1)
     return page
+
+
+@gluon.jit
+def entries_of(i, first, seen, page, table, BLOCK: gl.constexpr, PAGE: gl.constexpr):
+    """What the table says of each row's page, where rows are gathered; else ``page``, that of all rows.
+
+    A wait counts loads from the oldest on: an entry that is asked for behind a block's fetches, and needed by the next
+    ones, would be waited for with all of them. So it is asked for before them, a block ahead, and looked at where the
+    rows are fetched.
+    """
+    if gathered(BLOCK, PAGE):
+        low, high = seen
+        return gl.load(table + gl.minimum(gl.maximum(first + i, low), high - 1) // PAGE)
+    else:
+        return page
 
 
 @gluon.jit
@@ -85,13 +106,13 @@ def block_start(x, first, stride, page, stride_page, BLOCK: gl.constexpr, PAGE: 
 
 @gluon.jit
 def block_rows(
-    i, first, low, high, stride, table, pages, stride_page,
-    BLOCK: gl.constexpr, PAGE: gl.constexpr, FAR: gl.constexpr,
+    i, first, seen, stride, pages, page, stride_page, BLOCK: gl.constexpr, PAGE: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """Where row ``i`` of the key block from key ``first`` on lies, from `block_start`."""
+    """Where row ``i`` of the key block from key ``first`` on lies, from `block_start`. ``page``: see `entries_of`."""
+    low, high = seen
     key = gl.minimum(gl.maximum(first + i, low), high - 1)
-    if PAGE > 0 and PAGE < BLOCK:
-        page = gl.minimum(gl.maximum(gl.load(table + key // PAGE), 0), pages - 1)
+    if gathered(BLOCK, PAGE):
+        page = gl.minimum(gl.maximum(as_loaded(page), 0), pages - 1)
         return page.to(tl.int64) * stride_page + (key % PAGE).to(tl.int64) * stride
     else:
         row = key - first
@@ -102,7 +123,7 @@ def block_rows(
 
 @gluon.jit
 def copy_block(
-    source, first, seen, table, pages, page, stages, stage, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr
+    source, first, seen, pages, page, stages, stage, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
     """Start the copies of a key block, of K or of V, into a stage.
 
@@ -120,9 +141,8 @@ def copy_block(
     PARTS: gl.constexpr = FORM[0]
     WIDTH: gl.constexpr = FORM[1]
     x, stride, stride_page, i, columns = source
-    low, high = seen
     x = block_start(x, first, stride, page, stride_page, BLOCK, PAGE)
-    rows = block_rows(i, first, low, high, stride, table, pages, stride_page, BLOCK, PAGE, False)
+    rows = block_rows(i, first, seen, stride, pages, page, stride_page, BLOCK, PAGE, False)
     offsets = element_offsets(rows, columns, FORM[4])
     for part in gl.static_range(PARTS):
         copy_to_shared(stages[part].index(stage), x + part * WIDTH, offsets)
@@ -130,21 +150,23 @@ def copy_block(
 
 @gluon.jit
 def fetch_block(
-    source, rest_columns, first, seen, table, pages, page, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
+    source, rest_columns, first, seen, pages, page, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
     LANE: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """A key block, of K or of V, into registers: its parts. ``LANE``: elements of a lane; else as `copy_block`."""
+    """A key block, of K or of V, into registers: its parts.
+
+    ``page``: see `entries_of`. ``LANE``: elements of a lane; else as `copy_block`.
+    """
     PARTS: gl.constexpr = FORM[0]
     WIDTH: gl.constexpr = FORM[1]
     x, stride, stride_page, i, columns = source
-    low, high = seen
-    GATHERED: gl.constexpr = PAGE > 0 and PAGE < BLOCK
+    ANYWHERE: gl.constexpr = FAR or gathered(BLOCK, PAGE)
     x = block_start(x, first, stride, page, stride_page, BLOCK, PAGE)
-    rows = block_rows(i, first, low, high, stride, table, pages, stride_page, BLOCK, PAGE, FAR)
+    rows = block_rows(i, first, seen, stride, pages, page, stride_page, BLOCK, PAGE, FAR)
     tiles = ()
     for part in gl.static_range(PARTS - 1):
-        tiles += (fetch(x + part * WIDTH, element_offsets(rows, columns, LANE), FAR or GATHERED),)
-    tiles += (fetch(x + (PARTS - 1) * WIDTH, element_offsets(rows, rest_columns, LANE), FAR or GATHERED),)
+        tiles += (fetch(x + part * WIDTH, element_offsets(rows, columns, LANE), ANYWHERE),)
+    tiles += (fetch(x + (PARTS - 1) * WIDTH, element_offsets(rows, rest_columns, LANE), ANYWHERE),)
     return tiles
 
 
@@ -157,7 +179,7 @@ def put_keys(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.c
     for part in gl.static_range(PARTS):
         tile = tiles[part]
         if part == PARTS - 1 and FORM[2] < WIDTH:
-            tile = cut_off(tile, FORM[2], BLOCK, WIDTH, True, False, VECTOR, WARPS)
+            tile = cut_off(as_loaded(tile), FORM[2], BLOCK, WIDTH, True, False, VECTOR, WARPS)
         put(tile, stages[part].index(0), BLOCK, WIDTH, False, True, HOW)
 
 
@@ -168,7 +190,10 @@ def put_values(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, TURNED: g
     WIDTH: gl.constexpr = FORM[1]
     HOW: gl.constexpr = FORM[3]
     for part in gl.static_range(PARTS):
-        put(tiles[part], stages[part].index(0), WIDTH, BLOCK, TURNED, False, HOW)
+        tile = tiles[part]
+        if TURNED:
+            tile = as_loaded(tile)
+        put(tile, stages[part].index(0), WIDTH, BLOCK, TURNED, False, HOW)
 
 
 @gluon.jit

@@ -2,8 +2,8 @@
 
 ::
 
-    for item in schedule:                        # schedule.take, the portable kernel's
-        gate.wait(item)                          # gate.pass_gate; no code at all where nothing arrives
+    for item in schedule:                        # items.next_item, shared with the portable kernel:
+        gate.wait(item)                          # schedule.take; gate.pass_gate, no code where nothing arrives
         for step in item: load into the ring, multiply     # one loop: see kernels/cdna/ring.py
         whole tile:      out[tile] = epilogue(acc)
         part of a tile:  slot = acc; count; the last to count: out[tile] = epilogue(sum of slots, in K order)
@@ -43,9 +43,7 @@ from tilestream.kernels.cdna.ring import (
     operand,
     put,
 )
-from tilestream.kernels.portable.clock import present
-from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
-from tilestream.kernels.portable.schedule import LINE, enter, leave, take
+from tilestream.kernels.portable.items import begin, end, next_item
 from tilestream.schedule import queues as queues_
 
 neighbour = device(queues_.neighbour)
@@ -290,57 +288,32 @@ def gemm(
     """
     WARPS: gl.constexpr = ACROSS[0] * ACROSS[1]
     MATH: gl.constexpr = math_layout(VERSION, SHAPE, ACROSS)
-    GATED: gl.constexpr = (ROWS != "none") or (COLUMNS != "none")
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     if KIND == "static":
         worker = neighbour(worker, workers, GROUPS)
-    counts_out = reset
-    if GATED:
-        # Words that the last worker out zeroes: a captured launch's, a caller's own.
-        counts_out = gl.where((row_epoch == 0) | (column_epoch == 0), 1, reset)
-    enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
-    zero = tl.cast(0, tl.int32)
-    ticket = zero
-    source = zero
-    share = zero - 1
-    unit = zero
-    unit_end = zero
-    noted = zero
-    found = zero + 1
-    over = zero
-    row_low = zero
-    row_high = zero - 1
-    column_low = zero
-    column_high = zero - 1
-    abort = counters
-    clock = counters
-    begin = tl.cast(0, tl.int64)
-    if GATED:
-        abort = counters + (queues + 1) * LINE
-        clock = claims + LINE
-        begin = present(clock)
-        over = quarantined(
-            worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
-            abort, base, records, claims, op, allowed, ROWS, COLUMNS,
-        )  # fmt: skip
+    launch = (counters, base, reset, queues, worker, workers)
+    problem = (batches, num_m, num_n, k_steps, full_tiles, shares, units)
+    raster = (table, group, first, band, first_batch)
+    row_chunking = (
+        row_signals, row_epoch, row_quarantine, row_key, row_table, row_chunks, rows_per_chunk, row_unread, rows
+    )  # fmt: skip
+    column_chunking = (
+        column_signals, column_epoch, column_quarantine, column_key, column_table, column_chunks, columns_per_chunk,
+        column_unread, columns,
+    )  # fmt: skip
+    batched = (rows_per_batch, row_tiles_per_batch)
+    channel = (records, claims, op, allowed)
+    at, waiting = begin(launch, row_chunking, column_chunking, channel, KIND, ROWS, COLUMNS)
+    found = tl.cast(1, tl.int32)
     while found != 0:
-        found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted = take(
-            worker, workers, ticket, source, share, unit, unit_end,
-            counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first,
-            band, first_batch, probe, capacity, noted,
-            KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE,
+        found, item, at, waiting = next_item(
+            launch, problem, raster, row_chunking, column_chunking, batched, channel, (probe, capacity), None,
+            at, waiting, BLOCK_M, BLOCK_N, KIND, SPLIT, STEAL, ORDER, TRANSPOSED, ROWS, COLUMNS, PROBE, False,
         )  # fmt: skip
         if found != 0:
-            if GATED:
-                over, row_low, row_high, column_low, column_high, noted = pass_gate(
-                    over, worker, batch, pm, pn, (batch * num_m + pm) * num_n + pn, gl.where(batches > 1, batch, -1),
-                    row_low, row_high, column_low, column_high,
-                    row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
-                    column_signals, column_epoch, column_key, columns_per_chunk, column_table,
-                    rows, columns, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
-                    BLOCK_M, BLOCK_N, ROWS, COLUMNS, PROBE,
-                )  # fmt: skip
+            batch, pm, pn, k_begin, k_end, part, parts, slot, _ = item
+            over = waiting[0]
             batch = uniform(batch)
             k_begin = uniform(k_begin)
             k_end = uniform(k_end)
@@ -371,23 +344,14 @@ def gemm(
                 hand_in(acc, partials + slot.to(gl.int64) * SIZE, BLOCK_M, BLOCK_N, STRIP, MATH)
                 if count_in(counts + slot - part, parts):
                     # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
-                    at = partials + (slot - part).to(gl.int64) * SIZE
+                    first_slot = partials + (slot - part).to(gl.int64) * SIZE
                     for strip in range(BLOCK_N // STRIP):
                         finish(
-                            add_up(at + strip * BLOCK_M * STRIP, parts, SIZE, BLOCK_M, STRIP, MATH),
+                            add_up(first_slot + strip * BLOCK_M * STRIP, parts, SIZE, BLOCK_M, STRIP, MATH),
                             batch, row, column + strip * STRIP, rows, columns, out, stride_ob, stride_or, stride_oc,
                             bias, stride_bias, residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb,
                             stride_sr, column_scale, stride_tb, stride_tc, alpha, beta,
                             BLOCK_M, STRIP, STRIP, TALL, MATH, FAR_OUT, GRAIN, RESIDUAL_GRAIN, SCALED, SCALES, BIAS,
                             RESIDUAL, ACTIVATION,
                         )  # fmt: skip
-    if GATED:
-        leave_gate(
-            counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begin, allowed,
-            records, claims, op, batches, num_m, num_n,
-            row_signals, row_epoch, row_key, row_quarantine, row_table, row_chunks, row_unread, row_tiles_per_batch,
-            column_signals, column_epoch, column_key, column_quarantine, column_table, column_chunks, column_unread,
-            ROWS, COLUMNS,
-        )  # fmt: skip
-    else:
-        leave(counters, queues, reset, workers, KIND == "static")
+    end(launch, problem, row_chunking, column_chunking, batched, channel, waiting, KIND, ROWS, COLUMNS)

@@ -53,9 +53,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from tilestream.kernels.hopper.attention_load import VOID, Arriving, load_loop, place
 from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
-from tilestream.kernels.hopper.compat import tma_store, viewed
+from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, step
+from tilestream.kernels.portable.spans import end_span
 
 #: Rows of a consumer.
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -143,7 +144,7 @@ def math_loop(
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, ARRIVING: gl.constexpr,
-    CHAINED: gl.constexpr,
+    CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile. Of keys that arrive blocks are taken from the first on, else from the last."""
     if CHAINED:
@@ -259,6 +260,12 @@ def math_loop(
                     place(batch, origin, queries, first, head, i * STRIP, RAGGED_Q),
                     pending(i, COLUMNS // STRIP, BUFFERS),
                 )  # fmt: skip
+            if TRACE:
+                whole = going != 0
+                if ARRIVING:
+                    whole = get(slots, slot, VOID, 4) == 0
+                barrier()
+                end_span(log, get(places, slot, 0, 4), WHO, whole)
         mbarrier.arrive(item_empty.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
     tma.store_wait(0)
@@ -266,7 +273,7 @@ def math_loop(
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attend(
-    q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters,
+    q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters, log,
     base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
     tiles, num_m, num_n, group, shares, scale, inner,
@@ -275,7 +282,7 @@ def attend(
     STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
     PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, KEYS: gl.constexpr,
-    CHAINED: gl.constexpr, MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    CHAINED: gl.constexpr, TRACE: gl.constexpr, MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
@@ -283,6 +290,8 @@ def attend(
     ----------
     lse, sinks, cu_queries, cu_keys, lengths, table
         As of `tilestream.kernels.attention.Operands`, each of them or None.
+    log
+        A record an item, where ``TRACE``: see `tilestream.kernels.portable.spans`.
     starts, order_of, sequences
         The list that `tilestream.kernels.portable.attention_list` makes where queries are packed.
     rows_q, rows_k
@@ -333,6 +342,10 @@ def attend(
     item_empty = make_barriers(ITEMS, CONSUMERS)
     order = make_barriers(CONSUMERS, 1)
     slots = make_slots()
+    if TRACE:
+        places = make_slots()  # an item's slot is full
+    else:
+        places: gl.constexpr = None
     arriving = Arriving(
         signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
     )  # fmt: skip
@@ -343,14 +356,14 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
             )),
             (load_loop, (
                 q_map, k_map, v_map, q_parts, k_parts, v_stages,
@@ -360,7 +373,7 @@ def attend(
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
                 arriving,
                 CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
-                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -370,21 +383,21 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
             )),
             (math_loop, (
                 2, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
             )),
             (load_loop, (
                 q_map, k_map, v_map, q_parts, k_parts, v_stages,
@@ -394,6 +407,6 @@ def attend(
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
                 arriving,
                 CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
-                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
             )),
         ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

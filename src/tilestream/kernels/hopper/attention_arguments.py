@@ -52,9 +52,9 @@ class HopperAttentionArguments:
         How the kernel is compiled.
     """
 
-    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         p = plan.problem
-        self.plan = plan
+        self.plan, self._trace = plan, trace
         #: What a share gives is float32, and lies elsewhere.
         self.layout = share_layout(p, layout) if plan.shares > 1 else layout
         self._consumers = plan.block[0] // ROWS
@@ -85,7 +85,7 @@ class HopperAttentionArguments:
         ----------
         operands
             The maps of q, k, v and out; then lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of,
-            counters, base, reset, scale, inner: values, or whatever stands in for them.
+            counters, log, base, reset, scale, inner: values, or whatever stands in for them.
         """
         *given, scale, inner = operands
         keys = self.plan.problem.keys
@@ -133,6 +133,7 @@ class HopperAttentionArguments:
             "ORDERED": plan.variant == "turns",
             "KEYS": chunk_kind(p),
             "CHAINED": self._chained,
+            "TRACE": self._trace,
             "MATH_REGISTERS": math_registers,
             "LOAD_REGISTERS": load_registers,
         }

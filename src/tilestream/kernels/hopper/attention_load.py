@@ -29,11 +29,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tilestream.kernels.hopper.compat import boxes, device, tma_load
 from tilestream.kernels.hopper.gate import Watch, fenced
 from tilestream.kernels.hopper.ring import ITEMS, put, step
-from tilestream.kernels.portable.attention_gate import leave_keys, look_at_keys, pass_keys
+from tilestream.kernels.portable.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
 from tilestream.kernels.portable.attention_list import place_of, rows_of
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.gate import is_over
 from tilestream.kernels.portable.schedule import LINE, cdiv, enter, leave, longest_first, take
+from tilestream.kernels.portable.spans import begin_span, chunk_span, ready_span
 from tilestream.schedule import attention
 
 diagonal = device(attention.diagonal)
@@ -180,7 +181,7 @@ def load_loop(
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
     RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    KEYS: gl.constexpr, CHAINED: gl.constexpr,
+    KEYS: gl.constexpr, CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their queries, keys and values.
 
@@ -230,6 +231,12 @@ def load_loop(
             queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
             POSITIONS, BLOCK, SPLIT, TOP_LEFT, LEFT, RIGHT,
         )  # fmt: skip
+        if TRACE:
+            tile = pm * num_n + pn
+            if found != 0:
+                begin_span(log, tile, worker)
+                if KEYS == "none":
+                    ready_span(log, tile)
         if KEYS != "none":
             if over == 0:
                 over = is_over(watch.abort, base).to(tl.int32)
@@ -259,6 +266,8 @@ def load_loop(
         put(slots, slot, 14, stride_lh, 1)
         if KEYS != "none":
             put(slots, slot, VOID, over, 1)
+        if TRACE:
+            put(places, slot, 0, tile, 1)
         mbarrier.arrive(item_full.index(slot))
         own_slot = slot
         slot, slot_phase = step(slot, slot_phase, ITEMS)
@@ -296,6 +305,12 @@ def load_loop(
                         )  # fmt: skip
                         over = fenced(over)
                         put(slots, own_slot, VOID, over, 1)
+                    if TRACE:
+                        if (j == begin) & (j < end):
+                            ready_span(log, tile)
+                            chunk_span(log, tile, chunk_at(
+                                last_row - 1, arriving.rows_per_chunk, arriving.bounds, arriving.chunks, KEYS
+                            ))  # fmt: skip
                 else:
                     first_key = (end - 1 - (j - begin)) * BLOCK
                     behind = first_key + BLOCK

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.kernels.portable.attention_gate import leave_keys, look_at_keys, pass_keys
+from tilestream.kernels.portable.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
 from tilestream.kernels.portable.attention_list import place_of, rows_of
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.epilogue import power_of_2, sigmoid
@@ -34,6 +34,7 @@ from tilestream.kernels.portable.gate import is_over
 from tilestream.kernels.portable.gemm import to_tf32
 from tilestream.kernels.portable.jit import device
 from tilestream.kernels.portable.schedule import LINE, cdiv, enter, leave, longest_first, take
+from tilestream.kernels.portable.spans import begin_span, chunk_span, end_span, ready_span
 from tilestream.schedule import attention as rules
 
 diagonal = device(rules.diagonal)
@@ -223,7 +224,7 @@ def add_stretch(
 @triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attention(
     q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, starts,
-    order, counters, signals, quarantine, bounds, records, claims,
+    order, counters, log, signals, quarantine, bounds, records, claims,
     base: tl.int64, reset, epoch, key, allowed: tl.int64, op, chunks, rows_per_chunk,
     batch, seqlen_q, seqlen_k, tokens_q, tokens_k, pages, packs, ratio, left, right, top_left, scale, cap,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -235,7 +236,7 @@ def attention(
     WIDE: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr,
     VARLEN: tl.constexpr, PACKED_K: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, POSITIVE: tl.constexpr,
-    PRECISION: tl.constexpr, CONVERT: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, CONVERT: tl.constexpr, KEYS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, a resident program a worker: `tilestream.plan.attention` says all.
 
@@ -247,6 +248,8 @@ def attention(
         Of a packed call: see `attention_list`.
     counters, base, reset
         See `tilestream.kernels.portable.schedule`.
+    log
+        A record an item, where ``TRACE``: see `tilestream.kernels.portable.spans`.
     signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, records, claims, allowed, op
         How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.portable.attention_gate`.
     seqlen_q, seqlen_k, tokens_q, tokens_k, pages
@@ -322,6 +325,11 @@ def attention(
         real = sequence < batch
         keys = tl.where(real, keys, 0)
         if found != 0:
+            if TRACE:
+                tile = pm * num_n + pn
+                begin_span(log, tile, worker)
+                if not GATED:
+                    ready_span(log, tile)
             head = pack * PACK
             head_kv = head // ratio
             ahead, behind = diagonal(queries, keys)
@@ -392,6 +400,8 @@ def attention(
                     offset = first_key
                 if over == 0:
                     over = is_over(abort, base).to(tl.int32)
+                if TRACE:
+                    begin_at = begin
                 while (begin < end) & (over == 0):
                     over, ready, seen_low, seen_high = pass_keys(
                         offset + tl.maximum(begin * BLOCK_N, low), offset + tl.minimum(begin * BLOCK_N + BLOCK_N, high),
@@ -399,6 +409,13 @@ def attention(
                         abort, base, clock, begun, allowed, records, claims, op, worker,
                         pm * num_n + pn, pm, pn, KEYS,
                     )  # fmt: skip
+                    if TRACE:
+                        if begin == begin_at:
+                            ready_span(log, tile)
+                            chunk_span(log, tile, chunk_at(
+                                offset + tl.minimum(begin * BLOCK_N + BLOCK_N, high) - 1,
+                                rows_per_chunk, bounds, chunks, KEYS,
+                            ))  # fmt: skip
                     ready = tl.minimum(ready - offset, high)
                     until = tl.where(over != 0, begin, tl.where(ready == high, end, ready // BLOCK_N))
                     acc, total, top = add_stretch(
@@ -443,6 +460,9 @@ def attention(
                 if not VARLEN:
                     lse_at += at_batch * stride_lb
                 tl.store(lse_at + offset_of(row, stride_ls, stride_lh, PACK, 1, WIDE), logs, mask=position < queries)
+            if TRACE:
+                tl.debug_barrier()  # all threads' stores
+                end_span(log, tile, 0, over == 0)
     if GATED:
         leave_keys(
             counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begun, allowed,

@@ -84,7 +84,7 @@ NO_KEY_GATE = KeyGate()
 class AttentionArguments:
     """The kernels' arguments for one plan and one layout, but for addresses and what changes from call to call."""
 
-    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         problem, schedule = plan.problem, plan.schedule
         chunks = (
             (0, 1) if problem.keys is None else (problem.keys.chunks.count, problem.keys.chunks.rows_per_chunk or 1)
@@ -100,7 +100,7 @@ class AttentionArguments:
             *(layout.scale_q or (0, 0)), *(layout.scale_k or (0, 0)), *(layout.scale_v or (0, 0)),
             schedule.grid.num_m, schedule.grid.num_n, schedule.grid.tiles, schedule.queues, plan.group,
         )  # fmt: skip
-        self._constants = tuple(constants(plan, layout).values())
+        self._constants = tuple(constants(plan, layout, trace).values())
         self._cap = problem.softcap
         #: How the kernel is compiled.
         self.options = {"num_warps": plan.warps, "num_stages": plan.stages, **registers(plan.device.arch, plan.warps)}
@@ -111,8 +111,8 @@ class AttentionArguments:
         Parameters
         ----------
         operands
-            q, k, v, out, lse, sinks, the scales, the four lists of lengths and pages, starts, order, counters (tensors,
-            addresses, or whatever stands in for them), base, reset, scale.
+            q, k, v, out, lse, sinks, the scales, the four lists of lengths and pages, starts, order, counters, log
+            (tensors, addresses, or whatever stands in for them), base, reset, scale.
         """
         *tensors, base, reset, scale = operands
         return (
@@ -121,7 +121,7 @@ class AttentionArguments:
         )  # fmt: skip
 
 
-def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
+def constants(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> dict[str, Any]:
     """The kernel's compile-time arguments, in its order."""
     problem, schedule = plan.problem, plan.schedule
     block_m, block_n = plan.block
@@ -152,6 +152,7 @@ def constants(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, Any]:
         "PRECISION": "tf32" if problem.dtype == "float32" and problem.tf32 else "ieee",
         "CONVERT": problem.dtype == "float8_e4m3fn" and not has_fp8_units(plan.device.arch),
         "KEYS": chunk_kind(problem),
+        "TRACE": trace,
     }
 
 

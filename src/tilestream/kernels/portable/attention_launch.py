@@ -21,11 +21,13 @@ from tilestream.kernels.portable.attention_list import PLACED, list_sequences
 from tilestream.kernels.portable.attention_merge import merge_shares
 from tilestream.kernels.portable.jit import INTERPRETED
 from tilestream.kernels.portable.launch import direct
+from tilestream.kernels.spans import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
 from tilestream.runtime.record import op_number
 from tilestream.schedule.integers import cdiv
+from tilestream.schedule.schedule import Schedule
 
 #: Shares that a program which joins them reads at a time, and its warps.
 TOGETHER, MERGE_WARPS = 16, 4
@@ -116,10 +118,11 @@ class MergeLaunch:
 
     def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
         """Issue it on ``stream``, behind the launch that fills ``shares``."""
+        self.load(shares, x)
         filled = self._filled(shares, x)
         if self._compiled is not None:
             self._compiled(stream, tuple(map(address, filled)))
-        else:
+        else:  # in the interpreter
             merge_shares[self._grid](*filled, num_warps=MERGE_WARPS)
 
     def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> tuple[Any, ...]:
@@ -146,7 +149,38 @@ class KeyGateLaunch:
         )  # fmt: skip
 
 
-class AttentionLaunch:
+class TracedLaunch:
+    """What the attention launches that may be traced have in common: words, and a call."""
+
+    plan: AttentionPlan
+    _schedule: Schedule | None
+    _list: ListLaunch
+    #: Elements of scratch that a launch asks for.
+    _floats = 0
+
+    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None, log: SpanLog | None = None) -> None:
+        """Issue the launch on the current stream of the current device, which is the operands'.
+
+        Parameters
+        ----------
+        incoming
+            How keys arrive, if and only if the plan is for such.
+        log
+            Room for a trace: another kernel is launched then.
+        """
+
+        def issue(stream: int, words: Words) -> None:
+            self._issue(stream, operands, words, incoming, log)
+
+        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed, self._floats)
+
+    def _issue(
+        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
+    ) -> None:
+        raise NotImplementedError
+
+
+class AttentionLaunch(TracedLaunch):
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
 
     Holds no operand: a call is given all of them.
@@ -154,36 +188,31 @@ class AttentionLaunch:
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
         self.plan = plan
-        self._arguments = AttentionArguments(plan, layout)
+        self._made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
         self._grid = (plan.schedule.workers, 1, 1)
         self._gate = KeyGateLaunch(plan)
         self._list = ListLaunch(plan)
         wordless = plan.schedule.kind == "static" and plan.problem.keys is None and not plan.problem.varlen
         self._schedule = None if wordless else plan.schedule
-        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+        self._compiled: dict[bool, Callable[[int, tuple[Any, ...]], None]] = {}
 
-    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None) -> None:
-        """Issue the launch on the current stream of the current device, which is the operands'."""
-
-        def issue(stream: int, words: Words) -> None:
-            self._issue(stream, operands, words, incoming)
-
-        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed)
-
-    def _issue(self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None) -> None:
+    def _issue(
+        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
+    ) -> None:
+        made = self._made[log is not None]
         starts, order = self._list(stream, x, words)
         gate = self._gate(x.q.device, incoming)
         operands = (
             x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
-            x.block_table, x.seqlens_k, starts, order, words.counters,
+            x.block_table, x.seqlens_k, starts, order, words.counters, None if log is None else log.words,
         )  # fmt: skip
-        if self._compiled is not None:
+        compiled = self._compiled.get(log is not None)
+        if compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             gate = gate if gate is NO_KEY_GATE else KeyGate(*map(address, gate))
-            self._compiled(
-                stream, self._arguments.fill(*map(address, operands), words.base, words.reset, x.scale, gate=gate)
-            )
+            compiled(stream, made.fill(*map(address, operands), words.base, words.reset, x.scale, gate=gate))
             return
-        filled = self._arguments.fill(*operands, words.base, words.reset, x.scale, gate=gate)
-        kernel = attention[self._grid](*filled, **self._arguments.options)
-        self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+        filled = made.fill(*operands, words.base, words.reset, x.scale, gate=gate)
+        kernel = attention[self._grid](*filled, **made.options)
+        if not INTERPRETED:
+            self._compiled[log is not None] = direct(kernel, self._grid)

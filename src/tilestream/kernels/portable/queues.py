@@ -1,11 +1,20 @@
-"""A look at many queues at once: where each worker has a queue of its own, one after the other would take too long."""
+"""A look at many queues at once: where each worker has a queue of its own, one after the other would take too long.
+
+What a block decides by must be one word that all its threads read: counters move, and warps that have each read them
+for themselves would go different ways. On NVIDIA's GPUs `AT_ONCE` counters are two warps', so the best of them goes
+through shared memory. A wave of AMD's has 64 lanes: each wave would read all counters and keep its own answer, by loads
+that may be served from a cache at that (Triton drops ``volatile`` there). So AMD's GPUs, which have few queues, look at
+one counter after the other, by atomics, whose answer Triton hands on through shared memory.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
-from tilestream.kernels.portable.schedule import LINE, PEEKED, RECORD, left, queue_size, rank, ranked
+from tilestream.kernels.portable.jit import INTERPRETED
+from tilestream.kernels.portable.schedule import LINE, PEEKED, RECORD, left, look, queue_size, rank, ranked
 
 #: Counters that are read at once: in a warp that loads, more of them spill what it keeps.
 AT_ONCE: tl.constexpr = tl.constexpr(64)
@@ -56,7 +65,7 @@ def look_by_lanes(
 
 
 @triton.jit
-def look_at_many(
+def _look_at_once(
     counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
     SPLIT: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
@@ -65,3 +74,23 @@ def look_at_many(
         tl.arange(0, AT_ONCE), counters, base, worker, home, queues, batch, num_m, num_n, tickets,
         probe, capacity, noted, SPLIT, PROBE,
     )  # fmt: skip
+
+
+@triton.jit
+def _look_on_device(
+    counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
+    SPLIT: tl.constexpr, PROBE: tl.constexpr,
+):  # fmt: skip
+    """At once where all threads are then told one answer, and with a probe the one that is written down."""
+    if is_cuda() and not PROBE:
+        best, noted = _look_at_once(
+            counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
+        )
+    else:
+        best, noted = look(
+            counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
+        )
+    return best, noted
+
+
+look_at_many = _look_at_once if INTERPRETED else _look_on_device

@@ -16,7 +16,7 @@ from tilestream.kernels.portable.clock import now
 from tilestream.kernels.portable.jit import INTERPRETED
 
 #: Words of a record, of 64 bits.
-WORDS: tl.constexpr = tl.constexpr(8)
+WORDS: tl.constexpr = tl.constexpr(9)
 #: How often the item was taken; by which worker; on which SM, -1 where that is not to be known.
 TIMES: tl.constexpr = tl.constexpr(0)
 WORKER: tl.constexpr = tl.constexpr(1)
@@ -24,8 +24,13 @@ UNIT: tl.constexpr = tl.constexpr(2)
 #: When it was taken, and when its gate was passed.
 BEGIN: tl.constexpr = tl.constexpr(3)
 READY: tl.constexpr = tl.constexpr(4)
-#: For each half of a tile that is finished by itself: 2 x when its last store was issued, + 1 if the tile is complete.
+#: For each part of a tile's rows that is finished by itself, `ENDS` at most: 2 x when its last store was issued, + 1 if
+#: the tile is complete.
 END: tl.constexpr = tl.constexpr(5)
+ENDS: tl.constexpr = tl.constexpr(3)
+#: One more than the chunk it waited for, where its place in the schedule does not say which: attention's, of the first
+#: keys that it takes.
+CHUNK: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -67,6 +72,12 @@ def begin_span(log, place, worker):
 def ready_span(log, place):
     """Its gate was passed."""
     tl.store(log + place.to(tl.int64) * WORDS + READY, now())
+
+
+@triton.jit
+def chunk_span(log, place, chunk):
+    """Which chunk that was."""
+    tl.store(log + place.to(tl.int64) * WORDS + CHUNK, chunk.to(tl.int64) + 1)
 
 
 @triton.jit

@@ -1,0 +1,192 @@
+"""One launch of the Hopper attention under Triton's concurrency sanitizer, in the frame of `consan_program`.
+
+``python consan_attention.py VARIANT [BUG]``. The smallest tile there is: two consumers of 64 rows, 32 keys a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from consan_program import DEADLOCK, PENDING, READS, WRITES, Bug, Sanitized, descriptor, launch, main
+
+BLOCK, STAGES = 32, 1
+
+
+class AttentionCase(NamedTuple):
+    """A call of `attention_maths`, and what is asked of its plan."""
+
+    queries: int
+    keys: tuple[int, ...]
+    features: str = "full"
+    how: str = "dense"
+    variant: str = "apart"
+    shares: int = 1
+
+    def call(self, device: str) -> Any:
+        """Its numbers."""
+        import torch
+
+        from attention_maths import Case, call_of
+
+        return call_of(
+            Case((self.queries,), self.keys, (2, 2), (64, 64), self.features, self.how, 8, dtype=torch.bfloat16), device
+        )
+
+    def plan(self, device: Any) -> Any:
+        """One worker, a few items, several blocks of keys each."""
+        from attention_maths import FEATURES
+        from tilestream.plan import hopper_attention
+        from tilestream.plan.attention import AttentionProblem
+        from tilestream.plan.attention_plan import of_candidate
+
+        paged = {"page_size": 8, "pages": sum(-(-n // 8) for n in self.keys) + 3, "lengths": True}
+        keys = (-(-max(self.keys) // 8) + 1) * 8 if self.how == "paged" else max(self.keys)
+        problem = AttentionProblem(
+            len(self.keys), 2, 2, self.queries, keys, 64, return_lse=True, **FEATURES[self.features],
+            **(paged if self.how == "paged" else {}),
+        )  # fmt: skip
+        made = hopper_attention.candidates(
+            problem, device, 1, kind="static", variant=self.variant, splits=self.shares
+        )  # fmt: skip
+        found = next(one for one in made if one.block[0] == 2 * hopper_attention.ROWS)
+        room = hopper_attention.shared_bytes(problem, 2, BLOCK, STAGES, 1, self.shares)
+        device = replace(device, shared=room)  # so that there are queries of one item
+        return of_candidate(
+            problem, device, "hopper", replace(found, block=(found.block[0], BLOCK), stages=STAGES), "a test's", ()
+        )
+
+
+#: More items than the item ring has slots and than there are queries of, more blocks than stages.
+CASES = {
+    "attention": AttentionCase(200, (200,)),
+    "attention in turns": AttentionCase(130, (200,), "causal", variant="turns"),
+    "attention, pages of 8": AttentionCase(130, (150, 77), how="paged"),
+    "attention in shares": AttentionCase(100, (300,), shares=2),
+}
+
+_SCORES = "    scores = warpgroup_mma_wait(1, (scores,))\n"
+_GIVEN_BACK = "    mbarrier.arrive(k_empty.index(next_stage))\n"
+_PRODUCT = "    o, p = warpgroup_mma_wait(0, (product, p))\n"
+_V_GIVEN_BACK = "    mbarrier.arrive(v_empty.index(stage))\n"
+BUGS = {
+    # The multiplication that has just been started still reads what is given back.
+    "K's stage is given back too early": Bug(
+        "attention", ((_SCORES + _GIVEN_BACK, _GIVEN_BACK + _SCORES),), (READS, PENDING)
+    ),
+    "V's stage is given back too early": Bug(
+        "attention",
+        ((_PRODUCT + _V_GIVEN_BACK, _PRODUCT), (_SCORES, _V_GIVEN_BACK + _SCORES)),
+        (READS, PENDING),
+    ),
+    "no wait for K": Bug("attention", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES,)),
+    "V is read behind K's barrier": Bug(
+        "attention",
+        (("    mbarrier.wait(v_full.index(stage), phase)\n    product", "    product"),),
+        (WRITES,),
+    ),
+    "no wait for an empty stage of V": Bug(
+        "attention_load",
+        (("                    mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)\n", ""),),
+        (READS, WRITES, PENDING),
+    ),
+    "Q is loaded over the item before": Bug(
+        "attention_load",
+        (("                mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)\n", ""),),
+        (READS, WRITES, PENDING),
+    ),
+    "no wait for the store before": Bug("attention", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
+    "turns are not handed on": Bug(
+        "attention",
+        (("    if ORDERED:\n        mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))\n", ""),),
+        (DEADLOCK,),
+    ),
+}
+#: The variant that a bug is seeded into.
+SEEDED = [("attention in turns" if "turns" in bug else "attention", bug) for bug in BUGS]
+
+
+class Prepared(NamedTuple):
+    """A launch that is not issued yet.
+
+    Attributes
+    ----------
+    arguments, filled
+        The plan's part of the kernel's arguments, and all of them.
+    check
+        Raises if the answer is wrong.
+    """
+
+    arguments: Any
+    filled: tuple[Any, ...]
+    check: Callable[[], None]
+
+
+def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
+    """A launch of a case, by a plan for a device of such properties; outputs are NaN."""
+    import torch
+
+    import tilestream as ts
+    from tilestream.kernels.attention import Operands
+    from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
+    from tilestream.ops.attention_gpu import layout_of
+
+    call, plan = case.call(device), case.plan(properties)
+    x, scale = call.tensors, 64**-0.5
+    batch, rows, heads, columns = x["q"].shape
+
+    def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((plan.shares, batch, *shape), float("nan"), dtype=dtype, device=device)
+
+    if plan.shares > 1:  # as the launch that joins them has it
+        out, lse = nan(rows, heads, columns), nan(rows, heads).transpose(2, 3)
+    else:
+        out, lse = nan(rows, heads, columns, dtype=torch.bfloat16), nan(heads, rows)
+    table, lengths = x.get("block_table"), x.get("seqlens_k")
+    layout = layout_of(Operands(x["q"], x["k"], x["v"], out[0], scale, lse[0], block_table=table, seqlens_k=lengths))
+    arguments = HopperAttentionArguments(plan, layout)
+    maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
+    slots = torch.zeros(64, dtype=torch.int32, device=device)
+    given = (lse, None, None, None, lengths, table, slots, None, None, None)
+    filled = arguments.fill((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
+
+    def check() -> None:
+        answer, logs = out[0], lse[0]
+        if plan.shares > 1:
+            answer, logs = ts.merge_attention(out[0], lse[0], out[1], lse[1])
+        call.check(answer.to(torch.bfloat16), logs)
+
+    return Prepared(arguments, filled, check)
+
+
+#: The item ring's words, 16 a slot, would be most of the sanitizer's buffers, and a kernel whose assembler wants more
+#: than 12 GB. They lie in global memory instead, where nothing is watched; the barriers between them are as they were.
+#: That ring, in shared memory, goes through the sanitizer with the GEMM.
+_SLOTS = {
+    "ring": (
+        ("    slots.index(slot * FIELDS + field).store(gl.full([1], value, gl.int32, layout))\n",
+         "    gl.store(slots + slot * FIELDS + field, value)\n"),
+        ("    return gl.max(slots.index(slot * FIELDS + field).load(layout), 0)\n",
+         "    return gl.load(slots + slot * FIELDS + field, volatile=True)\n"),
+    ),
+    "attention": (("    slots = make_slots()\n", "    slots = starts\n"),),
+}  # fmt: skip
+
+
+def run(kernel: Any, case: AttentionCase) -> None:
+    """A launch, whose answer is checked."""
+    from tilestream.runtime.properties import cuda_properties
+
+    ready = prepared(case, "cuda", cuda_properties())
+    launch(kernel, ready.filled, (1, 1, 1), ready.arguments.options)
+    try:
+        ready.check()
+    except AssertionError as error:
+        raise SystemExit(f"a wrong answer: {error}") from error
+
+
+ATTENTION = Sanitized(("ring", "attention_load", "attention"), "attend", CASES, BUGS, run, _SLOTS)
+
+if __name__ == "__main__":
+    main(ATTENTION)

@@ -1,0 +1,91 @@
+"""Which kernels nobody gets who does not ask: one rule for matmul and attention, and its switch. No torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilestream.plan import Problem, plan_problem, unrun
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.known import named
+
+MATMUL = Problem(8192, 8192, 8192, dtype="bfloat16")
+ATTENTION = AttentionProblem(4, 16, 16, 4096, 4096, 128)
+ASKS = {"matmul": (plan_problem, MATMUL), "attention": (plan_attention, ATTENTION)}
+each = pytest.mark.parametrize("op", ASKS)
+on_amd = pytest.mark.parametrize("name", ["mi300x", "mi325x", "mi350x", "mi355x"])
+
+
+def plan(op: str, name: str, **how):
+    function, problem = ASKS[op]
+    return function(problem, device=named(name), **how)
+
+
+def forget() -> None:
+    unrun._of_environment.cache_clear()
+    plan_problem.cache_clear()
+    plan_attention.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_set_it(monkeypatch):
+    monkeypatch.delenv(unrun.ENVIRONMENT, raising=False)
+    forget()
+    yield
+    forget()
+
+
+@each
+@on_amd
+def test_nobody_gets_it_who_does_not_ask(op, name):
+    made = plan(op, name)
+    assert made.backend == "portable"
+    assert [r.why for r in made.refused if r.what == "cdna"] == [unrun.UNASKED]
+    assert f"cdna: {unrun.UNASKED}" in made.explain()
+    assert plan(op, name, backend="cdna").backend == "cdna"
+
+
+@each
+@on_amd
+def test_the_switch_is_for_all_calls(op, name, monkeypatch):
+    monkeypatch.setenv(unrun.ENVIRONMENT, "1")
+    forget()
+    made = plan(op, name)
+    assert made.backend == "cdna"
+    assert "compiled and checked, not run" in made.explain()
+    assert plan(op, name, backend="portable").backend == "portable"
+
+
+@each
+def test_with_the_switch_what_it_does_not_do_goes_to_the_portable_kernel(op, monkeypatch):
+    monkeypatch.setenv(unrun.ENVIRONMENT, "1")
+    forget()
+    function, problem = ASKS[op]
+    made = function(type(problem)(**{**vars(problem), "dtype": "float32"}), device=named("mi300x"))
+    assert made.backend == "portable"
+    (why,) = [r.why for r in made.refused if r.what == "cdna"]
+    assert why.startswith("it multiplies")
+
+
+@each
+def test_other_gpus_are_not_asked(op, monkeypatch):
+    monkeypatch.setenv(unrun.ENVIRONMENT, "1")
+    forget()
+    assert plan(op, "h100").backend == "hopper"
+
+
+@each
+@pytest.mark.parametrize("text", ["", "0"])
+def test_zero_and_nothing_are_no(op, text, monkeypatch):
+    monkeypatch.setenv(unrun.ENVIRONMENT, text)
+    forget()
+    assert plan(op, "mi355x").backend == "portable"
+
+
+@each
+@pytest.mark.parametrize("text", ["yes", "cdna", "2", " 1"])
+def test_a_switch_is_zero_or_one(op, text, monkeypatch):
+    monkeypatch.setenv(unrun.ENVIRONMENT, text)
+    forget()
+    with pytest.raises(ValueError, match=f"TILESTREAM_CDNA='{text}': it is 1 where the CDNA kernels"):
+        plan(op, "mi300x")
