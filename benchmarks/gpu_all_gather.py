@@ -1,6 +1,6 @@
 """All-gather + matmul and matmul + reduce-scatter across GPUs, beside NCCL + torch.mm and torch's own fused ops.
 
-    PYTHONPATH=src python benchmarks/gpu_all_gather.py [--op gather|scatter|both] [--rounds 15] [--into FOLDER]
+    PYTHONPATH=src python benchmarks/gpu_all_gather.py [--op gather|scatter|both] [--rounds 15] [--lanes] [--into .]
 
 One process a GPU, as many as there are. bf16, B as a Linear has it (``[N, K]``, transposed). What is timed is the
 stream, by events, handshakes included. Before each call, not in its time: L2 is flushed, the GPUs meet on their streams
@@ -9,9 +9,10 @@ Functions take turns, in another order each round; of each the median over round
 Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
 what issuing a call costs the host, beside the GPU's time.
 
-Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard; of gathers beside that,
-whatever the bytes of a shard say, ``at once 1 2 4``: a lane to each peer, and ``in a row 1 2 4``: one peer after the
-other (`tilestream.distributed.copy_engines.IN_A_ROW` is where ``fused`` goes from one to the other). Alone: the matmul
+Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard. ``--lanes``: of gathers
+beside that, whatever the bytes of a shard say, each form of `tilestream.distributed.protocol.lanes`: ``each 1 2 4``, a
+lane to each peer; ``one 1 2 4``, one peer after the other; ``apart 1 2 4``, that, the signals on a lane of their own
+(`tilestream.distributed.copy_engines.ONE_LANE` is where ``fused`` goes from ``each`` to ``one``). Alone: the matmul
 (torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
 call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
 transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
@@ -27,7 +28,7 @@ import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from ranks import MeetingClock, on_each_gpu, slowest
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.protocol import Lanes
 from tilestream.distributed.shards import Shards
 from tilestream.ops.publish import Publication, matmul_published
 
@@ -123,12 +125,12 @@ def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict
 
 
 def on_trial(
-    fused: bool, chunks: int, function: Callable[[], torch.Tensor], in_a_row: bool | None = None
+    fused: bool, chunks: int, function: Callable[[], torch.Tensor], lanes: Lanes | None = None
 ) -> Callable[[], torch.Tensor]:
     """``function``, with what the table would decide decided otherwise."""
 
     def call() -> torch.Tensor:
-        with trial(fused, chunks, in_a_row):
+        with trial(fused, chunks, lanes):
             return function()
 
     return call
@@ -152,7 +154,7 @@ def gated(full: torch.Tensor, w: torch.Tensor, shards: Shards, rank: int) -> Cal
     return call
 
 
-def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
+def gather_row(m: int, n: int, k: int, world: int, rank: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One shape of all-gather + matmul."""
     import torch.distributed._symmetric_memory as symmetric
 
@@ -183,8 +185,7 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
         "torch native": lambda: symmetric._fused_all_gather_matmul_native(a, w, name)[1],
         "ours": ours,
         **{f"fused {c}": on_trial(True, c, ours) for c in counts},
-        **{f"at once {c}": on_trial(True, c, ours, in_a_row=False) for c in counts},
-        **{f"in a row {c}": on_trial(True, c, ours, in_a_row=True) for c in counts},
+        **{f"{x} {c}": on_trial(True, c, ours, x) for x in get_args(Lanes) for c in counts if arguments.lanes},
     }
     alone: Forms = {
         "mm": lambda: torch.mm(full, w),
@@ -196,7 +197,7 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
     }
     plan = tsd.plan_all_gather_matmul(a, w)
     shape = {"op": "all_gather_matmul", "m": m, "n": n, "k": k, "rows": m // world, "width": k}
-    return measured(shape, forms, alone, exact, plan, rounds)
+    return measured(shape, forms, alone, exact, plan, arguments.rounds)
 
 
 def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, rows: int) -> Callable[[], Any]:
@@ -207,7 +208,7 @@ def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, r
     return lambda: matmul_published(a, w, out, publication, next(epochs), rows, pivot)
 
 
-def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
+def scatter_row(m: int, n: int, k: int, world: int, rank: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One shape of matmul + reduce-scatter."""
     torch.manual_seed(rank)
     a = torch.randn(m, k, device="cuda").to(BF16)
@@ -247,7 +248,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
     }
     plan = tsd.plan_matmul_reduce_scatter(a, w)
     shape = {"op": "matmul_reduce_scatter", "m": m, "n": n, "k": k, "rows": m // world, "width": n}
-    return measured(shape, forms, alone, exact, plan, rounds)
+    return measured(shape, forms, alone, exact, plan, arguments.rounds)
 
 
 def measured(
@@ -292,7 +293,7 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     work = [(gather_row, shape) for shape in gathers(world) if arguments.op != "scatter"]
     work += [(scatter_row, shape) for shape in scatters(world) if arguments.op != "gather"]
     for make_row, (m, n, k) in work[: arguments.shapes]:
-        row = make_row(m, n, k, world, rank, arguments.rounds)
+        row = make_row(m, n, k, world, rank, arguments)
         torch.cuda.empty_cache()
         if record is not None:
             record.rows.append(row)
@@ -306,6 +307,7 @@ def main() -> None:
     parser.add_argument("--op", choices=["gather", "scatter", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", type=int, default=1000, help="at most so many")
+    parser.add_argument("--lanes", action="store_true", help="gathers by each form of lanes, too")
     parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
     arguments = parser.parse_args()
     on_each_gpu(rank_main, arguments)

@@ -60,7 +60,7 @@ class Gathering:
         return torch.full((shards.batches, shards.rows, shards.width), 100.0 * rank + call)
 
     def call(
-        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, in_a_row=False, fails=False,
+        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, lanes="each", fails=False,
         scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The next call: a kernel that hands in what is gathered, or None where it has expired."""
@@ -92,7 +92,7 @@ class Gathering:
         tensor = self.tensor
         calling.give(lambda: tensor.copy_(value))
         with self.cuda.on(calling), self.here():
-            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, in_a_row)
+            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, lanes)
 
     def look(self) -> None:
         with self.here():

@@ -24,7 +24,8 @@ SHARDS = {
     2: (Shards(1, 2, 3, 2), Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)),
     3: (Shards(1, 3, 3, 2, parts=2), Shards(1, 3, 2, 2), Shards(2, 3, 3, 1)),
 }
-HOW = st.fixed_dictionaries({"strided": st.booleans(), "in_a_row": st.booleans()})
+LANES = ("each", "one", "apart")
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "lanes": st.sampled_from(LANES)})
 
 
 @given(data=st.data(), size=st.sampled_from((2, 3)))
@@ -112,28 +113,24 @@ def test_one_set_of_signals_for_all_slots_would_be_mistaken():
     assert word(1) == 2
 
 
-@pytest.mark.parametrize("in_a_row", [False, True])
-def test_what_is_issued_is_the_text(in_a_row):
+# The wait for the call's place on its stream; then for each chunk its copy and its signal, or what goes between them.
+@pytest.mark.parametrize(("lanes", "count"), [("each", [1 + 4, 1 + 4]), ("one", [1 + 8, 0]), ("apart", [1 + 4, 4 + 4])])
+def test_what_is_issued_is_the_text(lanes, count):
     shards = Shards(1, 3, 4, 1, parts=2)
     with world(3) as (_, ranks):
         first = ranks[0]
-        first.call(shards, in_a_row=in_a_row)
+        first.call(shards, lanes=lanes)
         signals = [
             ctypes.c_int32.from_address(first.gatherer.memory.signal(peer, 1, c)) for peer in (2, 1) for c in (0, 1)
         ]
         for lane in first.lanes:
             lane.run()
         assert [word.value for word in signals] == [0] * 4, "nothing before the call's place on its stream"
-        # The wait for that; a copy of each chunk, and a signal, of one peer, or of both.
-        issued = [lane.issued for lane in first.lanes]
-        assert issued == ([1 + 4, 4 + 4] if in_a_row else [1 + 4, 1 + 4])
+        assert [lane.issued for lane in first.lanes] == count
         first.calling.run(1)  # the caller's write
         first.lanes[0].run(2)
         assert [word.value for word in signals] == [0] * 4, "not before its copy"
-        if in_a_row:
-            first.lanes[1].run()
-        else:
-            first.lanes[0].run(1)
+        first.lanes[lanes == "apart"].run(2 if lanes == "apart" else 1)
         assert [word.value for word in signals] == [1, 0, 0, 0], "the rank before it is the first to come to its rows"
         assert ranks[2].gatherer.memory.slot(2, 1).view(torch.float32)[:2].tolist() == [1.0, 1.0]
         for lane in first.lanes:
@@ -156,12 +153,12 @@ def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_piec
             assert first.lanes[0].query() == (not strided), "behind the first call's kernel"
 
 
-def test_large_shards_go_in_a_row(monkeypatch):
-    shards = Shards(1, 2, 3, 2)
-    for least, lanes in ((24, 2), (25, 1)):
-        with world(2) as (_, (first, _)):
-            monkeypatch.setattr(copy_engines, "IN_A_ROW", least)
-            first.call(shards, in_a_row=None)
+def test_large_shards_go_by_one_lane(monkeypatch):
+    shards = Shards(1, 3, 3, 2)
+    for least, lanes in ((24, 1), (25, 2)):
+        with world(3) as (_, (first, *_)):
+            monkeypatch.setattr(copy_engines, "ONE_LANE", least)
+            first.call(shards, lanes=None)
             assert sum(lane.issued > 0 for lane in first.lanes) == lanes
 
 

@@ -88,9 +88,9 @@ def test_a_trial_overrules_the_table_and_no_caller():
         assert (decide(case).fused, decide(case).chunks) == (True, 4)
         assert not decide(case, "unfused").fused
         assert decide(gather(2, 8, 8, 2)).chunks == 1, "no more chunks than rows"
-        assert decide(case).in_a_row is None
-    with dispatch.trial(True, 4, in_a_row=True):
-        assert decide(case).in_a_row
+        assert decide(case).lanes is None
+    with dispatch.trial(True, 4, lanes="apart"):
+        assert decide(case).lanes == "apart"
     assert decide(case) == before
 
 

@@ -29,16 +29,16 @@ def late_by_a_call(rank, world):
     )
 
 
-#: Of `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, lanes in a row, what else.
+#: Of `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, lanes, what else.
 SHAPES = (
-    ((96, 256), 0, "bfloat16", 1, False, ""),
-    ((130, 256), 0, "float16", 4, True, "return_a"),
-    ((3, 32, 256), 1, "bfloat16", 2, False, ""),
-    ((128, 256), 0, "float8_e4m3fn", 2, True, "scaled"),
-    ((96, 256), 0, "bfloat16", 3, True, "strided"),
+    ((96, 256), 0, "bfloat16", 1, "each", ""),
+    ((130, 256), 0, "float16", 4, "one", "return_a"),
+    ((3, 32, 256), 1, "bfloat16", 2, "apart", ""),
+    ((128, 256), 0, "float8_e4m3fn", 2, "one", "scaled"),
+    ((96, 256), 0, "bfloat16", 3, "apart", "strided"),
     ((4096, 256), 0, "bfloat16", 1, None, ""),
-    ((64, 256), 0, "float8_e4m3fn", 1, False, "scaled"),
-    ((1, 256), 0, "float16", 1, False, ""),
+    ((64, 256), 0, "float8_e4m3fn", 1, "each", "scaled"),
+    ((1, 256), 0, "float16", 1, "one", ""),
 )
 
 
@@ -63,14 +63,14 @@ def alternates(rank, world, count):
         calls.append((b, torch.ones(1, 128, device="cuda") if fp8 else None, data))
     wrong = torch.zeros((), device="cuda")
     for i in range(count):
-        _, dim, _, chunks, in_a_row, how = SHAPES[i % len(SHAPES)]
+        _, dim, _, chunks, lanes, how = SHAPES[i % len(SHAPES)]
         b, scale_b, data = calls[i % len(SHAPES)]
         mine, scale, whole, expected = data[i // len(SHAPES) % 3]
         if i % 16 == rank:
             time.sleep(0.002)
         if i % 16 == 8 + rank:
             torch.cuda._sleep(2_000_000)
-        with trial(True, chunks, in_a_row):
+        with trial(True, chunks, lanes):
             out = tsd.all_gather_matmul(
                 mine, b, gather_dim=dim, scale_a=scale, scale_b=scale_b, use_fast_accum=False,
                 return_a=how == "return_a", deadline=20,

@@ -44,9 +44,9 @@ from tilestream.runtime.streams import lend_to
 _MOST_ARRIVALS = 128
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
-#: Bytes of a shard from which on it is pushed to one peer after the other, in the order in which they come to it: then
-#: the link is what counts, and the first peer has it for itself. Of less, latencies count, and those overlap.
-IN_A_ROW = 4 << 20
+#: Bytes of a shard from which on one lane pushes it to one peer after the other, in the order in which they come to it:
+#: then the link is what counts, and the first peer has it for itself. Of less, latencies count, and those overlap.
+ONE_LANE = 4 << 20
 
 
 class _Source(NamedTuple):
@@ -100,7 +100,7 @@ class Gatherer(Turns):
 
     def issue(
         self, shards: Shards, shard: Whole, whole: torch.Tensor | None,
-        compute: Callable[[Whole, Arrival], list[torch.Tensor]], seconds: float, in_a_row: bool | None = None,
+        compute: Callable[[Whole, Arrival], list[torch.Tensor]], seconds: float, lanes: p.Lanes | None = None,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Issue a call: publish, lanes, kernels. Returns what ``compute`` does; none of it has run yet.
 
@@ -112,12 +112,12 @@ class Gatherer(Turns):
             Where what is gathered is copied to; None: nowhere. It stands in a slot, and is another call's soon after.
         seconds
             The kernels' deadline.
-        in_a_row
-            See `protocol.lanes`; None: as `IN_A_ROW` says.
+        lanes
+            See `protocol.lanes`; None: as `ONE_LANE` says.
         """
         epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
-        if in_a_row is None:
-            in_a_row = shard.data.numel() * shard.data.element_size() >= IN_A_ROW
+        if lanes is None:
+            lanes = "one" if shard.data.numel() * shard.data.element_size() >= ONE_LANE else "each"
         try:
             arrival = self.arrival(shards, epoch)
             slot = self._slot(self._rank, epoch % p.SLOTS, shards, shard)
@@ -128,7 +128,7 @@ class Gatherer(Turns):
                     x.record_stream(calling)
             self._publish(epoch, shards, shard, slot, calling)
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
-            sent = self._send(epoch, shards, shard, slot, in_a_row)
+            sent = self._send(epoch, shards, shard, slot, lanes)
         except BaseException as error:  # half a call: what the peers wait for may never come
             for lane in self._lanes:
                 calling.wait_stream(lane)
@@ -170,7 +170,7 @@ class Gatherer(Turns):
         answer(p.publish(self._rank, len(own), epoch, not shard.data.is_contiguous()), perform)
 
     def _send(
-        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, in_a_row: bool
+        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, lanes: p.Lanes
     ) -> list[torch.cuda.Event]:  # fmt: skip
         """The lanes' part. Returns an event at the end of each."""
         parts, memory = list(shards.of_rank(self._rank)), self.memory
@@ -209,7 +209,7 @@ class Gatherer(Turns):
                 p.Sent: lambda op: mark(sent.append),
             }
 
-        texts = p.lanes(self._rank, self._world, len(parts), epoch, in_a_row)
+        texts = p.lanes(self._rank, self._world, len(parts), epoch, lanes)
         for text, lane in zip(texts, self._lanes, strict=False):
             answer(text, on(lane))
         return sent
@@ -347,5 +347,5 @@ def gather_matmul(
             of_rows = None if gathered.scales is None else gathered.scales.view(shards.total, 1)
             return [product(a, of_rows, arrival, seconds) for product in products]
 
-        outs = gatherer.issue(shards, shard, whole, compute, seconds, plan.decision.in_a_row)
+        outs = gatherer.issue(shards, shard, whole, compute, seconds, plan.decision.lanes)
     return x if whole is None else whole, outs

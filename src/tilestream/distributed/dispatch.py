@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tilestream.distributed.protocol import Lanes
+
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
 Form = Literal["auto", "fused", "unfused"]
 #: What a caller may ask for as ``form=``.
@@ -81,16 +83,15 @@ class Decision:
         For people.
     measured
         Whether an entry of the table says so; else the model, or the caller.
-    in_a_row
-        Of a gather on GPUs: whether a rank pushes to one peer after the other; None: by the bytes of a shard. No other
-        rank need know.
+    lanes
+        Of a gather on GPUs: the streams that push; None: by the bytes of a shard. No other rank need know.
     """
 
     fused: bool
     chunks: int
     why: str
     measured: bool = False
-    in_a_row: bool | None = None
+    lanes: Lanes | None = None
 
     def alike(self, rows: int) -> Decision:
         """The same, in as many chunks at most, all with as many of ``rows``."""
@@ -114,10 +115,10 @@ _trial: Decision | None = None
 
 
 @contextlib.contextmanager
-def trial(fused: bool, chunks: int, in_a_row: bool | None = None) -> Iterator[None]:
+def trial(fused: bool, chunks: int, lanes: Lanes | None = None) -> Iterator[None]:
     """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say."""
     global _trial
-    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark", in_a_row=in_a_row)
+    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark", lanes=lanes)
     try:
         yield
     finally:

@@ -11,8 +11,8 @@ call has the next epoch, on every rank the same, and slot ``epoch % SLOTS`` with
       kernel: gate, load, math, ... per tile
       the lanes
 
-A lane is a stream: one for each peer, with copies and signals; or, of large shards, one for all copies and one for all
-signals, each behind its copy (`lanes`). The last wait is for the caller, who may write to his shard after the call.
+A lane is a stream: one for each peer; or, of large shards, one for all, one peer after the other. A signal is behind
+its copy in the same stream (`lanes`). The last wait is for the caller, who may write to his shard after the call.
 
 *Pushed, not pulled: the data are the handshake.* No stream waits for a peer, only the kernel does, and it has a
 deadline. A rank pushes epoch n behind its own kernel n - 1, so when it has had every peer's rows of n - 1; a peer
@@ -42,12 +42,16 @@ give up or are lost. The way back, a sum, is in `tilestream.distributed.sum_prot
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 #: Calls that may be issued while an earlier one is under way: its kernel, or of a sum its side stream.
 AHEAD = 1
 #: Slots of a rank: two as long as nobody gives up, and one for each call that may be issued before the host knows.
 SLOTS = 2 + AHEAD
+
+
+#: A rank's lanes: one to each peer; one for all peers, one after the other; or that, its signals on a lane apart.
+Lanes = Literal["each", "one", "apart"]
 
 
 class AwaitKernel(NamedTuple):
@@ -226,25 +230,24 @@ def receivers(rank: int, world: int) -> list[int]:
     return [(rank - x) % world for x in range(1, world)]
 
 
-def lanes(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool = False) -> list[Turn]:
-    """The lanes' part of a gather, one text a lane.
-
-    ``in_a_row``: one peer after the other, the signals on a lane of their own; else to all at a time.
-    """
+def lanes(rank: int, world: int, chunks: int, epoch: int, form: Lanes = "each") -> list[Turn]:
+    """The lanes' part of a gather, one text a lane."""
     to = receivers(rank, world)
-    if in_a_row and to:
+    if form == "apart" and to:
         return [copies(to, chunks, epoch), signals(to, chunks, epoch)]
-    return [push(lane, peer, chunks, epoch) for lane, peer in enumerate(to)]
+    of_lane = [to] if form == "one" and to else [[peer] for peer in to]
+    return [push(lane, some, chunks, epoch) for lane, some in enumerate(of_lane)]
 
 
-def push(lane: int, peer: int, chunks: int, epoch: int) -> Turn:
-    """A lane's part that has one peer."""
+def push(lane: int, to: list[int], chunks: int, epoch: int) -> Turn:
+    """The part of a lane that copies and signals, to one peer after the other."""
     yield AwaitPost(epoch)
     slot = epoch % SLOTS
-    for chunk in range(chunks):
-        yield Push(peer, slot, chunk, epoch)
-        yield Pushed(peer, slot, chunk, epoch)
-        yield Tell(peer, slot, chunk, epoch)
+    for peer in to:
+        for chunk in range(chunks):
+            yield Push(peer, slot, chunk, epoch)
+            yield Pushed(peer, slot, chunk, epoch)
+            yield Tell(peer, slot, chunk, epoch)
     yield Sent(lane, epoch)
     return epoch
 

@@ -78,8 +78,8 @@ class GatherCase(RanksCase):
         Of a shard, call by call, and from the first on again.
     strided
         Whether shards are not in one piece.
-    in_a_row
-        Whether lanes are one for copies and one for signals.
+    form
+        Of the lanes.
     sets
         Sets of signals, as the text that is run has them.
     publish, lanes, finish
@@ -88,10 +88,10 @@ class GatherCase(RanksCase):
 
     chunks: tuple[int, ...] = (1,)
     strided: bool = False
-    in_a_row: bool = False
+    form: p.Lanes = "each"
     sets: int = p.SLOTS
     publish: Callable[[int, int, int, bool], Turn] = p.publish
-    lanes: Callable[[int, int, int, int, bool], list[Turn]] = p.lanes
+    lanes: Callable[[int, int, int, int, p.Lanes], list[Turn]] = p.lanes
     finish: Callable[[int], Turn] = p.finish
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> GatherModel:
@@ -110,7 +110,7 @@ class GatherCase(RanksCase):
     @property
     def num_lanes(self) -> int:
         """Lanes of a rank."""
-        return 2 if self.in_a_row else self.world - 1
+        return {"each": self.world - 1, "one": 1, "apart": 2}[self.form]
 
     def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
         """As of `RanksCase`."""
@@ -147,7 +147,7 @@ class GatherCase(RanksCase):
         """A lane."""
         if not (yield Issued(epoch)):
             return None
-        yield from self.lanes(rank, self.world, self.chunks_of(epoch), epoch, self.in_a_row)[number]
+        yield from self.lanes(rank, self.world, self.chunks_of(epoch), epoch, self.form)[number]
         return epoch + 1 if epoch < self.epochs else None
 
     def sizes(self) -> dict[str, int]:
@@ -165,7 +165,7 @@ class GatherCase(RanksCase):
     def __str__(self) -> str:
         words = [self.of("/".join(map(str, self.chunks)))]
         words += ["strided"] if self.strided else []
-        words += ["in a row"] if self.in_a_row else []
+        words += [f"lanes {self.form}"] if self.form != "each" else []
         return ", ".join(words)
 
 

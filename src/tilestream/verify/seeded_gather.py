@@ -78,33 +78,33 @@ def frees_at_once(epoch: int) -> Turn:
 # The lanes -----------------------------------------------------------------------------------------------------------
 
 
-def lanes_one_slot(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
+def lanes_one_slot(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
     """The lanes of `publish_one_slot`."""
-    return _all(p.lanes(rank, world, chunks, epoch, in_a_row), _with_slots(1))
+    return _all(p.lanes(rank, world, chunks, epoch, form), _with_slots(1))
 
 
-def lanes_two_slots(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
+def lanes_two_slots(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
     """The lanes of `publish_two_slots`."""
-    return _all(p.lanes(rank, world, chunks, epoch, in_a_row), _with_slots(2))
+    return _all(p.lanes(rank, world, chunks, epoch, form), _with_slots(2))
 
 
-def pushes_to_the_next_slot(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
+def pushes_to_the_next_slot(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
     """A shard goes into the slot of the next epoch."""
     wrong = (epoch + 1) % p.SLOTS
     return _all(
-        p.lanes(rank, world, chunks, epoch, in_a_row),
+        p.lanes(rank, world, chunks, epoch, form),
         lambda op: op._replace(slot=wrong) if isinstance(op, p.Push | p.Pushed) else op,
     )
 
 
-def begins_before_posted(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
+def begins_before_posted(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
     """A lane pushes as soon as its last call is done, whatever its own kernel is still waiting for."""
-    return _all(p.lanes(rank, world, chunks, epoch, in_a_row), lambda op: None if isinstance(op, p.AwaitPost) else op)
+    return _all(p.lanes(rank, world, chunks, epoch, form), lambda op: None if isinstance(op, p.AwaitPost) else op)
 
 
-def signals_before_copy(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
+def signals_before_copy(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
     """A chunk is signalled when its copy is issued, not when it is done."""
-    return [_signalled_first(lane) for lane in p.lanes(rank, world, chunks, epoch, in_a_row)]
+    return [_signalled_first(lane) for lane in p.lanes(rank, world, chunks, epoch, form)]
 
 
 def _signalled_first(lane: Turn) -> Turn:
@@ -123,10 +123,10 @@ def _signalled_first(lane: Turn) -> Turn:
         return end.value  # type: ignore[no-any-return]
 
 
-def signals_one_early(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
-    """In a row, the lane of the signals waits for the copy before."""
+def signals_one_early(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+    """A lane of signals apart waits for the copy before."""
     return _all(
-        p.lanes(rank, world, chunks, epoch, in_a_row),
+        p.lanes(rank, world, chunks, epoch, form),
         lambda op: op._replace(number=op.number - 1) if isinstance(op, p.AwaitCopied) else op,
     )
 
@@ -138,10 +138,10 @@ def publish_in_one_set(rank: int, chunks: int, epoch: int, strided: bool) -> Tur
     )
 
 
-def signals_in_one_set(rank: int, world: int, chunks: int, epoch: int, in_a_row: bool) -> list[Turn]:
+def signals_in_one_set(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
     """The lanes of `publish_in_one_set`."""
     return _all(
-        p.lanes(rank, world, chunks, epoch, in_a_row), lambda op: op._replace(slot=0) if isinstance(op, p.Tell) else op
+        p.lanes(rank, world, chunks, epoch, form), lambda op: op._replace(slot=0) if isinstance(op, p.Tell) else op
     )
 
 
