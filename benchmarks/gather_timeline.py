@@ -1,6 +1,6 @@
 """The timeline of one all-gather + matmul across GPUs: copies and tiles on one time axis, as a record for the docs.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK] [--lanes each one apart]
+    PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK] [--lanes each one pull]
 
 One process a GPU; rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring
 the others' rows are what torch's profiler saw, of each rank on its own GPU. The two are laid over each other by the
@@ -26,7 +26,7 @@ from harness import RESULTS, device_suffix
 from ranks import on_each_gpu
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
-from tilestream.distributed.protocol import Lanes, receivers
+from tilestream.distributed.protocol import Lanes, peers, receivers
 
 SHAPE = "8192x3584x8192"
 CALLS = 5
@@ -55,22 +55,26 @@ def activities(document: dict[str, Any]) -> list[Activity]:
     return sorted(found, key=lambda one: one.begin)
 
 
-def arrivals(rank: int, pushed: list[list[Activity]], own: list[Activity], parts: int) -> list[float | None]:
+def arrivals(
+    rank: int, copies: list[list[Activity]], own: list[Activity], parts: int, pulled: bool = False
+) -> list[float | None]:
     """When each chunk was there: the end of the copy that brought it.
 
     Parameters
     ----------
-    pushed
-        By each rank, in the order of its lanes: ``parts`` to each peer.
+    copies
+        By each rank, in the order of its lanes: ``parts`` to each peer; or, ``pulled``, from each.
     own
         Into the own slot, on the kernel's stream.
     """
     there: list[float | None] = []
-    for source, copies in enumerate(pushed):
+    world = len(copies)
+    for source in range(world):
         mine = own
         if source != rank:
-            first = receivers(source, len(pushed)).index(rank) * parts
-            mine = copies[first : first + parts]
+            by, order = (rank, list(peers(rank, world))) if pulled else (source, receivers(source, world))
+            first = order.index(source if pulled else rank) * parts
+            mine = copies[by][first : first + parts]
         # Copied in one piece, an own shard is there at once.
         ends = [one.end for one in mine]
         there += [ends[min(i, len(ends) - 1)] if ends else None for i in range(parts)]
@@ -99,36 +103,35 @@ def kernel_of(found: list[Activity]) -> Activity:
     return max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
 
 
-def pushes(found: list[Activity], size: int) -> list[Activity]:
-    """The pushes of chunks of ``size`` bytes: on other streams than the kernel, which lanes are in their order."""
+def by_lanes(found: list[Activity], size: int) -> list[Activity]:
+    """The copies of chunks of ``size`` bytes, on other streams than the kernel's, lane by lane."""
     copies = [one for one in found if one.size == size and one.stream != kernel_of(found).stream]
     return sorted(copies, key=lambda one: (one.stream, one.begin))
 
 
 def laid_over(
-    launch: ts.trace.LaunchTrace, found: list[list[Activity]], rank: int, size: int, parts: int
+    launch: ts.trace.LaunchTrace, found: list[list[Activity]], rank: int, size: int, parts: int, pulled: bool = False
 ) -> ts.trace.LaunchTrace:
     """``launch`` of ``rank`` with the arrivals of its chunks of ``size`` bytes, from what the ranks' GPUs did."""
     kernel = kernel_of(found[rank])
     first = min(span.begin for spans in launch.by_worker for span in spans[:1])
     own = [one for one in found[rank] if one.size == size * parts and one.stream == kernel.stream]
-    pushed = [pushes(one, size) for one in found]
-    launch.arrivals[0] = tuple(
-        None if when is None else first + 1e-9 * (when - kernel.begin) for when in arrivals(rank, pushed, own, parts)
-    )
-    begun = [one.begin for copies in (own, *pushed) for one in copies]
+    copies = [by_lanes(one, size) for one in found]
+    there = arrivals(rank, copies, own, parts, pulled)
+    launch.arrivals[0] = tuple(None if when is None else first + 1e-9 * (when - kernel.begin) for when in there)
+    begun = [one.begin for some in (own, *copies) for one in some]
     if begun:
         launch.started[0] = first + 1e-9 * (min(begun) - kernel.begin)
     return launch
 
 
 def say(launch: ts.trace.LaunchTrace, found: list[list[Activity]], size: int) -> str:
-    """A call in lines: the launch, and of each rank its kernel and its pushes, microseconds after rank 0's kernel."""
+    """A call in lines: the launch, and of each rank its kernel and its copies, microseconds after rank 0's kernel."""
     zero, length = kernel_of(found[0]).begin, launch.end - launch.begin
     share = launch.waited / (length * launch.workers)
     lines = [f"{launch.label}: {1e3 * length:.3f} ms, {share:.1%} of it at the gate"]
     for rank, one in enumerate(found):
-        for what in (kernel_of(one), *pushes(one, size)):
+        for what in (kernel_of(one), *by_lanes(one, size)):
             begin, end = (1e-3 * (when - zero) for when in (what.begin, what.end))
             speed = f"{what.size / (what.end - what.begin):.0f} GB/s" if what.size else "kernel"
             lines.append(f"  rank {rank} {begin:8.1f} to {end:8.1f}: {speed}, stream {what.stream}")
@@ -142,9 +145,10 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
     w = (torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16).t()
     right = tsd.all_gather_matmul(a, w, form="fused", deadline=_DEADLINE)
-    chunks = tsd.plan_all_gather_matmul(a, w, form="fused").chunks
+    plan = tsd.plan_all_gather_matmul(a, w, form="fused")
+    chunks = plan.chunks
     size = a.numel() * a.element_size() // chunks
-    for lanes in arguments.lanes or [None]:
+    for lanes in arguments.lanes or [plan.decision.lanes]:
         with trial(True, chunks, lanes):
             traced(a, w)  # compiled, and the profiler begun
             calls = []
@@ -153,13 +157,13 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
                 assert torch.equal(out, right), "a trace changed the answer"
                 found: list[list[Activity]] = [[] for _ in range(world)]
                 dist.all_gather_object(found, own)
-                calls.append((laid_over(launch, found, rank, size, chunks), found))
+                calls.append((laid_over(launch, found, rank, size, chunks, lanes == "pull"), found))
         if rank == 0:
             kept, found = sorted(calls, key=lambda call: call[0].end - call[0].begin)[CALLS // 2]
             device = torch.cuda.get_device_name()
             kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
-            print("" if lanes is None else f"lanes {lanes}: ", say(kept, found, size), flush=True)
-            name = "_".join(["gpu_trace_gather", f"x{world}", *filter(None, [lanes])])
+            print(f"lanes {lanes}:", say(kept, found, size), flush=True)
+            name = f"gpu_trace_gather_x{world}" + (f"_{lanes}" if arguments.lanes else "")
             print(ts.trace.export(kept, Path(arguments.folder) / f"{name}{device_suffix(device)}.json.gz"))
 
 

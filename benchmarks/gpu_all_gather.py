@@ -1,6 +1,6 @@
 """All-gather + matmul and matmul + reduce-scatter across GPUs, beside NCCL + torch.mm and torch's own fused ops.
 
-    PYTHONPATH=src python benchmarks/gpu_all_gather.py [--op gather|scatter|both] [--rounds 15] [--lanes] [--into .]
+    PYTHONPATH=src python benchmarks/gpu_all_gather.py [--op gather|scatter|both] [--rounds 15] [--into FOLDER]
 
 One process a GPU, as many as there are. bf16, B as a Linear has it (``[N, K]``, transposed). What is timed is the
 stream, by events, handshakes included. Before each call, not in its time: L2 is flushed, the GPUs meet on their streams
@@ -9,14 +9,12 @@ Functions take turns, in another order each round; of each the median over round
 Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
 what issuing a call costs the host, beside the GPU's time.
 
-Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard. ``--lanes``: of gathers
-beside that, whatever the bytes of a shard say, each form of `tilestream.distributed.protocol.lanes`: ``each 1 2 4``, a
-lane to each peer; ``one 1 2 4``, one peer after the other; ``apart 1 2 4``, that, the signals on a lane of their own
-(`tilestream.distributed.copy_engines.ONE_LANE` is where ``fused`` goes from ``each`` to ``one``). Alone: the matmul
-(torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
-call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
-transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
-being the best of the others.
+Of ours: ``ours`` as the table or the model decides; of gathers ``fused each 1 2 4``, in so many chunks a shard, and so
+on by each of `tilestream.distributed.protocol.Lanes`: pushed by a lane to each peer, or by ``one``, or pulled; of sums
+``fused 1 2 4``. Alone: the matmul (torch's, ours, and ours in as many chunks: behind a gate that is open, or
+published), NCCL's transfer, our copies (a call with few columns) and our handshake (a call with few bytes), by each of
+the lanes. ``floor`` is max(the faster matmul alone, the fastest transfer alone + one tile) + the shortest handshake: no
+overlap goes below it. ``win`` is (best - ours) / (best - floor), best being the best of the others.
 
 The record, ``gpu_all_gather_x<world>`` with the device behind it, is written after each shape.
 """
@@ -141,6 +139,11 @@ def chunk_counts(rows: int) -> list[int]:
     return [c for c in CHUNKS if c == 1 or (rows // c >= 128 and rows % c == 0)]
 
 
+def forms_of(world: int) -> list[Lanes]:
+    """The lanes to try: to one peer, those to each are one."""
+    return [form for form in get_args(Lanes) if world > 2 or form != "one"]
+
+
 def gated(full: torch.Tensor, w: torch.Tensor, shards: Shards, rank: int) -> Callable[[], torch.Tensor]:
     """Our matmul of rows that have all arrived, in chunk-major order behind a gate."""
     arrival = shards.arrival(rank, device=str(full.device))
@@ -154,7 +157,7 @@ def gated(full: torch.Tensor, w: torch.Tensor, shards: Shards, rank: int) -> Cal
     return call
 
 
-def gather_row(m: int, n: int, k: int, world: int, rank: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     """One shape of all-gather + matmul."""
     import torch.distributed._symmetric_memory as symmetric
 
@@ -184,20 +187,22 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, arguments: argpars
         "torch fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [w], 0, name)[1][0],
         "torch native": lambda: symmetric._fused_all_gather_matmul_native(a, w, name)[1],
         "ours": ours,
-        **{f"fused {c}": on_trial(True, c, ours) for c in counts},
-        **{f"{x} {c}": on_trial(True, c, ours, x) for x in get_args(Lanes) for c in counts if arguments.lanes},
+        **{f"fused {form} {c}": on_trial(True, c, ours, form) for form in forms_of(world) for c in counts},
     }
     alone: Forms = {
         "mm": lambda: torch.mm(full, w),
         "ours mm": lambda: ts.matmul(full, w),
         **{f"gated {c}": gated(full, w, Shards.of(a.shape, 0, world, c), rank) for c in counts},
         "nccl": lambda: dist.all_gather_into_tensor(full, a),
-        "copies": lambda: tsd.all_gather_matmul(a, narrow, form="fused", deadline=_DEADLINE),
-        "handshake": lambda: tsd.all_gather_matmul(little, narrow[:64], form="fused", deadline=_DEADLINE),
     }
+    for form in forms_of(world):
+        alone[f"copies {form}"] = on_trial(True, 1, lambda: tsd.all_gather_matmul(a, narrow, deadline=_DEADLINE), form)
+        alone[f"handshake {form}"] = on_trial(
+            True, 1, lambda: tsd.all_gather_matmul(little, narrow[:64], deadline=_DEADLINE), form
+        )
     plan = tsd.plan_all_gather_matmul(a, w)
     shape = {"op": "all_gather_matmul", "m": m, "n": n, "k": k, "rows": m // world, "width": k}
-    return measured(shape, forms, alone, exact, plan, arguments.rounds)
+    return measured(shape, forms, alone, exact, plan, rounds)
 
 
 def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, rows: int) -> Callable[[], Any]:
@@ -208,7 +213,7 @@ def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, r
     return lambda: matmul_published(a, w, out, publication, next(epochs), rows, pivot)
 
 
-def scatter_row(m: int, n: int, k: int, world: int, rank: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     """One shape of matmul + reduce-scatter."""
     torch.manual_seed(rank)
     a = torch.randn(m, k, device="cuda").to(BF16)
@@ -248,7 +253,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, arguments: argpar
     }
     plan = tsd.plan_matmul_reduce_scatter(a, w)
     shape = {"op": "matmul_reduce_scatter", "m": m, "n": n, "k": k, "rows": m // world, "width": n}
-    return measured(shape, forms, alone, exact, plan, arguments.rounds)
+    return measured(shape, forms, alone, exact, plan, rounds)
 
 
 def measured(
@@ -263,8 +268,8 @@ def measured(
             del forms[name]
     ms, host = bench({**alone, **forms}, rounds, failures)
     row = {
-        **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "why": plan.decision.why,
-        "ms": ms, "host ms": host, "errors": errors, "failures": failures,
+        **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "lanes": plan.decision.lanes,
+        "why": plan.decision.why, "ms": ms, "host ms": host, "errors": errors, "failures": failures,
     }  # fmt: skip
     others = [ms[name] for name in ("nccl + mm", "torch fused", "torch native") if name in ms]
     if others and "ours" in ms:
@@ -276,8 +281,9 @@ def judged(shape: dict[str, Any], ms: dict[str, float], best: float) -> dict[str
     """``floor``, ``best``, ``ratio`` and ``win``: see the module."""
     matmul = min(ms[name] for name in ("mm", "ours mm") if name in ms)
     tile = matmul * min(1.0, 132 * 128 * 256 / (shape["m"] * shape["n"]))
-    handshake = ms.get("handshake", 0.0)
-    transfer = min(ms["nccl"], ms.get("copies", ms["nccl"]) - handshake)
+    alone = [(ms[f"handshake {form}"], ms[f"copies {form}"]) for form in get_args(Lanes) if f"handshake {form}" in ms]
+    handshake = min((first for first, _ in alone), default=0.0)
+    transfer = min([ms["nccl"], *(copies - first for first, copies in alone)])
     floor = max(matmul, transfer + tile) + handshake
     ours = ms["ours"]
     row = {"floor": round(floor, 4), "best": best, "ratio": round(best / ours, 4)}
@@ -293,7 +299,7 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     work = [(gather_row, shape) for shape in gathers(world) if arguments.op != "scatter"]
     work += [(scatter_row, shape) for shape in scatters(world) if arguments.op != "gather"]
     for make_row, (m, n, k) in work[: arguments.shapes]:
-        row = make_row(m, n, k, world, rank, arguments)
+        row = make_row(m, n, k, world, rank, arguments.rounds)
         torch.cuda.empty_cache()
         if record is not None:
             record.rows.append(row)
@@ -307,7 +313,6 @@ def main() -> None:
     parser.add_argument("--op", choices=["gather", "scatter", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shapes", type=int, default=1000, help="at most so many")
-    parser.add_argument("--lanes", action="store_true", help="gathers by each form of lanes, too")
     parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
     arguments = parser.parse_args()
     on_each_gpu(rank_main, arguments)

@@ -60,10 +60,13 @@ class Gathering:
         return torch.full((shards.batches, shards.rows, shards.width), 100.0 * rank + call)
 
     def call(
-        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, lanes="each", fails=False,
+        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, lanes=("each",), fails=False,
         scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The next call: a kernel that hands in what is gathered, or None where it has expired."""
+        """The next call: a kernel that hands in what is gathered, or None where it has expired.
+
+        ``lanes``: call by call, and from the first on again.
+        """
         self.shapes.append(shards)
         number, calling = len(self.shapes), self.calling
 
@@ -92,7 +95,7 @@ class Gathering:
         tensor = self.tensor
         calling.give(lambda: tensor.copy_(value))
         with self.cuda.on(calling), self.here():
-            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, lanes)
+            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, lanes[(number - 1) % len(lanes)])
 
     def look(self) -> None:
         with self.here():

@@ -93,10 +93,10 @@ def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
     # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
     for module in (copy_engines, sums):
         patch.setattr(module, "lend_to", lambda borrower, device: cuda.stream())
-    patch.setattr(sums, "LOOK_SECONDS", 0.01)
+    patch.setattr(turns, "LOOK_SECONDS", 0.01)
     # While the host sleeps the device runs.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
-    for module in (copy_engines, sums):
+    for module in (copy_engines, sums, turns):
         patch.setattr(module, "time", clock)
 
 

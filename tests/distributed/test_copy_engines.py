@@ -7,6 +7,7 @@ import ctypes
 import gc
 import itertools
 import weakref
+from typing import get_args
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ SHARDS = {
     2: (Shards(1, 2, 3, 2), Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)),
     3: (Shards(1, 3, 3, 2, parts=2), Shards(1, 3, 2, 2), Shards(2, 3, 3, 1)),
 }
-LANES = ("each", "one", "apart")
-HOW = st.fixed_dictionaries({"strided": st.booleans(), "lanes": st.sampled_from(LANES)})
+LANES = get_args(protocol.Lanes)
+#: Calls of which each shard travels so; the next call's otherwise.
+FORMS = st.lists(st.sampled_from(LANES), min_size=1, max_size=3)
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "lanes": FORMS})
 
 
 @given(data=st.data(), size=st.sampled_from((2, 3)))
@@ -119,7 +122,7 @@ def test_what_is_issued_is_the_text(lanes, count):
     shards = Shards(1, 3, 4, 1, parts=2)
     with world(3) as (_, ranks):
         first = ranks[0]
-        first.call(shards, lanes=lanes)
+        first.call(shards, lanes=[lanes])
         signals = [
             ctypes.c_int32.from_address(first.gatherer.memory.signal(peer, 1, c)) for peer in (2, 1) for c in (0, 1)
         ]
@@ -151,15 +154,6 @@ def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_piec
                 pass
             first.lanes[0].run()
             assert first.lanes[0].query() == (not strided), "behind the first call's kernel"
-
-
-def test_large_shards_go_by_one_lane(monkeypatch):
-    shards = Shards(1, 3, 3, 2)
-    for least, lanes in ((24, 1), (25, 2)):
-        with world(3) as (_, (first, *_)):
-            monkeypatch.setattr(copy_engines, "ONE_LANE", least)
-            first.call(shards, lanes=None)
-            assert sum(lane.issued > 0 for lane in first.lanes) == lanes
 
 
 def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):

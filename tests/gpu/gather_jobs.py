@@ -32,12 +32,12 @@ def late_by_a_call(rank, world):
 #: Of `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, lanes, what else.
 SHAPES = (
     ((96, 256), 0, "bfloat16", 1, "each", ""),
-    ((130, 256), 0, "float16", 4, "one", "return_a"),
-    ((3, 32, 256), 1, "bfloat16", 2, "apart", ""),
-    ((128, 256), 0, "float8_e4m3fn", 2, "one", "scaled"),
+    ((130, 256), 0, "float16", 4, "pull", "return_a"),
+    ((3, 32, 256), 1, "bfloat16", 2, "one", ""),
+    ((128, 256), 0, "float8_e4m3fn", 2, "pull", "scaled"),
     ((96, 256), 0, "bfloat16", 3, "apart", "strided"),
     ((4096, 256), 0, "bfloat16", 1, None, ""),
-    ((64, 256), 0, "float8_e4m3fn", 1, "each", "scaled"),
+    ((64, 256), 0, "float8_e4m3fn", 1, "pull", "scaled"),
     ((1, 256), 0, "float16", 1, "one", ""),
 )
 

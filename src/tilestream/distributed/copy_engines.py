@@ -37,16 +37,13 @@ from tilestream.distributed.symmetric import PeerMemory
 from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import copy_across, stream_write
+from tilestream.runtime.driver import copy_across, stream_wait, stream_write
 from tilestream.runtime.streams import lend_to
 
 #: Arrivals that are kept, of as many shapes and slots. More than calls under way: an expiry is known by their keys.
 _MOST_ARRIVALS = 128
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
-#: Bytes of a shard from which on one lane pushes it to one peer after the other, in the order in which they come to it:
-#: then the link is what counts, and the first peer has it for itself. Of less, latencies count, and those overlap.
-ONE_LANE = 4 << 20
 
 
 class _Source(NamedTuple):
@@ -100,7 +97,7 @@ class Gatherer(Turns):
 
     def issue(
         self, shards: Shards, shard: Whole, whole: torch.Tensor | None,
-        compute: Callable[[Whole, Arrival], list[torch.Tensor]], seconds: float, lanes: p.Lanes | None = None,
+        compute: Callable[[Whole, Arrival], list[torch.Tensor]], seconds: float, lanes: p.Lanes,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Issue a call: publish, lanes, kernels. Returns what ``compute`` does; none of it has run yet.
 
@@ -113,26 +110,25 @@ class Gatherer(Turns):
         seconds
             The kernels' deadline.
         lanes
-            See `protocol.lanes`; None: as `ONE_LANE` says.
+            How the shards travel; on each rank the same.
         """
         epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
-        if lanes is None:
-            lanes = "one" if shard.data.numel() * shard.data.element_size() >= ONE_LANE else "each"
+        overrule: Callable[[BaseException], None] = nothing
         try:
             arrival = self.arrival(shards, epoch)
+            overrule = _signals(arrival).overrule
             slot = self._slot(self._rank, epoch % p.SLOTS, shards, shard)
             if shard.scales is not None:  # few, and often one number that is seen as many
                 shard = shard._replace(scales=shard.scales.contiguous())
             for x in (*shard, *slot, whole):
                 if x is not None:  # not freed, and used for something else, before the lanes are waited for (9)
                     x.record_stream(calling)
-            self._publish(epoch, shards, shard, slot, calling)
+            self._publish(epoch, shards, shard, slot, calling, lanes)
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
-            sent = self._send(epoch, shards, shard, slot, lanes)
+            done = self._send(epoch, shards, shard, slot, lanes)
         except BaseException as error:  # half a call: what the peers wait for may never come
-            for lane in self._lanes:
-                calling.wait_stream(lane)
             self._half(error)
+            self._end(epoch, overrule, calling, [_mark(lane) for lane in self._lanes])  # one that pulls is let go
             raise
         self._without_kernel[epoch] = _signals(arrival), seconds
         try:
@@ -140,15 +136,23 @@ class Gatherer(Turns):
             del self._without_kernel[epoch]
             if whole is not None:
                 take_out(whole, slot.data, _signals(arrival), shards)
-        finally:  # without a kernel, too: the shard is pushed
-            kernel, end = torch.cuda.Event(), torch.cuda.Event()
-            kernel.record(calling)
-            answer(p.finish(epoch), {p.AwaitSent: lambda op: _wait(calling, sent)})
-            end.record(calling)
-            self.issued(Underway(epoch, _signals(arrival).overrule, kernel, end, end))
+        finally:  # without a kernel, too: the peers get their rows
+            self._end(epoch, overrule, calling, done)
         return outs
 
-    def _publish(self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream) -> None:
+    def _end(
+        self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream,
+        done: list[torch.cuda.Event],
+    ) -> None:  # fmt: skip
+        """What comes behind the kernel. ``done``: an event at the end of each lane."""
+        kernel = _mark(calling)
+        answer(p.finish(epoch), {p.AwaitLanes: lambda op: _wait(calling, done)})
+        end = _mark(calling)
+        self.issued(Underway(epoch, overrule, kernel, end, end, epoch))
+
+    def _publish(
+        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream, lanes: p.Lanes
+    ) -> None:
         own = [part.chunk for part in shards.of_rank(self._rank)]
 
         def fill(op: p.Fill) -> None:
@@ -167,22 +171,23 @@ class Gatherer(Turns):
             p.Filled: nothing,  # what is issued to a stream comes after what was
             p.Signal: signal,
         }
-        answer(p.publish(self._rank, len(own), epoch, not shard.data.is_contiguous()), perform)
+        from_slot = lanes == "pull" or not shard.data.is_contiguous()
+        answer(p.publish(self._rank, len(own), epoch, from_slot), perform)
 
     def _send(
         self, epoch: int, shards: Shards, shard: Whole, slot: Whole, lanes: p.Lanes
     ) -> list[torch.cuda.Event]:  # fmt: skip
         """The lanes' part. Returns an event at the end of each."""
-        parts, memory = list(shards.of_rank(self._rank)), self.memory
-        sources = list(_sources(shard, slot))
+        parts, memory = [list(shards.of_rank(rank)) for rank in range(self._world)], self.memory
+        mine, sources = parts[self._rank], list(_sources(shard, slot))
         copied: dict[int, torch.cuda.Event] = {}
-        sent: list[torch.cuda.Event] = []
+        done: list[torch.cuda.Event] = []
 
         def on(lane: torch.cuda.Stream) -> dict[type, Callable[[Any], Any]]:
             handle = lane.cuda_stream
 
             def push(op: p.Push) -> None:
-                part, target = parts[op.chunk], memory.address(op.peer, op.slot)
+                part, target = mine[op.chunk], memory.address(op.peer, op.slot)
                 there, rows = shards.place(self._rank, part)
                 for source in sources:
                     first = there if source.from_slot else part.batch * shards.rows + part.begin
@@ -192,27 +197,38 @@ class Gatherer(Turns):
                     )  # fmt: skip
 
             def tell(op: p.Tell) -> None:
-                stream_write(handle, memory.signal(op.peer, op.slot, parts[op.chunk].chunk), op.epoch)
+                stream_write(handle, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), op.epoch)
 
-            def mark(events: Callable[[torch.cuda.Event], object]) -> None:
-                event = torch.cuda.Event()
-                event.record(lane)
-                events(event)
+            def pull(op: p.Pull) -> None:
+                source, target = (memory.address(rank, op.slot) for rank in (op.peer, self._rank))
+                first, rows = shards.place(op.peer, parts[op.peer][op.chunk])
+                for what in sources:
+                    at = what.at + first * what.of_row
+                    copy_across(handle, target + at, source + at, rows * what.of_row)
+
+            def signal(op: p.Signal) -> None:
+                word = memory.signal(self._rank, op.slot, parts[op.rank][op.chunk].chunk)
+                stream_write(handle, word, op.epoch)
 
             return {
                 p.AwaitPost: lambda op: lane.wait_event(self._posted),
                 p.Push: push,
                 p.Pushed: nothing,
-                p.Copied: lambda op: mark(lambda event: copied.update({op.number: event})),
+                p.Copied: lambda op: copied.update({op.number: _mark(lane)}),
                 p.AwaitCopied: lambda op: lane.wait_event(copied[op.number]),
                 p.Tell: tell,
-                p.Sent: lambda op: mark(sent.append),
+                p.Flag: lambda op: stream_write(handle, memory.flag(op.peer, self._rank), op.epoch),
+                p.AwaitFlag: lambda op: stream_wait(handle, memory.flag(self._rank, op.peer), op.epoch),
+                p.Pull: pull,
+                p.Pulled: nothing,
+                p.Signal: signal,
+                p.LaneDone: lambda op: done.append(_mark(lane)),
             }
 
-        texts = p.lanes(self._rank, self._world, len(parts), epoch, lanes)
+        texts = p.lanes(self._rank, self._world, len(mine), epoch, lanes)
         for text, lane in zip(texts, self._lanes, strict=False):
             answer(text, on(lane))
-        return sent
+        return done
 
     def _slot(self, rank: int, slot: int, shards: Shards, like: Whole) -> Whole:
         """A slot as what is in it: a whole, then its scales."""
@@ -257,14 +273,6 @@ class Gatherer(Turns):
         member = self._member()
         return self.expired() if self._ask(oldest) or (member is not None and member.broken) else ""
 
-    def watch(self) -> p.Turn:
-        """As of `Turns`."""
-        return p.watch(self._rank, self._world)
-
-    def oldest(self) -> int:
-        """As of `Turns`."""
-        return min((call.epoch for call in self._underway() if not call.kernel.query()), default=0)
-
 
 def _signals(arrival: Arrival) -> PeerSignals:
     signals = arrival._signals
@@ -286,6 +294,12 @@ def _sources(shard: Whole, slot: Whole) -> Iterator[_Source]:
             strided = not mine.is_contiguous()
             address = (there if strided else mine).data_ptr()
             yield _Source(mine.shape[-1] * mine.element_size(), there.data_ptr() - base, address, strided)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _wait(stream: torch.cuda.Stream, events: list[torch.cuda.Event]) -> None:

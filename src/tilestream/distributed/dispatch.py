@@ -1,4 +1,4 @@
-"""Fused or not, and in how many chunks: what all ranks of a group must decide alike (invariant 11).
+"""Fused or not, in how many chunks, pushed or pulled: what all ranks of a group must decide alike (invariant 11).
 
 A pure function of what they all know, and of the table that ships with the package: entries that were measured, by
 shape class, and rates. Where no entry speaks of a class a model decides, from rates, and says so.
@@ -84,14 +84,14 @@ class Decision:
     measured
         Whether an entry of the table says so; else the model, or the caller.
     lanes
-        Of a gather on GPUs: the streams that push; None: by the bytes of a shard. No other rank need know.
+        Of a gather on GPUs: how the shards travel.
     """
 
     fused: bool
     chunks: int
     why: str
     measured: bool = False
-    lanes: Lanes | None = None
+    lanes: Lanes = "each"
 
     def alike(self, rows: int) -> Decision:
         """The same, in as many chunks at most, all with as many of ``rows``."""
@@ -111,45 +111,49 @@ def table_hash() -> str:
     return hashlib.sha256(json.dumps(table(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-_trial: Decision | None = None
+_trial: tuple[bool, int, Lanes | None] | None = None
 
 
 @contextlib.contextmanager
 def trial(fused: bool, chunks: int, lanes: Lanes | None = None) -> Iterator[None]:
-    """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say."""
+    """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say.
+
+    ``lanes`` None: as it would be otherwise.
+    """
     global _trial
-    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark", lanes=lanes)
+    before, _trial = _trial, (fused, chunks, lanes)
     try:
         yield
     finally:
         _trial = before
 
 
-def on_trial() -> Decision | None:
+def on_trial() -> tuple[bool, int, Lanes | None] | None:
     """What `trial` says; None outside."""
     return _trial
 
 
 def decide(case: Case, form: Form = "auto") -> Decision:
-    """Fused or not, and in how many chunks a shard. Depends on nothing but its arguments and the table."""
-    if _trial is not None and form == "auto":
-        return replace(_trial, chunks=max(1, min(_trial.chunks, case.rows)))
+    """Fused or not, in how many chunks a shard, by which lanes. Depends on its arguments and the table alone."""
     rates = table()["rates"].get(case.device)
-    chunks = _chunks(case, rates)
+    chunks, entry = _chunks(case, rates), next((x for x in table()["entries"] if _speaks_of(x, case)), None)
+    lanes = _lanes(case, rates) if entry is None else entry.get("lanes", "pull")
+    if _trial is not None and form == "auto":
+        fused, chunks, tried = _trial
+        return Decision(fused, max(1, min(chunks, case.rows)), "on trial, by a benchmark", lanes=tried or lanes)
     if form == "fused":
-        return Decision(True, chunks, 'the caller asks for form="fused"')
+        return Decision(True, chunks, 'the caller asks for form="fused"', lanes=lanes)
     if form == "unfused":
         return Decision(False, 1, 'the caller asks for form="unfused"')
-    for entry in table()["entries"]:
-        if _speaks_of(entry, case):
-            why = f"measured for this shape class: {entry['source']}"
-            return Decision(entry["fused"], entry["chunks"], why, measured=True)
+    if entry is not None:
+        why = f"measured for this shape class: {entry['source']}"
+        return Decision(entry["fused"], entry["chunks"], why, True, lanes)
     if rates is None:
         return Decision(False, 1, f"modelled: no rates of {case.device} are known")
-    fused, unfused = _seconds(case, rates, fused=True), _seconds(case, rates, fused=False)
-    wins = fused < unfused
-    why = f"modelled: {fused * 1e3:.3g} ms fused, {unfused * 1e3:.3g} ms unfused ({rates['source']})"
-    return Decision(wins, chunks if wins else 1, why)
+    overlapped, unfused = _seconds(case, rates, fused=True), _seconds(case, rates, fused=False)
+    wins = overlapped < unfused
+    why = f"modelled: {overlapped * 1e3:.3g} ms fused, {unfused * 1e3:.3g} ms unfused ({rates['source']})"
+    return Decision(wins, chunks if wins else 1, why, lanes=lanes)
 
 
 def _speaks_of(entry: dict[str, Any], case: Case) -> bool:
@@ -162,6 +166,11 @@ def _chunks(case: Case, rates: dict[str, Any] | None) -> int:
     if rates is None:
         return 1
     return max(1, min(int(rates["most_chunks"]), case.shard_bytes // int(rates["chunk_bytes"]), case.rows))
+
+
+def _lanes(case: Case, rates: dict[str, Any] | None) -> Lanes:
+    """Where nobody has measured: small shards are pushed, for latency's sake; large ones pulled, for the matmul's."""
+    return "pull" if rates is not None and case.shard_bytes >= rates.get("pull_bytes", math.inf) else "each"
 
 
 def _seconds(case: Case, rates: dict[str, Any], *, fused: bool) -> float:

@@ -13,11 +13,19 @@ import torch
 from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
+from tilestream.distributed.protocol import Lanes
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
 
 #: Plans that a member keeps.
 _MOST_PLANS = 1024
+#: What `protocol.Lanes` are, for people.
+_LANES: Mapping[Lanes, str] = {
+    "each": "pushed, by a stream to each peer",
+    "one": "pushed, by one stream, to one peer after the other",
+    "apart": "pushed, to one peer after the other, by one stream, the signals by another",
+    "pull": "pulled, by one stream, from one peer after the other",
+}
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
@@ -74,6 +82,8 @@ class DistributedPlan:
             ("chunks", f"{self.chunks} a shard of {case.rows} x {case.width} {case.dtype}, pivot rank {self.rank}"),
             ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
         ]
+        if "lanes" in self.agreed:
+            lines.insert(3, ("lanes", _LANES[self.decision.lanes]))
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         head = f"{case.op}, {case.world} ranks on {case.device}: N {case.n}, K {case.k}"
         return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
@@ -133,10 +143,12 @@ def _make(
         transport = "collective"
     if transport == "symmetric memory" and op == "matmul_reduce_scatter":
         decision = decision.alike(math.prod(shard[dim:-1]))  # what is published is in chunks of one size
-    all_agreed = {
+    all_agreed: dict[str, object] = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),
     }  # fmt: skip
+    if transport == "symmetric memory" and op == "all_gather_matmul":
+        all_agreed["lanes"] = decision.lanes
     return DistributedPlan(case, member.rank, decision, transport, refused, all_agreed)
 
 

@@ -50,8 +50,9 @@ AHEAD = 1
 SLOTS = 2 + AHEAD
 
 
-#: A rank's lanes: one to each peer; one for all peers, one after the other; or that, its signals on a lane apart.
-Lanes = Literal["each", "one", "apart"]
+#: How a call's shards travel. Pushed: by a lane to each peer; by one lane to one peer after the other; or so, the
+#: signals on a lane of their own. Or pulled, by one lane.
+Lanes = Literal["each", "one", "apart", "pull"]
 
 
 class AwaitKernel(NamedTuple):
@@ -91,8 +92,9 @@ class Filled(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """Calling stream, of a gather: signal a chunk of the own shard."""
+    """Signal a chunk of a rank's shard to the kernel here."""
 
+    rank: int
     slot: int
     chunk: int
     epoch: int
@@ -151,14 +153,46 @@ class Tell(NamedTuple):
     epoch: int
 
 
-class Sent(NamedTuple):
+class Flag(NamedTuple):
+    """Write one's flag in a peer's memory."""
+
+    peer: int
+    epoch: int
+
+
+class AwaitFlag(NamedTuple):
+    """Wait until a peer's flag in one's own memory is at least ``epoch``."""
+
+    peer: int
+    epoch: int
+
+
+class Pull(NamedTuple):
+    """Start copying a chunk of a peer's shard out of its slot, to its place in the own one."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class Pulled(NamedTuple):
+    """That copy is done."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class LaneDone(NamedTuple):
     """A lane is done with ``epoch``."""
 
     lane: int
     epoch: int
 
 
-class AwaitSent(NamedTuple):
+class AwaitLanes(NamedTuple):
     """Calling stream: wait until all lanes are done with ``epoch``."""
 
     epoch: int
@@ -179,10 +213,7 @@ class Abort(NamedTuple):
 
 
 class Oldest(NamedTuple):
-    """Watchdog. Answer: the oldest epoch issued that is under way; 0 where there is none.
-
-    Of a gather: whose kernel has not ended; of a sum: with which the side stream is not done.
-    """
+    """Watchdog. Answer: the oldest epoch issued that is under way, on whatever stream; 0 where there is none."""
 
 
 class Overrule(NamedTuple):
@@ -191,11 +222,23 @@ class Overrule(NamedTuple):
     epoch: int
 
 
+class Release(NamedTuple):
+    """Write ``epoch`` into every flag of one's own that is less, though its peer has not."""
+
+    epoch: int
+
+
+class AwaitDone(NamedTuple):
+    """Watchdog: wait until all of ``epoch`` is done (1), or a stream is at a flag that was taken back (0)."""
+
+    epoch: int
+
+
 Turn = Generator[Any, int, "int | None"]
 
 
 def peers(rank: int, world: int) -> Iterator[int]:
-    """The others, the next rank first, so that no two ranks pull from one at a time."""
+    """The others, the next rank first: as their rows are come to, and so that no two ranks pull from one at a time."""
     return ((rank + x) % world for x in range(1, world))
 
 
@@ -207,20 +250,20 @@ def begin(epoch: int) -> Turn:
     return epoch if (yield Begin(epoch)) else None
 
 
-def publish(rank: int, chunks: int, epoch: int, strided: bool = False) -> Turn:
+def publish(rank: int, chunks: int, epoch: int, from_slot: bool = False) -> Turn:
     """The calling stream's part of a gather, before the kernel.
 
-    ``strided``: the shard is not in one piece, and is pushed out of the own slot.
+    ``from_slot``: the shard goes out of the own slot: it is pulled, or not in one piece where the caller has it.
     """
     yield AwaitCall(epoch - 1)
     slot = epoch % SLOTS
-    if not strided:
+    if not from_slot:
         yield Post(epoch)
     yield Fill(slot, epoch)
     yield Filled(slot, epoch)
     for chunk in range(chunks):
-        yield Signal(slot, chunk, epoch)
-    if strided:
+        yield Signal(rank, slot, chunk, epoch)
+    if from_slot:
         yield Post(epoch)
     return epoch
 
@@ -233,6 +276,8 @@ def receivers(rank: int, world: int) -> list[int]:
 def lanes(rank: int, world: int, chunks: int, epoch: int, form: Lanes = "each") -> list[Turn]:
     """The lanes' part of a gather, one text a lane."""
     to = receivers(rank, world)
+    if form == "pull" and to:
+        return [pull(rank, world, chunks, epoch)]
     if form == "apart" and to:
         return [copies(to, chunks, epoch), signals(to, chunks, epoch)]
     of_lane = [to] if form == "one" and to else [[peer] for peer in to]
@@ -248,7 +293,7 @@ def push(lane: int, to: list[int], chunks: int, epoch: int) -> Turn:
             yield Push(peer, slot, chunk, epoch)
             yield Pushed(peer, slot, chunk, epoch)
             yield Tell(peer, slot, chunk, epoch)
-    yield Sent(lane, epoch)
+    yield LaneDone(lane, epoch)
     return epoch
 
 
@@ -260,7 +305,7 @@ def copies(to: list[int], chunks: int, epoch: int) -> Turn:
         yield Push(to[i // chunks], slot, i % chunks, epoch)
         yield Pushed(to[i // chunks], slot, i % chunks, epoch)
         yield Copied(i + 1, epoch)
-    yield Sent(0, epoch)
+    yield LaneDone(0, epoch)
     return epoch
 
 
@@ -269,13 +314,29 @@ def signals(to: list[int], chunks: int, epoch: int) -> Turn:
     for i in range(len(to) * chunks):
         yield AwaitCopied(i + 1, epoch)
         yield Tell(to[i // chunks], epoch % SLOTS, i % chunks, epoch)
-    yield Sent(1, epoch)
+    yield LaneDone(1, epoch)
+    return epoch
+
+
+def pull(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+    """The part of the lane that pulls from one peer after the other."""
+    yield AwaitPost(epoch)
+    for peer in peers(rank, world):
+        yield Flag(peer, epoch)
+    slot = epoch % SLOTS
+    for peer in peers(rank, world):
+        yield AwaitFlag(peer, epoch)
+        for chunk in range(chunks):
+            yield Pull(peer, slot, chunk, epoch)
+            yield Pulled(peer, slot, chunk, epoch)
+            yield Signal(peer, slot, chunk, epoch)
+    yield LaneDone(0, epoch)
     return epoch
 
 
 def finish(epoch: int) -> Turn:
     """The calling stream's part of a gather, behind the kernel."""
-    yield AwaitSent(epoch)
+    yield AwaitLanes(epoch)
     return epoch
 
 
@@ -290,10 +351,13 @@ def give_up(rank: int, world: int) -> Turn:
 
 
 def watch(rank: int, world: int) -> Turn:
-    """A gather's watchdog: what the host does when a kernel has expired here, or a peer says that one has there."""
+    """The watchdog: what the host does when this rank has given up, or a peer says that it has."""
     if not (yield from give_up(rank, world)):
         return None
     while epoch := (yield Oldest()):
         yield Overrule(epoch)
         yield AwaitKernel(epoch)
+        yield Release(epoch)
+        while not (yield AwaitDone(epoch)):
+            yield Release(epoch)  # a peer that was only late has written its flag over ours
     return None

@@ -18,7 +18,7 @@ chunks over all calls, so that it never falls. What it says of a call, it says o
 pulled all of that. So one handshake a call opens this epoch's slots and frees those of the epoch before the last.
 
 The kernel waits for nobody; the side stream, which has no deadline, would wait for a missing flag for ever, and the
-calling stream for it. So here the watchdog (`watch_sum`) counts the deadline, from the kernel's end. It lets the side
+calling stream for it. So here the watchdog (`watch`) counts the deadline, from the kernel's end. It lets the side
 stream go by writing the flag itself, when it has told the peers, and the sum is NaN from that call on. What such a flag
 says is not true, and must free no slot that a peer may still pull from: with two slots it would, by the calls that were
 issued before the host knew. So the host runs ahead by `AHEAD` calls and no more, and there is a slot for each.
@@ -37,14 +37,10 @@ from tilestream.distributed.protocol import (
     AHEAD,
     SLOTS,
     AwaitCall,
-    AwaitKernel,
     AwaitPost,
     Begin,
-    Oldest,
-    Overrule,
     Post,
     Turn,
-    give_up,
 )
 
 
@@ -142,18 +138,6 @@ class Summed(NamedTuple):
     epoch: int
 
 
-class Release(NamedTuple):
-    """Write ``epoch`` into every flag of one's own that is less, though its peer has not."""
-
-    epoch: int
-
-
-class AwaitDone(NamedTuple):
-    """Watchdog: wait until the side stream is done with ``epoch`` (1), or is at a flag that was taken back (0)."""
-
-    epoch: int
-
-
 def begin_sum(epoch: int) -> Turn:
     """As `begin`, of a sum."""
     yield AwaitSide(epoch - AHEAD - 1)
@@ -210,16 +194,3 @@ def add_up(epoch: int) -> Turn:
     yield Sum(epoch)
     yield Summed(epoch)
     return epoch
-
-
-def watch_sum(rank: int, world: int) -> Turn:
-    """A sum's watchdog: what the host does when its patience is over, or a peer says that it is there."""
-    if not (yield from give_up(rank, world)):
-        return None
-    while epoch := (yield Oldest()):
-        yield Overrule(epoch)
-        yield AwaitKernel(epoch)
-        yield Release(epoch)
-        while not (yield AwaitDone(epoch)):
-            yield Release(epoch)  # a peer that was only late has written its flag over ours
-    return None

@@ -27,7 +27,7 @@ from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
-from tilestream.distributed.turns import LOOK_SECONDS, Turns, Underway, answer, nothing
+from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
@@ -192,28 +192,6 @@ class Scatterer(Turns):
             looks, since = 0, now
         self._suspect = oldest.epoch, looks + int(oldest.kernel.query()), since
         return self.expired(oldest) if self._suspect[1] >= LOOKS and now - since >= oldest.patience else ""
-
-    def watch(self) -> p.Turn:
-        """As of `Turns`."""
-        return q.watch_sum(self._rank, self._world)
-
-    def oldest(self) -> int:
-        """As of `Turns`."""
-        return min((call.epoch for call in self._underway()), default=0)
-
-    def _watching(self, member: Member, why: str) -> dict[type, Callable[[Any], Any]]:
-        def release(op: q.Release) -> None:
-            if call := self.call_of(op.epoch):
-                for peer in p.peers(self._rank, self._world):
-                    self.write(self.memory.flag(self._rank, peer), call.told)
-
-        def await_done(op: q.AwaitDone) -> int:
-            end = time.perf_counter() + LOOK_SECONDS
-            while (call := self.call_of(op.epoch)) is not None and time.perf_counter() < end:
-                time.sleep(0.001)
-            return int(call is None)
-
-        return {**super()._watching(member, why), q.Release: release, q.AwaitDone: await_done}
 
     def expired(self, call: Underway | None = None) -> str:
         """As `Turns.expired`; what it says is raised by the next call on this device, too."""

@@ -39,7 +39,7 @@ class Underway(NamedTuple):
     kernel, side, end
         After its kernel, after its other streams, and after all of it.
     told
-        Of a sum: what the flag of a peer is at least that has told all of this call.
+        What the flag of a peer is at least that has told all of this call.
     patience
         Of a sum: seconds that are waited for peers once the kernel has ended. A gather's kernel waits itself.
     """
@@ -49,7 +49,7 @@ class Underway(NamedTuple):
     kernel: torch.cuda.Event
     side: torch.cuda.Event
     end: torch.cuda.Event
-    told: int = 0
+    told: int
     patience: float = 0.0
 
 
@@ -172,10 +172,6 @@ class Turns:
         """Why this rank has given up waiting; empty where it has not. ``oldest``: the oldest call under way."""
         raise NotImplementedError
 
-    def watch(self) -> p.Turn:
-        """The text of what is done when it has, or a peer has."""
-        raise NotImplementedError
-
     def look(self) -> bool:
         """One look of the watchdog; whether there is anything to look at."""
         calls = self._underway()
@@ -186,7 +182,7 @@ class Turns:
             told = self.memory.aborted()
         why = f"{self.op}: a peer has given up waiting" if told else self.gave_up(calls[0])
         if why:
-            answer(self.watch(), self._watching(member, why))
+            answer(p.watch(self._rank, self._world), self._watching(member, why))
         return True
 
     def _watching(self, member: Member, why: str) -> dict[type, Callable[[Any], Any]]:
@@ -196,18 +192,24 @@ class Turns:
             if call := self.call_of(op.epoch):
                 call.overrule(GroupBroken(self._name, why))
 
+        def release(op: p.Release) -> None:
+            if call := self.call_of(op.epoch):
+                for peer in p.peers(self._rank, self._world):
+                    self.write(self.memory.flag(self._rank, peer), call.told)
+
+        def await_done(op: p.AwaitDone) -> int:
+            end = time.perf_counter() + LOOK_SECONDS
+            while (call := self.call_of(op.epoch)) is not None and time.perf_counter() < end:
+                time.sleep(0.001)
+            return int(call is None)
+
         return {
             p.Notice: lambda op: 1,
             p.Break: lambda op: member.break_(why),
             p.Abort: lambda op: self.write(self.memory.abort(op.peer), 1),
-            p.Oldest: lambda op: self.oldest(),
-            p.Overrule: overrule,
-            p.AwaitKernel: self.await_kernel,
-        }
-
-    def oldest(self) -> int:
-        """See `protocol.Oldest`."""
-        raise NotImplementedError
+            p.Oldest: lambda op: min((call.epoch for call in self._underway()), default=0),
+            p.Overrule: overrule, p.AwaitKernel: self.await_kernel, p.Release: release, p.AwaitDone: await_done,
+        }  # fmt: skip
 
     def call_of(self, epoch: int) -> Underway | None:
         """A call that is under way."""

@@ -17,11 +17,13 @@ one has, every rank that is left is told.
 
 Reductions, and why they hide nothing:
 
-- *Filled, Pushed, ReadDone* are delayed to the operation after them: a copy that takes longer can be disturbed longer.
-- *Fill, Push, Read* are eager: a copy that begins at once can be disturbed longer, and sees what was there at first.
-- *Signal, Tell, Post, Copied, Sent, Ended* are eager: they make others go on, and take no behaviour away. What could
-  come between one of them and the end of the copy before it can come before both. So it is with *Break*, *Abort* and
-  *Overrule* and the look before them, which changes nothing.
+- *Filled, Pushed, Pulled, ReadDone* are delayed to the operation after them: a copy that takes longer can be disturbed
+  longer.
+- *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed longer, and sees what was there at
+  first.
+- *Signal, Tell, Post, Copied, LaneDone, Ended* are eager: they make others go on, and take no behaviour away. What
+  could come between one of them and the end of the copy before it can come before both. So it is with *Break*, *Abort*,
+  *Overrule* and *Release* and the look before them, which changes nothing.
 - *Issued* and what awaits a rank's own streams are lazy: they wait for what, once it is there, stays, and change
   nothing.
 """
@@ -78,8 +80,8 @@ class GatherCase(RanksCase):
         Of a shard, call by call, and from the first on again.
     strided
         Whether shards are not in one piece.
-    form
-        Of the lanes.
+    forms
+        Of the lanes, call by call, and from the first on again.
     sets
         Sets of signals, as the text that is run has them.
     publish, lanes, finish
@@ -88,7 +90,7 @@ class GatherCase(RanksCase):
 
     chunks: tuple[int, ...] = (1,)
     strided: bool = False
-    form: p.Lanes = "each"
+    forms: tuple[p.Lanes, ...] = ("each",)
     sets: int = p.SLOTS
     publish: Callable[[int, int, int, bool], Turn] = p.publish
     lanes: Callable[[int, int, int, int, p.Lanes], list[Turn]] = p.lanes
@@ -102,6 +104,10 @@ class GatherCase(RanksCase):
         """Chunks of a shard in a call."""
         return self.chunks[(epoch - 1) % len(self.chunks)]
 
+    def form_of(self, epoch: int) -> p.Lanes:
+        """Of the lanes in a call."""
+        return self.forms[(epoch - 1) % len(self.forms)]
+
     @property
     def words(self) -> int:
         """Of signals, a slot."""
@@ -110,7 +116,7 @@ class GatherCase(RanksCase):
     @property
     def num_lanes(self) -> int:
         """Lanes of a rank."""
-        return {"each": self.world - 1, "one": 1, "apart": 2}[self.form]
+        return max({"each": self.world - 1, "apart": 2}.get(form, 1) for form in self.forms)
 
     def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
         """As of `RanksCase`."""
@@ -132,7 +138,7 @@ class GatherCase(RanksCase):
             return None
         yield Write(epoch)
         chunks = self.chunks_of(epoch)
-        yield from self.publish(rank, chunks, epoch, self.strided)
+        yield from self.publish(rank, chunks, epoch, self.strided or self.form_of(epoch) == "pull")
         for peer in (rank, *p.peers(rank, self.world)):
             for chunk in range(chunks):
                 if not (yield Gate(peer, chunk, epoch)):
@@ -147,25 +153,30 @@ class GatherCase(RanksCase):
         """A lane."""
         if not (yield Issued(epoch)):
             return None
-        yield from self.lanes(rank, self.world, self.chunks_of(epoch), epoch, self.form)[number]
+        texts = self.lanes(rank, self.world, self.chunks_of(epoch), epoch, self.form_of(epoch))
+        if number < len(texts):
+            yield from texts[number]
+        else:
+            yield p.LaneDone(number, epoch)
         return epoch + 1 if epoch < self.epochs else None
 
     def sizes(self) -> dict[str, int]:
         """As of `RanksCase`.
 
-        By lane, the last call that it is done with; the chunks that were copied; by peer, where the copy under way
-        reads, and what; the caller's tensors; signals and slots; by stream, the place that its kernel reads.
+        By lane, the last call that it is done with; the chunks that were copied; by peer, where the push under way
+        reads, and what; the pull under way; flags by peer; the caller's tensors; signals and slots; by stream, the
+        place that its kernel reads.
         """
         words = self.slots * self.words
         return {
-            "sent": self.num_lanes, "copied": 1, "pushes": self.world, "tensors": self.streams,
-            "signals": self.sets * self.words, "slots": words, "read": self.streams,
+            "done": self.num_lanes, "copied": 1, "pushes": self.world, "pull": 1, "flags": self.world,
+            "tensors": self.streams, "signals": self.sets * self.words, "slots": words, "read": self.streams,
         }  # fmt: skip
 
     def __str__(self) -> str:
         words = [self.of("/".join(map(str, self.chunks)))]
         words += ["strided"] if self.strided else []
-        words += [f"lanes {self.form}"] if self.form != "each" else []
+        words += [f"lanes {'/'.join(self.forms)}"] if self.forms != ("each",) else []
         return ", ".join(words)
 
 
@@ -173,12 +184,13 @@ class GatherModel(RanksModel):
     """See the module."""
 
     case: GatherCase
-    eager: ClassVar[frozenset[type]] = frozenset(
-        {p.Fill, p.Push, p.Signal, p.Tell, p.Post, p.Copied, p.Sent, p.Break, p.Abort, p.Overrule, Read, Ended}
-    )
-    delayed: frozenset[type] = frozenset({p.Filled, p.Pushed, ReadDone})
+    eager: ClassVar[frozenset[type]] = frozenset({
+        p.Fill, p.Push, p.Pull, p.Signal, p.Tell, p.Post, p.Copied, p.LaneDone, p.Break, p.Abort, p.Overrule, p.Release,
+        Read, Ended,
+    })  # fmt: skip
+    delayed: frozenset[type] = frozenset({p.Filled, p.Pushed, p.Pulled, ReadDone})
     lazy: ClassVar[frozenset[type]] = frozenset(
-        {Issued, p.AwaitCall, p.AwaitPost, p.AwaitCopied, p.AwaitSent, p.AwaitKernel}
+        {Issued, p.AwaitCall, p.AwaitPost, p.AwaitCopied, p.AwaitLanes, p.AwaitKernel}
     )
 
     def place(self, slot: int, rank: int, chunk: int, epoch: int) -> int:
@@ -194,14 +206,32 @@ class GatherModel(RanksModel):
         return (1,) if expired <= m[self.at(rank, "ended")] else (0, 1)
 
     def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
-        return (0,) if min(m[self.at(rank, "ended")], self._sent(rank, m)) >= op.epoch else ()
+        return (0,) if self._over(rank, m) >= op.epoch else ()
 
-    def _await_sent(self, rank: int, op: p.AwaitSent, m: Memory) -> Sequence[int]:
-        return (0,) if self._sent(rank, m) >= op.epoch else ()
+    def _await_lanes(self, rank: int, op: p.AwaitLanes, m: Memory) -> Sequence[int]:
+        return (0,) if self._by_lanes(rank, m) >= op.epoch else ()
 
-    def _sent(self, rank: int, m: Memory) -> int:
-        at = self.at(rank, "sent")
+    def _by_lanes(self, rank: int, m: Memory) -> int:
+        """The last call that all lanes are done with."""
+        at = self.at(rank, "done")
         return int(min(m[at : at + self.case.num_lanes]))
+
+    def _over(self, rank: int, m: Memory) -> int:
+        """The last call that is over."""
+        return min(int(m[self.at(rank, "ended")]), self._by_lanes(rank, m))
+
+    def _await_flag(self, rank: int, op: p.AwaitFlag, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
+
+    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
+        if self._over(rank, m) >= op.epoch:
+            return (1,)
+        waits: Any = self.locals.op[m[(rank + 1) * self._roles - 1 - self.case.num_lanes]]  # the first lane
+        return (0,) if type(waits) is p.AwaitFlag and not self._await_flag(rank, waits, m) else ()
+
+    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
+        # 1: a flag that came between the look and the write is overwritten.
+        return (0, 1)
 
     def _await_copied(self, rank: int, op: p.AwaitCopied, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "copied")] >= self._number(op.number, op.epoch) else ()
@@ -215,15 +245,20 @@ class GatherModel(RanksModel):
         return (*arrived, 0) if m[self.at(rank, "over")] >= op.epoch else arrived
 
     def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
-        ended = m[self.at(rank, "ended")]
-        return (ended + 1,) if m[self.at(rank, "issued")] > ended else (0,)
+        over = self._over(rank, m)
+        return (over + 1,) if m[self.at(rank, "issued")] > over else (0,)
 
     _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitSent: _await_sent,
-        p.AwaitCopied: _await_copied, Gate: _gate, p.Oldest: _oldest,
+        **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitLanes: _await_lanes,
+        p.AwaitCopied: _await_copied, p.AwaitFlag: _await_flag, Gate: _gate, p.Oldest: _oldest,
+        p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
+
+    def kept(self, rank: int, at: int) -> bool:
+        """As of `RanksModel`: what its peers may still pull."""
+        return "pull" in self.case.forms and self.at(rank, "slots") <= at < self.at(rank, "read")
 
     def _asks(self, rank: int, op: p.Ask, answer: int, m: Memory) -> None:
         if answer:
@@ -248,6 +283,10 @@ class GatherModel(RanksModel):
         if place + 1 in m[reads : reads + self.case.streams]:
             raise Fault("overwritten while read", f"rank {rank}'s kernel reads place {place} of its slots")
         m[self.at(rank, "slots", place)] = value
+        for peer in p.peers(rank, self.case.world):
+            pull = m[self.at(peer, "pull")]
+            if pull and pull[:2] == (rank, place):
+                m[self.at(peer, "pull")] = (rank, place, OVERWRITTEN)
 
     def _fill(self, rank: int, op: p.Fill, answer: int, m: Memory) -> None:
         for chunk in range(self.case.chunks_of(op.epoch)):
@@ -259,7 +298,7 @@ class GatherModel(RanksModel):
             self._write(rank, self.place(op.slot, rank, chunk, op.epoch), op.epoch, m)
 
     def _signal(self, rank: int, op: p.Signal, answer: int, m: Memory) -> None:
-        m[self.at(rank, "signals", self.place(op.slot, rank, op.chunk, op.epoch))] = op.epoch
+        m[self.at(rank, "signals", self.place(op.slot, op.rank, op.chunk, op.epoch))] = op.epoch
 
     def _push(self, rank: int, op: p.Push, answer: int, m: Memory) -> None:
         place, source = self.place(op.slot, rank, op.chunk, op.epoch), -1 - self.stream(op.epoch)
@@ -280,8 +319,21 @@ class GatherModel(RanksModel):
     def _tell(self, rank: int, op: p.Tell, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "signals", self.place(op.slot, rank, op.chunk, op.epoch))] = op.epoch
 
-    def _set_sent(self, rank: int, op: p.Sent, answer: int, m: Memory) -> None:
-        m[self.at(rank, "sent", op.lane)] = op.epoch
+    def _flag(self, rank: int, op: p.Flag, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "flags", rank)] = op.epoch
+
+    def _pull(self, rank: int, op: p.Pull, answer: int, m: Memory) -> None:
+        place = self.place(op.slot, op.peer, op.chunk, op.epoch)
+        m[self.at(rank, "pull")] = (op.peer, place, m[self.at(op.peer, "slots", place)])
+        self._write(rank, place, TORN, m)
+
+    def _pulled(self, rank: int, op: p.Pulled, answer: int, m: Memory) -> None:
+        _, place, value = m[self.at(rank, "pull")]
+        m[self.at(rank, "pull")] = 0
+        self._write(rank, place, value, m)
+
+    def _lane_done(self, rank: int, op: p.LaneDone, answer: int, m: Memory) -> None:
+        m[self.at(rank, "done", op.lane)] = op.epoch
 
     def _read(self, rank: int, op: Read, answer: int, m: Memory) -> None:
         place = self.place(op.epoch % self.case.slots, op.rank, op.chunk, op.epoch)
@@ -299,13 +351,23 @@ class GatherModel(RanksModel):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = max(m[self.at(rank, "over")], op.epoch)
 
+    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
+        for peer in p.peers(rank, self.case.world):
+            flag = self.at(rank, "flags", peer)
+            m[flag] = op.epoch if answer else max(m[flag], op.epoch)
+
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, p.Ask: _asks, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled, p.Signal: _signal,
-        p.Push: _push, p.Pushed: _pushed, p.Copied: _copied, p.Tell: _tell, p.Sent: _set_sent, Read: _read,
-        ReadDone: _read_done, p.Overrule: _overrule,
+        p.Push: _push, p.Pushed: _pushed, p.Copied: _copied, p.Tell: _tell, p.Flag: _flag, p.Pull: _pull,
+        p.Pulled: _pulled, p.LaneDone: _lane_done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
+        p.Release: _release,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------
+
+    def lose(self, rank: int, m: Memory) -> None:
+        """As of `RanksModel`."""
+        m[self.at(rank, "pull")] = 0
 
     def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
         """As of `RanksModel`: a kernel that waits."""

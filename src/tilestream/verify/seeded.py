@@ -496,10 +496,10 @@ def _gathers() -> tuple[SeededBug, ...]:
         bug("slot of the wrong epoch", early, g.pushes_to_the_next_slot, 1, lanes=g.pushes_to_the_next_slot),
         bug("pushed before the last kernel", early, g.begins_before_posted, 1, lanes=g.begins_before_posted),
         bug("signal before copy", early, g.signals_before_copy, 1, lanes=g.signals_before_copy),
-        bug("signal before copy, apart", early, g.signals_one_early, 1, lanes=g.signals_one_early, form="apart"),
+        bug("signal before copy, apart", early, g.signals_one_early, 1, lanes=g.signals_one_early, forms=("apart",)),
         bug(
             "one set of signals", early, words, 2, publish=words, lanes=g.signals_in_one_set, sets=1, world=3,
-            chunks=(1, 2), strided=True, form="one",
+            chunks=(1, 2), strided=True, forms=("one",),
         ),
         bug("expiry kept to oneself", "not told", g.tells_nobody, 1, (0, 1), watch=g.tells_nobody),
         bug("kernels not ended", "deadlock", g.overrules_nothing, 2, (0, 1), watch=g.overrules_nothing),

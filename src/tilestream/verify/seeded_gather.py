@@ -32,7 +32,7 @@ def begins_without_asking(epoch: int) -> Turn:
 
 def begins_behind_the_lanes(epoch: int) -> Turn:
     """The host waits for the lanes of the call before the last, not for its kernel, of which it asks too early."""
-    return rewritten(p.begin(epoch), lambda op: p.AwaitSent(op.epoch) if isinstance(op, p.AwaitKernel) else op)
+    return rewritten(p.begin(epoch), lambda op: p.AwaitLanes(op.epoch) if isinstance(op, p.AwaitKernel) else op)
 
 
 def begins_ahead(epoch: int) -> Turn:
@@ -156,6 +156,9 @@ def tells_nobody(rank: int, world: int) -> Turn:
     while epoch := (yield p.Oldest()):
         yield p.Overrule(epoch)
         yield p.AwaitKernel(epoch)
+        yield p.Release(epoch)
+        while not (yield p.AwaitDone(epoch)):
+            yield p.Release(epoch)
     return None
 
 

@@ -82,9 +82,9 @@ def overrules_nothing(rank: int, world: int) -> Turn:
         return None
     while epoch := (yield p.Oldest()):
         yield p.AwaitKernel(epoch)
-        yield q.Release(epoch)
-        while not (yield q.AwaitDone(epoch)):
-            yield q.Release(epoch)
+        yield p.Release(epoch)
+        while not (yield p.AwaitDone(epoch)):
+            yield p.Release(epoch)
     return None
 
 
@@ -94,9 +94,9 @@ def overrules_afterwards(rank: int, world: int) -> Turn:
         return None
     while epoch := (yield p.Oldest()):
         yield p.AwaitKernel(epoch)
-        yield q.Release(epoch)
-        while not (yield q.AwaitDone(epoch)):
-            yield q.Release(epoch)
+        yield p.Release(epoch)
+        while not (yield p.AwaitDone(epoch)):
+            yield p.Release(epoch)
         yield p.Overrule(epoch)
     return None
 

@@ -30,7 +30,6 @@ class SumCase(RanksCase):
 
     chunks: int = 1
     begin: Callable[[int], Turn] = q.begin_sum
-    watch: Callable[[int, int], Turn] = q.watch_sum
     produce: Text = q.produce
     scatter: Text = q.scatter
     add_up: Callable[[int], Turn] = q.add_up
@@ -82,7 +81,7 @@ class SumModel(RanksModel):
 
     case: SumCase
     eager: ClassVar[frozenset[type]] = frozenset(
-        {q.Compute, q.PullPart, q.Publish, p.Post, q.Done, q.Ended, p.Break, p.Overrule, q.Release, q.Sum}
+        {q.Compute, q.PullPart, q.Publish, p.Post, q.Done, q.Ended, p.Break, p.Overrule, p.Release, q.Sum}
     )
     delayed: frozenset[type] = frozenset({q.Computed, q.PulledPart, q.Summed})
     lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, q.AwaitPublished, q.AwaitSide})
@@ -125,7 +124,7 @@ class SumModel(RanksModel):
         op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
         return op if isinstance(op, q.AwaitPart) and not self._await_part(rank, op, m) else None
 
-    def _await_done(self, rank: int, op: q.AwaitDone, m: Memory) -> Sequence[int]:
+    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "sided")] >= op.epoch:
             return (1,)
         return () if self._waits(rank, m) is None else (0,)
@@ -134,13 +133,13 @@ class SumModel(RanksModel):
         sided = m[self.at(rank, "sided")]
         return (sided + 1,) if m[self.at(rank, "issued")] > sided else (0,)
 
-    def _release_answers(self, rank: int, op: q.Release, m: Memory) -> Sequence[int]:
+    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
         # 1: a flag that came between the look and the write is overwritten.
         return (0, 1)
 
     _asked: ClassVar[dict[type, Asked]] = {
         **RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
-        q.AwaitSide: _await_side, p.Oldest: _oldest, q.AwaitDone: _await_done, q.Release: _release_answers,
+        q.AwaitSide: _await_side, p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ class SumModel(RanksModel):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
 
-    def _release(self, rank: int, op: q.Release, answer: int, m: Memory) -> None:
+    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
         for peer in p.peers(rank, self.case.world):
             flag, told = self.at(rank, "flags", peer), self._told(op.epoch, self.case.chunks)
             m[flag] = told if answer else max(m[flag], told)
@@ -222,7 +221,7 @@ class SumModel(RanksModel):
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.TellPart: _tell_part,
         q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, q.Done: _done, q.Sum: _sum,
-        q.Summed: _summed, p.Overrule: _overrule, q.Release: _release,
+        q.Summed: _summed, p.Overrule: _overrule, p.Release: _release,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------
