@@ -12,6 +12,7 @@ import torch.distributed as dist
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
+from tilestream.distributed.dispatch import trial
 from tilestream.distributed.members import member_of
 from tilestream.distributed.protocol import SLOTS
 
@@ -84,6 +85,10 @@ def gathers(rank, world, cases):
     return plan.explain()
 
 
+#: By which lanes calls go that come one behind the other.
+IN_TURN = ("each", "pull", "pull", "one", "each")
+
+
 def iterates(rank, world, count):
     """Many calls without a barrier between, each on other data; ranks are late in turn, on the host or on the GPU."""
     b = random(1, 256, 256)
@@ -96,7 +101,8 @@ def iterates(rank, world, count):
         if i % 16 == 8 + rank:
             torch.cuda._sleep(2_000_000)
         whole = wholes[i % 8]
-        out = tsd.all_gather_matmul(whole[96 * rank : 96 * rank + 96], b, form="fused", deadline=20)
+        with trial(True, 1, IN_TURN[i % len(IN_TURN)]):
+            out = tsd.all_gather_matmul(whole[96 * rank : 96 * rank + 96], b, deadline=20)
         error = (out.float() - expected[i % 8].float()).abs().max()
         wrong = torch.maximum(wrong, torch.where(error.isnan(), torch.inf, error))
     torch.cuda.synchronize()
@@ -104,11 +110,12 @@ def iterates(rank, world, count):
     return wrong.item()
 
 
-def expires(rank, world, killed):
+def expires(rank, world, killed, lanes):
     """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
     a, b = random(rank, 256, 256), random(99, 256, 256)
-    for _ in range(3):
-        tsd.all_gather_matmul(a, b, form="fused", deadline=20)
+    for form in ("each", "pull", lanes):
+        with trial(True, 1, form):
+            tsd.all_gather_matmul(a, b, deadline=20)
     torch.cuda.synchronize()
     if rank == world - 1:
         if killed:
@@ -116,7 +123,8 @@ def expires(rank, world, killed):
         time.sleep(4)
         return "", "", True, 0.0
     begin = time.monotonic()
-    whole, out = tsd.all_gather_matmul(a, b, form="fused", deadline=0.5, return_a=True)
+    with trial(True, 1, lanes):
+        whole, out = tsd.all_gather_matmul(a, b, deadline=0.5, return_a=True)
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
     first = raised(ts.check)
@@ -143,11 +151,11 @@ def two_groups(rank, world):
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     outs = [[], []]
-    for _ in range(10):
+    for j in range(10):
         for i in (0, 1) if rank % 2 else (1, 0):
-            with torch.cuda.stream(streams[i]):
+            with torch.cuda.stream(streams[i]), trial(True, 1, IN_TURN[j % len(IN_TURN)]):
                 mine = wholes[i][128 * rank : 128 * rank + 128]
-                outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], form="fused", deadline=20))
+                outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], deadline=20))
     torch.cuda.synchronize()
     ts.check()
     return all(torch.allclose(o.float(), (wholes[i] @ b).float(), atol=1.0) for i in range(2) for o in outs[i])
@@ -158,9 +166,9 @@ def streams(rank, world):
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
     mine, outs = whole[128 * rank : 128 * rank + 128], []
     torch.cuda.synchronize()
-    for stream in [torch.cuda.Stream() for _ in range(12)]:
-        with torch.cuda.stream(stream):
-            outs.append(tsd.all_gather_matmul(mine, b, form="fused", deadline=20))
+    for i, stream in enumerate([torch.cuda.Stream() for _ in range(12)]):
+        with torch.cuda.stream(stream), trial(True, 1, IN_TURN[i % len(IN_TURN)]):
+            outs.append(tsd.all_gather_matmul(mine, b, deadline=20))
     torch.cuda.synchronize()
     ts.check()
     return all(torch.allclose(out.float(), (whole @ b).float(), atol=1.0) for out in outs)

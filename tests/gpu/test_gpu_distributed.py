@@ -89,9 +89,10 @@ def test_calls_without_a_barrier(ranks, world):
     assert max(wrong) < 1.0, wrong  # another epoch's rows would be off by 16 and more
 
 
+@pytest.mark.parametrize("lanes", [("each",), ("pull",), ("pull", "each")], ids="-".join)
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_peer_that_is_a_whole_call_late(ranks, world):
-    assert all(ranks.run(world, gather_jobs.late_by_a_call, bound=120, seconds=60))
+def test_a_peer_that_is_a_whole_call_late(ranks, world, lanes):
+    assert all(ranks.run(world, gather_jobs.late_by_a_call, lanes, bound=120, seconds=60))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -182,14 +183,18 @@ def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks)
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize(
-    ("job", "op", "part"),
-    [(jobs.expires, "all_gather_matmul", "part of a_shard"), (jobs.sum_expires, "matmul_reduce_scatter", "the sum")],
-    ids=["gather", "sum"],
+    ("job", "how", "op", "part"),
+    [
+        (jobs.expires, ("each",), "all_gather_matmul", "part of a_shard"),
+        (jobs.expires, ("pull",), "all_gather_matmul", "part of a_shard"),
+        (jobs.sum_expires, (), "matmul_reduce_scatter", "the sum"),
+    ],
+    ids=["pushed", "pulled", "sum"],
 )
-def test_a_rank_that_does_not_come(killed, job, op, part):
+def test_a_rank_that_does_not_come(killed, job, how, op, part):
     pool = make_pool()  # of its own: what is left of such a group is not for others
     try:
-        *others, _ = pool.run(WORLDS[-1] if killed else 2, job, killed, bound=120, seconds=30)
+        *others, _ = pool.run(WORLDS[-1] if killed else 2, job, killed, *how, bound=120, seconds=30)
     finally:
         pool.close()
     for first, second, works, waited in others:
