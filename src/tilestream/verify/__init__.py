@@ -70,7 +70,8 @@ cover.
 
 from tilestream.verify.faults import KINDS, Violation
 from tilestream.verify.report import Report, Result, explore, run
-from tilestream.verify.seeded import SeededBug, seeded_bugs
+from tilestream.verify.seeded import seeded_bugs
+from tilestream.verify.seeded_bug import SeededBug
 from tilestream.verify.sweep import MODELS, Level, configurations
 
 __all__ = [

@@ -7,90 +7,43 @@ looked for in growing sizes; the violation found is at the smallest size that sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_drain as d
-from tilestream.verify import seeded_gather as g
 from tilestream.verify import seeded_order as o
 from tilestream.verify import seeded_publish as p
+from tilestream.verify import seeded_ranks
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_attention as k
 from tilestream.verify import seeded_shared_ring as h
-from tilestream.verify import seeded_sums as q
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.arrival_order import ordered
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.attention_protocol import LoadTurn as LoadLoop
 from tilestream.verify.attention_protocol import MathTurn as MathLoop
-from tilestream.verify.faults import KINDS
-from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
 from tilestream.verify.publish import PublishCase
-from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
+from tilestream.verify.seeded_bug import SeededBug, says
 from tilestream.verify.shared_attention import OPERANDS
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
-from tilestream.verify.sums import SumCase
-from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
+from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
 from tilestream.verify.workers import Program, WorkersCase
-
-
-@dataclass(frozen=True)
-class SeededBug:
-    """A bug put in on purpose.
-
-    Attributes
-    ----------
-    name
-        What to call it.
-    kind
-        The kind of violation it must be found as: a key of `tilestream.verify.faults.KINDS`.
-    model
-        The model that finds it.
-    says
-        What is wrong.
-    cases
-        Configurations with the bug, in growing order.
-    """
-
-    name: str
-    kind: str
-    model: str
-    says: str
-    cases: tuple[Case, ...]
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"SeededBug: kind={self.kind!r}; it is one of {', '.join(KINDS)}")
-
-    def find(self) -> Result:
-        """Explore growing sizes until the bug shows; the last result, with no violation, if it never does."""
-        states, seconds = 0, 0.0
-        for case in self.cases:
-            result = explore(self.model, case)
-            states, seconds = states + result.states, seconds + result.seconds
-            if result.violation is not None:
-                break
-        return replace(result, states=states, seconds=seconds)
 
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_orders(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(),
-        *_shared(), *_attentions(), *_gathers(), *_publishes(), *_sums(),
+        *_shared(), *_attentions(), *_publishes(), *seeded_ranks.bugs(),
     )  # fmt: skip
-
-
-def _says(of: object) -> str:
-    return (of.__doc__ or "").strip().split("\n")[0]
 
 
 def _gated(change: Callable[[WorkersCase], WorkersCase]) -> tuple[WorkersCase, ...]:
@@ -121,7 +74,7 @@ def _gates() -> tuple[SeededBug, ...]:
         ("first chunk only", "read before arrival", w.FirstChunkGate),
         ("padded rows signalled", "signal out of range", w.PaddedGate),
     )
-    return tuple(SeededBug(name, kind, "workers", _says(gate), _gated(_with_gate(gate))) for name, kind, gate in rows)
+    return tuple(SeededBug(name, kind, "workers", says(gate), _gated(_with_gate(gate))) for name, kind, gate in rows)
 
 
 def _programs() -> tuple[SeededBug, ...]:
@@ -167,7 +120,7 @@ def _programs() -> tuple[SeededBug, ...]:
         ("abort polled in vain", "not drained", w.polls_in_vain, expiring(w.polls_in_vain)),
         ("done though its gate failed", "gate ignored", w.computes_all_the_same, expiring(w.computes_all_the_same)),
     )  # fmt: skip
-    return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), cases) for name, kind, program, cases in rows)
 
 
 def _orders() -> tuple[SeededBug, ...]:
@@ -188,7 +141,7 @@ def _orders() -> tuple[SeededBug, ...]:
         ("waits after the end", "livelock", o.waits_after_the_end),
         ("ready is enough", "read before arrival", o.ready_is_enough),
     )
-    return tuple(SeededBug(name, kind, "workers", _says(program), chunked(program)) for name, kind, program in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), chunked(program)) for name, kind, program in rows)
 
 
 def _drains() -> tuple[SeededBug, ...]:
@@ -227,7 +180,7 @@ def _drains() -> tuple[SeededBug, ...]:
          gated(d.restores_only_what_went_well)),
         ("drained and not counted out", "not reset", d.drained_not_counted, gated(d.drained_not_counted)),
     )  # fmt: skip
-    return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), cases) for name, kind, program, cases in rows)
 
 
 def _settlings() -> tuple[SeededBug, ...]:
@@ -248,7 +201,7 @@ def _settlings() -> tuple[SeededBug, ...]:
         ("restored by everybody", "missing work", s.restores_while_others_count),
         ("own part from its slot", "partial not visible", s.adds_its_own_from_its_slot),
     )
-    return tuple(SeededBug(name, kind, "workers", _says(program), parts(program)) for name, kind, program in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), parts(program)) for name, kind, program in rows)
 
 
 def _rings() -> tuple[SeededBug, ...]:
@@ -271,13 +224,13 @@ def _rings() -> tuple[SeededBug, ...]:
         )
 
     def load(name: str, kind: str, program: LoadTurn, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(load=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(load=program, **more))
 
     def math(name: str, kind: str, program: MathTurn, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(math=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(math=program, **more))
 
     def source(name: str, kind: str, program: Source, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(source=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(source=program, **more))
 
     overwritten = "overwritten while read"
     one_reader = cases(consumers=("cooperative",), ring=r.OneReaderRing)
@@ -295,9 +248,9 @@ def _rings() -> tuple[SeededBug, ...]:
         load("bytes not expected", "barrier broken", r.bytes_not_expected),
         load("empty not awaited", "barrier broken", r.empty_not_awaited),
         load("slot not awaited", "deadlock", r.slot_not_awaited),
-        SeededBug("one reader counted", overwritten, "ring", _says(r.OneReaderRing), one_reader),
+        SeededBug("one reader counted", overwritten, "ring", says(r.OneReaderRing), one_reader),
         math("stage given back too early", overwritten, r.released_too_early, depths=(2,), consumers=together),
-        SeededBug("depth 1 in the deep form", "deadlock", "ring", _says(multiply), shallow),
+        SeededBug("depth 1 in the deep form", "deadlock", "ring", says(multiply), shallow),
         math("product not waited for", "wrong data", r.product_not_waited_for, precise=True),
         SeededBug(
             "item of no K steps", "missing work", "ring",
@@ -337,10 +290,10 @@ def _buffers() -> tuple[SeededBug, ...]:
         )
 
     def finish(name: str, kind: str, program: Finish, *how: Any, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(*how, finish=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(*how, finish=program, **more))
 
     def ring(name: str, kind: str, of: type[Ring], *how: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(of), cases(*how))
+        return SeededBug(name, kind, "ring", says(of), cases(*how))
 
     overwritten = "overwritten while read"
     return (
@@ -352,7 +305,7 @@ def _buffers() -> tuple[SeededBug, ...]:
         finish("every part stored", "wrong data", c.stores_every_part, split=True),
         finish("last strip forgotten", "missing work", c.last_strip_forgotten, (2, 1, 3)),
         SeededBug(
-            "left while stores read", "left too early", "ring", _says(c.leaves_while_stores_read),
+            "left while stores read", "left too early", "ring", says(c.leaves_while_stores_read),
             cases((2,), math=c.leaves_while_stores_read),
         ),
     )  # fmt: skip
@@ -373,9 +326,9 @@ def _products() -> tuple[SeededBug, ...]:
         ("product: STOP in place of void items", "missing work", r.left_void_on_the_way),
     )
     return (
-        SeededBug("product: pivot not in the signal", "read before arrival", "product", _says(w.PositionGate), pivoted),
+        SeededBug("product: pivot not in the signal", "read before arrival", "product", says(w.PositionGate), pivoted),
         *(
-            SeededBug(name, kind, "product", _says(of), tuple(ProductCase(case, ring, of) for case in sizes))
+            SeededBug(name, kind, "product", says(of), tuple(ProductCase(case, ring, of) for case in sizes))
             for name, kind, of in rows
         ),
     )
@@ -386,12 +339,12 @@ def _shared() -> tuple[SeededBug, ...]:
 
     def bug(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
         cases = tuple(SharedCase(SharedRing(depth, 2), items, text, exact) for items in sizes)
-        return SeededBug(name, kind, "shared", _says(text), cases)
+        return SeededBug(name, kind, "shared", says(text), cases)
 
     def attends(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
         ring, blocks = SharedRing(depth, 2, operands=OPERANDS), ((1,), (4,), (1, 1))
         cases = tuple(SharedCase(ring, tuple((n, False) for n in items), text, exact) for items in blocks)
-        return SeededBug(f"keys and values: {name}", kind, "shared", _says(text), cases)
+        return SeededBug(f"keys and values: {name}", kind, "shared", says(text), cases)
 
     early, overwritten, wrong = "read before arrival", "overwritten while read", "wrong data"
     return (
@@ -433,7 +386,7 @@ def _attentions() -> tuple[SeededBug, ...]:
         name: str, kind: str, of: object, sizes: tuple[tuple[AttentionRing, tuple[int, ...]], ...] = sizes, **text: Any
     ) -> SeededBug:
         cases = tuple(AttentionCase(ring, counts, **text) for ring, counts in sizes)
-        return SeededBug(f"attention: {name}", kind, "attention", _says(of), cases)
+        return SeededBug(f"attention: {name}", kind, "attention", says(of), cases)
 
     def math(name: str, kind: str, text: MathLoop, *more: Any) -> SeededBug:
         return bug(name, kind, text, *more, math=text)
@@ -463,54 +416,11 @@ def _attentions() -> tuple[SeededBug, ...]:
     )
 
 
-def _gathers() -> tuple[SeededBug, ...]:
-    def bug(name: str, kind: str, says: object, calls: int, *expires: tuple[int, int], **more: Any) -> SeededBug:
-        # What has many states is not tried where it is too small to show.
-        cases = (calls,) if expires or {"streams", "world"} & more.keys() else range(1, calls + 1)
-        return SeededBug(
-            name, kind, "gather", _says(says), tuple(GatherCase(epochs=n, expires=expires, **more) for n in cases)
-        )
-
-    early, overwritten = "read before arrival", "overwritten while read"
-    asks, lanes, ahead = g.begins_without_asking, g.begins_behind_the_lanes, g.begins_ahead
-    one, two, words = g.publish_one_slot, g.publish_two_slots, g.publish_in_one_set
-    return (
-        bug("not asked for expiry", overwritten, asks, 4, (0, 1), (0, 2), begin=asks, strided=True),
-        bug("host waits for the lanes", overwritten, lanes, 4, (0, 1), begin=lanes, strided=True),
-        bug("too far ahead", overwritten, ahead, 4, (0, 1), begin=ahead, strided=True),
-        bug("one slot", overwritten, one, 2, publish=one, lanes=g.lanes_one_slot, slots=1, sets=1),
-        bug(
-            "two slots and an expiry", overwritten, two, 3, (0, 1), publish=two, lanes=g.lanes_two_slots, slots=2,
-            sets=2, strided=True,
-        ),
-        bug("own rows not signalled", "deadlock", g.own_not_signalled, 1, publish=g.own_not_signalled),
-        bug(
-            "pushed before the slot is full", early, g.posts_before_filled, 1, publish=g.posts_before_filled,
-            strided=True,
-        ),
-        bug(
-            "order of one stream taken for granted", overwritten, g.publishes_at_once, 4, publish=g.publishes_at_once,
-            streams=2,
-        ),
-        bug("tensor free too early", overwritten, g.frees_at_once, 2, finish=g.frees_at_once),
-        bug("slot of the wrong epoch", early, g.pushes_to_the_next_slot, 1, lanes=g.pushes_to_the_next_slot),
-        bug("pushed before the last kernel", early, g.begins_before_posted, 1, lanes=g.begins_before_posted),
-        bug("signal before copy", early, g.signals_before_copy, 1, lanes=g.signals_before_copy),
-        bug("signal before copy, apart", early, g.signals_one_early, 1, lanes=g.signals_one_early, forms=("apart",)),
-        bug(
-            "one set of signals", early, words, 2, publish=words, lanes=g.signals_in_one_set, sets=1, world=3,
-            chunks=(1, 2), strided=True, forms=("one",),
-        ),
-        bug("expiry kept to oneself", "not told", g.tells_nobody, 1, (0, 1), watch=g.tells_nobody),
-        bug("kernels not ended", "deadlock", g.overrules_nothing, 2, (0, 1), watch=g.overrules_nothing),
-    )  # fmt: skip
-
-
 def _publishes() -> tuple[SeededBug, ...]:
     def bug(name: str, kind: str, text: Any) -> SeededBug:
         sizes = ((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 2, 2, 1))
         cases = tuple(PublishCase(*size, workers=n, text=text) for size in sizes for n in (1, 2))
-        return SeededBug(name, kind, "publish", _says(text), cases)
+        return SeededBug(name, kind, "publish", says(text), cases)
 
     early = "read before arrival"
     return (
@@ -520,24 +430,4 @@ def _publishes() -> tuple[SeededBug, ...]:
         bug("item published with the next one", "deadlock", p.waits_for_the_next_item),
         bug("count of a chunk not restored", "count not restored", p.restores_nothing),
         bug("signalled by its first tile", early, p.signals_each_item),
-    )
-
-
-def _sums() -> tuple[SeededBug, ...]:
-    def bug(name: str, kind: str, role: str, says: Any, epochs: int = 1, **more: Any) -> SeededBug:
-        least = more.get("streams", 1)
-        cases = tuple(SumCase(**{"epochs": n, role: says, **more}) for n in range(least, epochs + 1))
-        return SeededBug(name, kind, "sums", _says(says), cases)
-
-    early, gives_up = "read before arrival", ((0, 1),)
-    return (
-        bug("told of what is not published", early, "scatter", q.tells_of_what_is_not_published),
-        bug("published before it is computed", early, "produce", q.publishes_before_computed),
-        bug("waited for before telling", "deadlock", "scatter", q.waits_before_it_tells),
-        bug("waited for in a circle", "deadlock", "scatter", q.pulls_from_the_next, world=3),
-        bug("added before it was pulled", early, "add_up", q.sums_at_once),
-        bug("sum on another stream", early, "produce", q.produces_at_once, 2, streams=2),
-        bug("one slot for all products", early, "produce", q.produces_in_one_slot, 3, scatter=q.scatters_one_slot),
-        bug("let go and not overruled", early, "watch", q.overrules_nothing, expires=gives_up),
-        bug("overruled too late", early, "watch", q.overrules_afterwards, expires=gives_up),
     )

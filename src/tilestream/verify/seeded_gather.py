@@ -45,29 +45,29 @@ def begins_ahead(epoch: int) -> Turn:
 # The calling stream --------------------------------------------------------------------------------------------------
 
 
-def publish_one_slot(rank: int, chunks: int, epoch: int, strided: bool) -> Turn:
+def publish_one_slot(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """One slot for all calls: it is filled while a peer's kernel still reads it."""
-    return rewritten(p.publish(rank, chunks, epoch, strided), _with_slots(1))
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), _with_slots(1))
 
 
-def publish_two_slots(rank: int, chunks: int, epoch: int, strided: bool) -> Turn:
+def publish_two_slots(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """Two slots: enough while every kernel that ends has had its rows. One that expires has not."""
-    return rewritten(p.publish(rank, chunks, epoch, strided), _with_slots(2))
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), _with_slots(2))
 
 
-def own_not_signalled(rank: int, chunks: int, epoch: int, strided: bool) -> Turn:
+def own_not_signalled(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """The own chunks are in the slot, and nobody says so: the kernel waits for them."""
-    return rewritten(p.publish(rank, chunks, epoch, strided), lambda op: None if isinstance(op, p.Signal) else op)
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), lambda op: None if isinstance(op, p.Signal) else op)
 
 
-def posts_before_filled(rank: int, chunks: int, epoch: int, strided: bool) -> Turn:
-    """What is pushed out of the own slot is pushed before it is there."""
+def posts_before_filled(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
+    """What leaves out of the own slot does so before it is there: pushed, or pulled by peers who were told."""
     return p.publish(rank, chunks, epoch)
 
 
-def publishes_at_once(rank: int, chunks: int, epoch: int, strided: bool) -> Turn:
+def publishes_at_once(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """A call does not wait for the one before: of another stream, whose kernel may not have had its rows yet."""
-    return rewritten(p.publish(rank, chunks, epoch, strided), lambda op: None if isinstance(op, p.AwaitCall) else op)
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), lambda op: None if isinstance(op, p.AwaitCall) else op)
 
 
 def frees_at_once(epoch: int) -> Turn:
@@ -112,11 +112,11 @@ def _signalled_first(lane: Turn) -> Turn:
     try:
         op = next(lane)
         while True:
-            if isinstance(op, p.Pushed):
+            if isinstance(op, p.Pushed | p.Pulled):
                 waiting.append(op)
             else:
                 yield op
-                if isinstance(op, p.Tell):
+                if isinstance(op, p.Tell | p.Signal):
                     yield waiting.pop()
             op = lane.send(0)
     except StopIteration as end:
@@ -131,10 +131,10 @@ def signals_one_early(rank: int, world: int, chunks: int, epoch: int, form: p.La
     )
 
 
-def publish_in_one_set(rank: int, chunks: int, epoch: int, strided: bool) -> Turn:
+def publish_in_one_set(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """One set of signals for all slots: of another shape a word is another rank's, which may be a call ahead."""
     return rewritten(
-        p.publish(rank, chunks, epoch, strided), lambda op: op._replace(slot=0) if isinstance(op, p.Signal) else op
+        p.publish(rank, chunks, epoch, from_slot), lambda op: op._replace(slot=0) if isinstance(op, p.Signal) else op
     )
 
 
@@ -143,6 +143,39 @@ def signals_in_one_set(rank: int, world: int, chunks: int, epoch: int, form: p.L
     return _all(
         p.lanes(rank, world, chunks, epoch, form), lambda op: op._replace(slot=0) if isinstance(op, p.Tell) else op
     )
+
+
+# The lane that pulls -------------------------------------------------------------------------------------------------
+
+
+def waits_for_nobody(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+    """A peer's shard is pulled without a look at its flag."""
+    return _all(p.lanes(rank, world, chunks, epoch, form), lambda op: None if isinstance(op, p.AwaitFlag) else op)
+
+
+def reader_writes_flags(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+    """The flags of peers are written by who waits for them: they say nothing of the peers."""
+    last = list(p.peers(rank, world))[-1]
+
+    def change(op: Any) -> Any:
+        if isinstance(op, p.Flag):
+            return p.Release(op.epoch) if op.peer == last else None
+        return op
+
+    return _all(p.lanes(rank, world, chunks, epoch, form), change)
+
+
+def tells_afterwards(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+    """A rank tells its peers that its shard is there when it has pulled theirs: all wait for each other."""
+    return [_told_afterwards(lane, rank, world, epoch) for lane in p.lanes(rank, world, chunks, epoch, form)]
+
+
+def _told_afterwards(lane: Turn, rank: int, world: int, epoch: int) -> Turn:
+    yield from rewritten(lane, lambda op: None if isinstance(op, p.Flag | p.LaneDone) else op)
+    for peer in p.peers(rank, world):
+        yield p.Flag(peer, epoch)
+    yield p.LaneDone(0, epoch)
+    return epoch
 
 
 # The watchdog --------------------------------------------------------------------------------------------------------
@@ -165,4 +198,40 @@ def tells_nobody(rank: int, world: int) -> Turn:
 def overrules_nothing(rank: int, world: int) -> Turn:
     """The watchdog tells all ranks, and leaves its own kernels to wait for peers that issue nothing any more."""
     yield from p.give_up(rank, world)
+    return None
+
+
+def releases_nothing(rank: int, world: int) -> Turn:
+    """The watchdog ends its kernels, and leaves a lane that pulls to wait for ever."""
+    if not (yield from p.give_up(rank, world)):
+        return None
+    while epoch := (yield p.Oldest()):
+        yield p.Overrule(epoch)
+        yield p.AwaitKernel(epoch)
+        if not (yield p.AwaitDone(epoch)):
+            return None
+    return None
+
+
+def releases_under_the_kernel(rank: int, world: int) -> Turn:
+    """A lane is let go while the kernel still waits: it pulls what is not there, and signals it."""
+    if not (yield from p.give_up(rank, world)):
+        return None
+    while epoch := (yield p.Oldest()):
+        yield p.Release(epoch)
+        while not (yield p.AwaitDone(epoch)):
+            yield p.Release(epoch)
+    return None
+
+
+def releases_once(rank: int, world: int) -> Turn:
+    """A flag that a late peer takes back is not written again."""
+    if not (yield from p.give_up(rank, world)):
+        return None
+    while epoch := (yield p.Oldest()):
+        yield p.Overrule(epoch)
+        yield p.AwaitKernel(epoch)
+        yield p.Release(epoch)
+        if not (yield p.AwaitDone(epoch)):
+            return None
     return None
