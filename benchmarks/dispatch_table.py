@@ -1,4 +1,4 @@
-"""From records of gpu_all_gather.py to the table by which ops across ranks decide: fused or not, chunks, lanes.
+"""From records of gpu_all_gather.py to the table by which ops across ranks decide: fused, chunks, way.
 
     PYTHONPATH=src:benchmarks python benchmarks/dispatch_table.py RECORD.json ... [--check]
 
@@ -29,29 +29,29 @@ ARCH = {"H100": "sm_90", "H200": "sm_90"}
 
 
 class Decided(NamedTuple):
-    """What a form is: fused or not, in how many chunks, and of a gather by which lanes."""
+    """What a form is: fused or not, in how many chunks, and of a gather, which way."""
 
     fused: bool
     chunks: int
-    lanes: str = PULL
+    way: str = PULL
 
 
 def form(name: str) -> Decided:
-    """Of ``fused 2``, and of ``fused each 2``."""
-    *lanes, chunks = name.split()[1:]
-    return Decided(True, int(chunks), *lanes)
+    """Of ``fused 2``, and of ``fused push 2``."""
+    *way, chunks = name.split()[1:]
+    return Decided(True, int(chunks), *way)
 
 
 def decided(ms: dict[str, float]) -> Decided:
     """What is done, by what each form took."""
     best = Decided(False, 1)
     least = min(ms[name] for name in ("nccl + mm", "nccl + ours") if name in ms)
-    by_lanes = {name: form(name) for name in ms if name.startswith("fused ")}
-    fewest = min((one.chunks for one in by_lanes.values()), default=1)
-    for name in sorted(by_lanes, key=lambda name: (by_lanes[name].chunks, ms[name])):
-        worth = WORTH if by_lanes[name].chunks > fewest or not best.fused else 0.0
+    forms = {name: form(name) for name in ms if name.startswith("fused ")}
+    fewest = min((one.chunks for one in forms.values()), default=1)
+    for name in sorted(forms, key=lambda name: (forms[name].chunks, ms[name])):
+        worth = WORTH if forms[name].chunks > fewest or not best.fused else 0.0
         if ms[name] < least * (1 - worth):
-            best, least = by_lanes[name], ms[name]
+            best, least = forms[name], ms[name]
     return best
 
 
@@ -75,7 +75,7 @@ def entries(record: dict[str, Any]) -> list[dict[str, Any]]:
         entry = {
             "op": case.op, "rows": case.rows, "n": case.n, "k": case.k, "world": case.world, "dtype": case.dtype,
             "device": device, "fused": made_of.fused, "chunks": made_of.chunks,
-            **({"lanes": made_of.lanes} if case.op == "all_gather_matmul" else {}),
+            **({"way": made_of.way} if case.op == "all_gather_matmul" else {}),
             "source": f"{record['world']} x {record['device'].removeprefix('NVIDIA ')}, {record['date']}",
         }  # fmt: skip
         other = made.setdefault((case.op, case.shape_class), entry)

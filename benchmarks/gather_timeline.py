@@ -1,13 +1,14 @@
 """The timeline of one all-gather + matmul across GPUs: copies and tiles on one time axis, as a record for the docs.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK] [--lanes each one pull]
+    PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK] [--ways push pull]
 
 One process a GPU; rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring
 the others' rows are what torch's profiler saw, of each rank on its own GPU. The two are laid over each other by the
 kernel, which both have, and ranks by the host's clock. The call is traced `CALLS` times, and the one of median length
 is kept; its answer must be the same as without a trace, bit by bit. Writes ``gpu_trace_gather_x<world>*.json.gz``,
 which https://ui.perfetto.dev opens; ``python benchmarks/render.py`` draws it. Prints beside that when each copy of each
-rank's began and ended, and how fast it was. ``--lanes``: a call by each of these forms, whatever its bytes say.
+rank's began and ended, and how fast it was. ``--ways``: a call in each of them, whatever
+the table says.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ import tilestream as ts
 from harness import RESULTS, device_suffix
 from ranks import on_each_gpu
 from tilestream import distributed as tsd
-from tilestream.distributed.dispatch import trial
-from tilestream.distributed.protocol import Lanes, peers, receivers
+from tilestream.distributed.dispatch import WAYS, trial
+from tilestream.distributed.protocol import peers, receivers
 
 SHAPE = "8192x3584x8192"
 CALLS = 5
@@ -63,7 +64,7 @@ def arrivals(
     Parameters
     ----------
     copies
-        By each rank, in the order of its lanes: ``parts`` to each peer; or, ``pulled``, from each.
+        By each rank, in order: ``parts`` to each peer; or, ``pulled``, from each.
     own
         Into the own slot, on the kernel's stream.
     """
@@ -103,10 +104,9 @@ def kernel_of(found: list[Activity]) -> Activity:
     return max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
 
 
-def by_lanes(found: list[Activity], size: int) -> list[Activity]:
-    """The copies of chunks of ``size`` bytes, on other streams than the kernel's, lane by lane."""
-    copies = [one for one in found if one.size == size and one.stream != kernel_of(found).stream]
-    return sorted(copies, key=lambda one: (one.stream, one.begin))
+def beside(found: list[Activity], size: int) -> list[Activity]:
+    """The copies of chunks of ``size`` bytes, on another stream than the kernel's."""
+    return [one for one in found if one.size == size and one.stream != kernel_of(found).stream]
 
 
 def laid_over(
@@ -116,7 +116,7 @@ def laid_over(
     kernel = kernel_of(found[rank])
     first = min(span.begin for spans in launch.by_worker for span in spans[:1])
     own = [one for one in found[rank] if one.size == size * parts and one.stream == kernel.stream]
-    copies = [by_lanes(one, size) for one in found]
+    copies = [beside(one, size) for one in found]
     there = arrivals(rank, copies, own, parts, pulled)
     launch.arrivals[0] = tuple(None if when is None else first + 1e-9 * (when - kernel.begin) for when in there)
     begun = [one.begin for some in (own, *copies) for one in some]
@@ -131,7 +131,7 @@ def say(launch: ts.trace.LaunchTrace, found: list[list[Activity]], size: int) ->
     share = launch.waited / (length * launch.workers)
     lines = [f"{launch.label}: {1e3 * length:.3f} ms, {share:.1%} of it at the gate"]
     for rank, one in enumerate(found):
-        for what in (kernel_of(one), *by_lanes(one, size)):
+        for what in (kernel_of(one), *beside(one, size)):
             begin, end = (1e-3 * (when - zero) for when in (what.begin, what.end))
             speed = f"{what.size / (what.end - what.begin):.0f} GB/s" if what.size else "kernel"
             lines.append(f"  rank {rank} {begin:8.1f} to {end:8.1f}: {speed}, stream {what.stream}")
@@ -148,8 +148,8 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
     chunks = plan.chunks
     size = a.numel() * a.element_size() // chunks
-    for lanes in arguments.lanes or [plan.decision.lanes]:
-        with trial(True, chunks, lanes):
+    for way in arguments.ways or [plan.decision.way]:
+        with trial(True, chunks, way):
             traced(a, w)  # compiled, and the profiler begun
             calls = []
             for _ in range(CALLS):
@@ -157,13 +157,13 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
                 assert torch.equal(out, right), "a trace changed the answer"
                 found: list[list[Activity]] = [[] for _ in range(world)]
                 dist.all_gather_object(found, own)
-                calls.append((laid_over(launch, found, rank, size, chunks, lanes == "pull"), found))
+                calls.append((laid_over(launch, found, rank, size, chunks, way == "pull"), found))
         if rank == 0:
             kept, found = sorted(calls, key=lambda call: call[0].end - call[0].begin)[CALLS // 2]
             device = torch.cuda.get_device_name()
             kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
-            print(f"lanes {lanes}:", say(kept, found, size), flush=True)
-            name = f"gpu_trace_gather_x{world}" + (f"_{lanes}" if arguments.lanes else "")
+            print(f"{way}:", say(kept, found, size), flush=True)
+            name = f"gpu_trace_gather_x{world}" + (f"_{way}" if arguments.ways else "")
             print(ts.trace.export(kept, Path(arguments.folder) / f"{name}{device_suffix(device)}.json.gz"))
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=str(RESULTS))
     parser.add_argument("shape", nargs="?", default=SHAPE, help="MxNxK")
-    parser.add_argument("--lanes", nargs="*", choices=get_args(Lanes))
+    parser.add_argument("--ways", nargs="*", choices=WAYS)
     arguments = parser.parse_args()
     Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     on_each_gpu(rank_main, arguments)

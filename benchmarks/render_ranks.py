@@ -51,9 +51,9 @@ def mean(ratios: Iterable[float]) -> float:
 
 
 def way(form: str) -> str:
-    """By what lanes, where it says so, and in how many chunks: of ``fused 2``, and of ``fused pull 2``."""
-    *lanes, chunks = form.split()[1:]
-    return "".join([*(f" {x}," for x in lanes), f" in {chunks}"])
+    """Which way, where it says so, and in how many chunks: of ``fused 2``, and of ``fused pull 2``."""
+    *ways, chunks = form.split()[1:]
+    return "".join([*(f" {way}," for way in ways), f" in {chunks}"])
 
 
 def one(data: dict[str, Any], op: str, rows: list[dict[str, Any]]) -> str:

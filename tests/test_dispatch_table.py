@@ -37,22 +37,22 @@ def test_the_fastest_counts_and_what_is_not_worth_it_does_not(ms, says):
     for op in ("all_gather_matmul", "matmul_reduce_scatter"):
         (entry,) = made_by.entries(record(op, **ms))
         assert (entry["fused"], entry["chunks"]) == says
-        assert entry.get("lanes", "none") == ("none" if op == "matmul_reduce_scatter" else "pull")
+        assert entry.get("way", "none") == ("none" if op == "matmul_reduce_scatter" else "pull")
 
 
 @pytest.mark.parametrize(
     ("ms", "says"),
     [
-        ({"nccl_mm": 1.0, "fused_each_1": 0.801, "fused_pull_1": 0.8}, (True, 1, "pull")),
-        ({"nccl_mm": 1.0, "fused_pull_1": 0.8, "fused_each_1": 0.799}, (True, 1, "each")),
-        ({"nccl_mm": 1.0, "fused_each_1": 0.8, "fused_pull_2": 0.795}, (True, 1, "each")),
-        ({"nccl_mm": 1.0, "fused_each_1": 0.8, "fused_pull_1": 0.9, "fused_pull_2": 0.7}, (True, 2, "pull")),
-        ({"nccl_mm": 1.0, "fused_each_1": 0.995}, (False, 1, "pull")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.801, "fused_pull_1": 0.8}, (True, 1, "pull")),
+        ({"nccl_mm": 1.0, "fused_pull_1": 0.8, "fused_push_1": 0.799}, (True, 1, "push")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.8, "fused_pull_2": 0.795}, (True, 1, "push")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.8, "fused_pull_1": 0.9, "fused_pull_2": 0.7}, (True, 2, "pull")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.995}, (False, 1, "pull")),
     ],
 )
-def test_of_a_gather_the_lanes_that_took_least_count(ms, says):
+def test_of_a_gather_the_way_that_took_least_counts(ms, says):
     (entry,) = made_by.entries(record(**ms))
-    assert (entry["fused"], entry["chunks"], entry["lanes"]) == says
+    assert (entry["fused"], entry["chunks"], entry["way"]) == says
 
 
 def test_an_entry_decides_its_class(monkeypatch):

@@ -1,4 +1,4 @@
-"""Ranks that gather, on fake GPUs: their hosts, calling streams and lanes, and kernels that wait for what comes."""
+"""Ranks that gather, on fake GPUs: their hosts, calling and side streams, and kernels that wait for what comes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Gathering:
         with cuda.on(self.calling), self.here():
             self.gatherer = Gatherer(self.member, DEVICE, memory.of(rank))
         self.gatherer._watchdog.wake = lambda: None  # the test looks
-        self.lanes = self.gatherer._lanes
+        self.side = self.gatherer._side
 
     @contextlib.contextmanager
     def here(self):
@@ -60,12 +60,12 @@ class Gathering:
         return torch.full((shards.batches, shards.rows, shards.width), 100.0 * rank + call)
 
     def call(
-        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, lanes=("each",), fails=False,
+        self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, ways=("push",), fails=False,
         scales: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The next call: a kernel that hands in what is gathered, or None where it has expired.
 
-        ``lanes``: call by call, and from the first on again.
+        ``ways``: call by call, and from the first on again.
         """
         self.shapes.append(shards)
         number, calling = len(self.shapes), self.calling
@@ -95,7 +95,7 @@ class Gathering:
         tensor = self.tensor
         calling.give(lambda: tensor.copy_(value))
         with self.cuda.on(calling), self.here():
-            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, lanes[(number - 1) % len(lanes)])
+            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, ways[(number - 1) % len(ways)])
 
     def look(self) -> None:
         with self.here():
@@ -107,8 +107,8 @@ class Gathering:
         return len(under_way) <= protocol.AHEAD
 
     def run(self, which: int, count: int | None = None) -> None:
-        """Run the calling stream, or a lane."""
-        [self.calling, *self.lanes][which % (1 + len(self.lanes))].run(count)
+        """Run the calling stream, or the side stream."""
+        (self.calling, self.side)[which % 2].run(count)
 
     def expected(self, call: int) -> torch.Tensor:
         shards = self.shapes[call - 1]
@@ -116,7 +116,7 @@ class Gathering:
 
     @property
     def idle(self) -> bool:
-        return self.calling.query() and all(lane.query() for lane in self.lanes)
+        return self.calling.query() and self.side.query()
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
         ):  # fmt: skip
             patch.setattr(module, name, does, raising=False)
     # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
-    for module in (copy_engines, sums):
+    for module in (turns,):
         patch.setattr(module, "lend_to", lambda borrower, device: cuda.stream())
     patch.setattr(turns, "LOOK_SECONDS", 0.01)
     # While the host sleeps the device runs.

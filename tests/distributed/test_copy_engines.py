@@ -7,7 +7,6 @@ import ctypes
 import gc
 import itertools
 import weakref
-from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, fake_cuda
-from tilestream.distributed import copy_engines, protocol, turns
+from tilestream.distributed import copy_engines, dispatch, protocol, turns
 from tilestream.distributed.shards import Shards
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
@@ -25,10 +24,9 @@ SHARDS = {
     2: (Shards(1, 2, 3, 2), Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)),
     3: (Shards(1, 3, 3, 2, parts=2), Shards(1, 3, 2, 2), Shards(2, 3, 3, 1)),
 }
-LANES = get_args(protocol.Lanes)
-#: Calls of which each shard travels so; the next call's otherwise.
-FORMS = st.lists(st.sampled_from(LANES), min_size=1, max_size=3)
-HOW = st.fixed_dictionaries({"strided": st.booleans(), "lanes": FORMS})
+#: Ways of a call's shards, of the next one's, and so on.
+WAYS = st.lists(st.sampled_from(dispatch.WAYS), min_size=1, max_size=3)
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "ways": WAYS})
 
 
 @given(data=st.data(), size=st.sampled_from((2, 3)))
@@ -39,7 +37,7 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, size
         how = data.draw(HOW)
         while any(len(rank.results) < len(calls) for rank in ranks):
             rank = data.draw(st.sampled_from(ranks))
-            what = data.draw(st.integers(0, 1 + len(rank.lanes)))
+            what = data.draw(st.integers(0, 2))
             if what == 0 and len(rank.shapes) < len(calls) and rank.room():
                 rank.call(calls[len(rank.shapes)], **how)
             else:
@@ -95,65 +93,93 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
 
 def test_one_set_of_signals_for_all_slots_would_be_mistaken():
     # What the sets are for: a word that is another rank's in the next call, and that rank is a call ahead.
-    def word(sets: int) -> int:
+    def hands_in(sets: int) -> torch.Tensor | None:
         with world(3) as (cuda, ranks):
             for rank in ranks:
                 memory = rank.gatherer.memory
                 signals, signal = memory.signals, memory.signal
                 memory.signals = lambda slot, signals=signals: signals(slot % sets)
                 memory.signal = lambda of, slot, chunk, signal=signal: signal(of, slot % sets, chunk)
-                rank.call(SHARDS[3][0])
                 rank.call(SHARDS[3][1])
-            late = ranks[1].lanes[protocol.receivers(1, 3).index(0)]  # rank 1's rows on their way to rank 0
+                rank.call(SHARDS[3][0])
+            late = ranks[1].side  # it pushes to rank 0, and not yet to rank 2
             for _, stream in itertools.product(range(9), cuda.streams):
                 if stream is not late:
                     stream.run()
-            assert not ranks[0].results
-            assert ranks[2].results[1].equal(ranks[2].expected(1))
-            return int(ranks[0].gatherer.memory.signals(1)[2])  # of rank 1's first chunk
+                elif stream.done < 3:
+                    stream.run(3 - stream.done)
+            assert ranks[0].results[1].equal(ranks[0].expected(1))
+            return ranks[2].results.get(1)
 
-    assert word(protocol.SLOTS) == 0
-    assert word(1) == 2
+    assert hands_in(protocol.SLOTS) is None, "it waits for rank 1's rows"
+    assert hands_in(1)[0, 1].isnan().all(), "rank 0's signal of the next call is taken for rank 1's"
 
 
-# The wait for the call's place on its stream; then for each chunk its copy and its signal, or what goes between them.
-@pytest.mark.parametrize(("lanes", "count"), [("each", [1 + 4, 1 + 4]), ("one", [1 + 8, 0]), ("apart", [1 + 4, 4 + 4])])
-def test_what_is_issued_is_the_text(lanes, count):
+def signals_of(rank, places):
+    """The words of a call in slot 1: on which rank, and of which chunk of the whole."""
+    return [ctypes.c_int32.from_address(rank.gatherer.memory.signal(peer, 1, c)) for peer, c in places]
+
+
+def test_what_is_pushed_is_the_text():
     shards = Shards(1, 3, 4, 1, parts=2)
     with world(3) as (_, ranks):
         first = ranks[0]
-        first.call(shards, lanes=[lanes])
-        signals = [
-            ctypes.c_int32.from_address(first.gatherer.memory.signal(peer, 1, c)) for peer in (2, 1) for c in (0, 1)
-        ]
-        for lane in first.lanes:
-            lane.run()
+        first.call(shards)
+        signals = signals_of(first, [(peer, chunk) for peer in (2, 1) for chunk in (0, 1)])
+        first.side.run()
         assert [word.value for word in signals] == [0] * 4, "nothing before the call's place on its stream"
-        assert [lane.issued for lane in first.lanes] == count
+        assert first.side.issued == 1 + 8, "the wait for that; of each chunk to each peer a copy, and a signal"
         first.calling.run(1)  # the caller's write
-        first.lanes[0].run(2)
+        first.side.run(2)
         assert [word.value for word in signals] == [0] * 4, "not before its copy"
-        first.lanes[lanes == "apart"].run(2 if lanes == "apart" else 1)
+        first.side.run(1)
         assert [word.value for word in signals] == [1, 0, 0, 0], "the rank before it is the first to come to its rows"
         assert ranks[2].gatherer.memory.slot(2, 1).view(torch.float32)[:2].tolist() == [1.0, 1.0]
-        for lane in first.lanes:
-            lane.run()
+        first.side.run()
         assert [word.value for word in signals] == [1] * 4
         assert not first.results, "its peers have not pushed"
+
+
+def test_what_is_pulled_is_the_text():
+    shards = Shards(1, 3, 4, 1, parts=2)
+    with world(3) as (_, ranks):
+        first, second, third = ranks
+        for rank in ranks:
+            rank.call(shards, ways=["pull"])
+        signals = signals_of(first, [(0, chunk) for chunk in (2, 3, 4, 5)])
+        assert first.side.issued == 1 + 2 + 2 * (1 + 4), "the wait; two flags; of each peer its flag, and its chunks"
+        first.side.run()
+        first.calling.run()
+        first.side.run()
+        assert [rank.gatherer.memory.told() for rank in ranks] == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+        assert [word.value for word in signals] == [0] * 4, "its peers have not told"
+        third.calling.run()
+        third.side.run()
+        first.side.run()
+        assert [word.value for word in signals] == [0] * 4, "one peer after the other, the next rank first"
+        second.calling.run()
+        second.side.run()
+        first.side.run(2)
+        assert [word.value for word in signals] == [0] * 4, "not before its copy"
+        first.side.run(1)
+        assert [word.value for word in signals] == [1, 0, 0, 0]
+        first.side.run()
+        first.calling.run()
+        assert first.results[1].equal(first.expected(1))
 
 
 def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_pieces():
     with world(2) as (_, (first, _)):
         for strided in (False, True):
-            before = first.lanes[0].done
+            before = first.side.done
             first.call(SHARDS[2][0], strided=strided)
             first.calling.run(1)
-            first.lanes[0].run()
-            assert (first.lanes[0].done > before) == (not strided)
+            first.side.run()
+            assert (first.side.done > before) == (not strided)
             while not first.calling.query() and first.calling.run(1):
                 pass
-            first.lanes[0].run()
-            assert first.lanes[0].query() == (not strided), "behind the first call's kernel"
+            first.side.run()
+            assert first.side.query() == (not strided), "behind the first call's kernel"
 
 
 def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):
@@ -199,7 +225,7 @@ def test_the_caller_may_write_to_his_tensor_behind_a_call():
         for rank in (first, second):
             rank.call(SHARDS[2][0])
         for _ in range(3):  # the second's kernel has all; the first's own lane has not begun
-            for stream in (first.calling, second.calling, *second.lanes):
+            for stream in (first.calling, second.calling, second.side):
                 stream.run()
         assert first.results
         first.call(SHARDS[2][0])  # its first work is a write to the same tensor
@@ -274,7 +300,7 @@ def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended
         first.tensor = None
         first.call(shards)
         for _ in range(5):
-            for stream in (one, first.calling, *first.lanes):
+            for stream in (one, first.calling, first.side):
                 stream.run()
         assert second.gatherer.memory.slot(1, 2).eq(255).all(), "the second slot is untouched: the first kernel waits"
         second.call(shards)

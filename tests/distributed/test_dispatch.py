@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from tilestream.distributed import dispatch
 from tilestream.distributed.dispatch import Case, decide
-from tilestream.distributed.protocol import Lanes
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -90,9 +88,10 @@ def test_a_trial_overrules_the_table_and_no_caller():
         assert (decide(case).fused, decide(case).chunks) == (True, 4)
         assert not decide(case, "unfused").fused
         assert decide(gather(2, 8, 8, 2)).chunks == 1, "no more chunks than rows"
-        assert decide(case).lanes == before.lanes == "pull", "its rows are many"
-    with dispatch.trial(True, 4, lanes="each"):
-        assert decide(case).lanes == "each"
+        assert decide(case).way == before.way
+    for way in dispatch.WAYS:
+        with dispatch.trial(True, 4, way):
+            assert decide(case).way == way
     assert decide(case) == before
 
 
@@ -110,18 +109,21 @@ def test_the_table_ships_in_a_form_that_is_known():
     assert table["format"] == 1
     for rates in table["rates"].values():
         assert rates["source"]
-        assert {"fused", "unfused"} == set(rates["latency"]) == set(rates["gather"])
+        assert {"unfused", *dispatch.WAYS} == set(rates["latency"]) == set(rates["gather"])
+        assert set(rates["slower"]) == set(dispatch.WAYS)
     keys = {"op", "rows", "n", "k", "world", "dtype", "device", "fused", "chunks", "source"}
     for entry in table["entries"]:
         gathers = entry["op"] == "all_gather_matmul"
-        assert set(entry) == keys | ({"lanes"} if gathers else set())
-        assert entry.get("lanes", "pull") in get_args(Lanes)
+        assert set(entry) == keys | ({"way"} if gathers else set())
+        assert entry.get("way", "pull") in dispatch.WAYS
 
 
 def test_small_shards_are_pushed_and_large_ones_pulled_where_nobody_has_measured():
-    lanes = [decide(gather(m, 5000, 8192, 8)).lanes for m in (64, 1024, 8192, 65536)]
-    assert lanes == ["each", "each", "pull", "pull"]
-    assert decide(gather(8192, 3584, 8192, 8, device="sm_70")).lanes == "each"
+    ways = [decide(gather(m, 5000, 8192, 2, "float16")).way for m in (64, 1024, 8192, 65536)]
+    assert ways == ["push", "push", "pull", "pull"]
+    assert decide(gather(65536, 64, 8192, 2, "float16")).way == "push", "the transfer is the longer part"
+    assert decide(replace(gather(64, 5000, 8192, 2), op="matmul_reduce_scatter"), "fused").way == "pull"
+    assert decide(gather(8192, 3584, 8192, 8, device="sm_70")).way == "push"
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])

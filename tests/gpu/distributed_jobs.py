@@ -85,8 +85,8 @@ def gathers(rank, world, cases):
     return plan.explain()
 
 
-#: By which lanes calls go that come one behind the other.
-IN_TURN = ("each", "pull", "pull", "one", "each")
+#: Which way calls go that come one behind the other.
+IN_TURN = ("push", "pull", "pull", "push")
 
 
 def iterates(rank, world, count):
@@ -110,11 +110,11 @@ def iterates(rank, world, count):
     return wrong.item()
 
 
-def expires(rank, world, killed, lanes):
+def expires(rank, world, killed, way):
     """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
     a, b = random(rank, 256, 256), random(99, 256, 256)
-    for form in ("each", "pull", lanes):
-        with trial(True, 1, form):
+    for either in ("push", "pull", way):
+        with trial(True, 1, either):
             tsd.all_gather_matmul(a, b, deadline=20)
     torch.cuda.synchronize()
     if rank == world - 1:
@@ -123,7 +123,7 @@ def expires(rank, world, killed, lanes):
         time.sleep(4)
         return "", "", True, 0.0
     begin = time.monotonic()
-    with trial(True, 1, lanes):
+    with trial(True, 1, way):
         whole, out = tsd.all_gather_matmul(a, b, deadline=0.5, return_a=True)
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
@@ -145,9 +145,10 @@ def two_groups(rank, world):
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     b = random(9, 256, 256)
     wholes = [random(60 + i, 128 * world, 256) for i in range(2)]
-    # Set up in one order: that part is collective.
-    for i in range(2):
-        tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], form="fused", deadline=20)
+    # Set up in one order, each sort of call: that part is collective.
+    for i, way in ((0, "push"), (0, "pull"), (1, "push"), (1, "pull")):
+        with trial(True, 1, way):
+            tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], deadline=20)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     outs = [[], []]

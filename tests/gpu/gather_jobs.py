@@ -12,7 +12,7 @@ from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 
 
-def late_by_a_call(rank, world, lanes):
+def late_by_a_call(rank, world, ways):
     """Each rank in turn comes so late that the others have issued the next call, too, and wait in it."""
     b, mine = random(1, 256, 256), []
     wholes = [random(1000 + i, 96 * world, 256) for i in range(3 * world)]
@@ -20,7 +20,7 @@ def late_by_a_call(rank, world, lanes):
         if i % world == rank:
             time.sleep(0.3)
         shard = whole[96 * rank : 96 * rank + 96].clone()
-        with trial(True, 1, lanes[i % len(lanes)]):
+        with trial(True, 1, ways[i % len(ways)]):
             mine.append(tsd.all_gather_matmul(shard, b, deadline=20))
         shard.fill_(float("nan"))  # it is the caller's again
     torch.cuda.synchronize()
@@ -30,16 +30,16 @@ def late_by_a_call(rank, world, lanes):
     )
 
 
-#: Of `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, lanes, what else.
+#: Of `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, which way, what else.
 SHAPES = (
-    ((96, 256), 0, "bfloat16", 1, "each", ""),
+    ((96, 256), 0, "bfloat16", 1, "push", ""),
     ((130, 256), 0, "float16", 4, "pull", "return_a"),
-    ((3, 32, 256), 1, "bfloat16", 2, "one", ""),
+    ((3, 32, 256), 1, "bfloat16", 2, "push", ""),
     ((128, 256), 0, "float8_e4m3fn", 2, "pull", "scaled"),
-    ((96, 256), 0, "bfloat16", 3, "apart", "strided"),
+    ((96, 256), 0, "bfloat16", 3, "push", "strided"),
     ((4096, 256), 0, "bfloat16", 1, None, ""),
     ((64, 256), 0, "float8_e4m3fn", 1, "pull", "scaled"),
-    ((1, 256), 0, "float16", 1, "one", ""),
+    ((1, 256), 0, "float16", 1, "push", ""),
 )
 
 
@@ -64,14 +64,14 @@ def alternates(rank, world, count):
         calls.append((b, torch.ones(1, 128, device="cuda") if fp8 else None, data))
     wrong = torch.zeros((), device="cuda")
     for i in range(count):
-        _, dim, _, chunks, lanes, how = SHAPES[i % len(SHAPES)]
+        _, dim, _, chunks, way, how = SHAPES[i % len(SHAPES)]
         b, scale_b, data = calls[i % len(SHAPES)]
         mine, scale, whole, expected = data[i // len(SHAPES) % 3]
         if i % 16 == rank:
             time.sleep(0.002)
         if i % 16 == 8 + rank:
             torch.cuda._sleep(2_000_000)
-        with trial(True, chunks, lanes):
+        with trial(True, chunks, way):
             out = tsd.all_gather_matmul(
                 mine, b, gather_dim=dim, scale_a=scale, scale_b=scale_b, use_fast_accum=False,
                 return_a=how == "return_a", deadline=20,

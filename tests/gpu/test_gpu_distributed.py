@@ -89,15 +89,15 @@ def test_calls_without_a_barrier(ranks, world):
     assert max(wrong) < 1.0, wrong  # another epoch's rows would be off by 16 and more
 
 
-@pytest.mark.parametrize("lanes", [("each",), ("pull",), ("pull", "each")], ids="-".join)
+@pytest.mark.parametrize("ways", [("push",), ("pull",), ("pull", "push")], ids="-".join)
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_peer_that_is_a_whole_call_late(ranks, world, lanes):
-    assert all(ranks.run(world, gather_jobs.late_by_a_call, lanes, bound=120, seconds=60))
+def test_a_peer_that_is_a_whole_call_late(ranks, world, ways):
+    assert all(ranks.run(world, gather_jobs.late_by_a_call, ways, bound=120, seconds=60))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_calls_of_alternating_shapes_without_a_barrier(ranks, world):
-    # Other chunks, dtypes and lanes from call to call: a signal is another rank's each time.
+    # Other chunks, dtypes and ways from call to call: a signal is another rank's each time.
     wrong = ranks.run(world, gather_jobs.alternates, 60 if SHARED else 2000, bound=280, seconds=60)
     assert max(wrong) < 2.0, wrong  # another epoch's rows would be off by 16 and more
 
@@ -185,7 +185,7 @@ def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks)
 @pytest.mark.parametrize(
     ("job", "how", "op", "part"),
     [
-        (jobs.expires, ("each",), "all_gather_matmul", "part of a_shard"),
+        (jobs.expires, ("push",), "all_gather_matmul", "part of a_shard"),
         (jobs.expires, ("pull",), "all_gather_matmul", "part of a_shard"),
         (jobs.sum_expires, (), "matmul_reduce_scatter", "the sum"),
     ],

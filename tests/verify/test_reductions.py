@@ -109,8 +109,7 @@ def test_seeded_bugs_are_found_or_not_at_the_same_sizes(bug):
     [
         GatherCase(epochs=1),
         GatherCase(epochs=2, strided=True),
-        GatherCase(epochs=1, forms=("apart",)),
-        GatherCase(epochs=1, forms=("pull",)),
+        GatherCase(epochs=1, ways=("pull",)),
         GatherCase(epochs=1, expires=((0, 1),)),
         SumCase(epochs=1),
     ],

@@ -33,7 +33,7 @@ BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
 
 
 #: Of some hundred thousand states.
-LONG = ("not asked for expiry", "host waits for the lanes", "too far ahead")
+LONG = ("not asked for expiry", "host waits for the side stream", "too far ahead")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in BUGS])
@@ -143,7 +143,7 @@ def test_handed_on_before_its_gate_needs_the_expiry():
 
 
 #: The texts of a gather, and what goes with them.
-GATHER = ("begin", "publish", "lanes", "finish", "watch", "slots", "sets")
+GATHER = ("begin", "publish", "side", "finish", "watch", "slots", "sets")
 #: Those of a sum.
 SUMS = ("begin", "produce", "scatter", "add_up", "watch")
 

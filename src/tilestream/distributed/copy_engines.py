@@ -1,14 +1,15 @@
-"""All-gather + matmul on GPUs: shards pushed by copy engines while a gated kernel takes what has come.
+"""All-gather + matmul on GPUs: shards pushed or pulled by copy engines while a gated kernel takes what has come.
 
 ::
 
-    calling stream:  lanes may begin; shard -> own slot; signal; kernel: schedule, gate, load, math, ...; the lanes
-    lanes:           for each peer: push a chunk into its slot; signal it there; the next
-    watchdog:        when this rank has given up, or a peer has: tells the others, ends kernels that still wait
+    calling stream:  shard -> own slot; signal it; kernel: schedule, gate, load, math, ...; the side stream
+    side stream:     pushed: for each peer: push a chunk into its slot; signal it there; the next
+                     pulled: tell the peers; for each of them: wait for its flag; pull a chunk; signal it; the next
+    watchdog:        when this rank has given up, or a peer has: tells the others, ends kernels and streams that wait
 
 What is issued is `tilestream.distributed.protocol`, operation by operation, which the checker explores; here is only
 what each of its operations is on a GPU. None but the kernel needs an SM (invariant 10); no operation waits for one that
-is issued after it, and no stream for another rank, so the order in which the driver runs streams does not matter.
+is issued after it, so the order in which the driver runs streams does not matter.
 
 A slot is as large as the whole: each rank's shard stands at its place there, and the kernel reads the slot itself. A
 shard is pushed out of the caller's tensor, beside the copy into the own slot; one that is not in one piece (strides)
@@ -38,7 +39,6 @@ from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
-from tilestream.runtime.streams import lend_to
 
 #: Arrivals that are kept, of as many shapes and slots. More than calls under way: an expiry is known by their keys.
 _MOST_ARRIVALS = 128
@@ -47,7 +47,7 @@ _ALIGN = 256
 
 
 class _Source(NamedTuple):
-    """Data, or scales, as they are pushed: what a row is long, where they begin in a slot, and where they come from."""
+    """Data, or scales, as they travel: what a row is long, where they begin in a slot, and where they come from."""
 
     of_row: int
     at: int
@@ -62,7 +62,6 @@ class Gatherer(Turns):
 
     def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(member, device, memory)
-        self._lanes = [lend_to(self, device) for _ in range(max(2, self._world - 1))]
         self._arrivals: dict[tuple[Shards, int], Arrival] = {}
         self._heard = channel(device).newest
         #: Calls whose kernels were not all issued, and how long their peers' rows are waited for.
@@ -97,9 +96,9 @@ class Gatherer(Turns):
 
     def issue(
         self, shards: Shards, shard: Whole, whole: torch.Tensor | None,
-        compute: Callable[[Whole, Arrival], list[torch.Tensor]], seconds: float, lanes: p.Lanes,
+        compute: Callable[[Whole, Arrival], list[torch.Tensor]], seconds: float, way: p.Way,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Issue a call: publish, lanes, kernels. Returns what ``compute`` does; none of it has run yet.
+        """Issue a call: publish, side stream, kernels. Returns what ``compute`` does; none of it has run yet.
 
         Parameters
         ----------
@@ -109,7 +108,7 @@ class Gatherer(Turns):
             Where what is gathered is copied to; None: nowhere. It stands in a slot, and is another call's soon after.
         seconds
             The kernels' deadline.
-        lanes
+        way
             How the shards travel; on each rank the same.
         """
         epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
@@ -121,14 +120,14 @@ class Gatherer(Turns):
             if shard.scales is not None:  # few, and often one number that is seen as many
                 shard = shard._replace(scales=shard.scales.contiguous())
             for x in (*shard, *slot, whole):
-                if x is not None:  # not freed, and used for something else, before the lanes are waited for (9)
+                if x is not None:  # not freed, and used for something else, before the side stream is waited for (9)
                     x.record_stream(calling)
-            self._publish(epoch, shards, shard, slot, calling, lanes)
+            self._publish(epoch, shards, shard, slot, calling, way)
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
-            done = self._send(epoch, shards, shard, slot, lanes)
+            self._travel(epoch, shards, shard, slot, way)
         except BaseException as error:  # half a call: what the peers wait for may never come
             self._half(error)
-            self._end(epoch, overrule, calling, [_mark(lane) for lane in self._lanes])  # one that pulls is let go
+            self._end(epoch, overrule, calling)  # and a side stream that waits for them is let go
             raise
         self._without_kernel[epoch] = _signals(arrival), seconds
         try:
@@ -137,21 +136,18 @@ class Gatherer(Turns):
             if whole is not None:
                 take_out(whole, slot.data, _signals(arrival), shards)
         finally:  # without a kernel, too: the peers get their rows
-            self._end(epoch, overrule, calling, done)
+            self._end(epoch, overrule, calling)
         return outs
 
-    def _end(
-        self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream,
-        done: list[torch.cuda.Event],
-    ) -> None:  # fmt: skip
-        """What comes behind the kernel. ``done``: an event at the end of each lane."""
-        kernel = _mark(calling)
-        answer(p.finish(epoch), {p.AwaitLanes: lambda op: _wait(calling, done)})
+    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream) -> None:
+        """What comes behind the kernel."""
+        kernel, done = _mark(calling), _mark(self._side)
+        answer(p.finish(epoch), {p.AwaitSide: lambda op: calling.wait_event(done)})
         end = _mark(calling)
         self.issued(Underway(epoch, overrule, kernel, end, end, epoch))
 
     def _publish(
-        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream, lanes: p.Lanes
+        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream, way: p.Way
     ) -> None:
         own = [part.chunk for part in shards.of_rank(self._rank)]
 
@@ -171,64 +167,50 @@ class Gatherer(Turns):
             p.Filled: nothing,  # what is issued to a stream comes after what was
             p.Signal: signal,
         }
-        from_slot = lanes == "pull" or not shard.data.is_contiguous()
+        from_slot = way == "pull" or not shard.data.is_contiguous()
         answer(p.publish(self._rank, len(own), epoch, from_slot), perform)
 
-    def _send(
-        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, lanes: p.Lanes
-    ) -> list[torch.cuda.Event]:  # fmt: skip
-        """The lanes' part. Returns an event at the end of each."""
+    def _travel(self, epoch: int, shards: Shards, shard: Whole, slot: Whole, way: p.Way) -> None:
+        """The side stream's part."""
         parts, memory = [list(shards.of_rank(rank)) for rank in range(self._world)], self.memory
-        mine, sources = parts[self._rank], list(_sources(shard, slot))
-        copied: dict[int, torch.cuda.Event] = {}
-        done: list[torch.cuda.Event] = []
+        mine, sources, handle = parts[self._rank], list(_sources(shard, slot)), self._side.cuda_stream
 
-        def on(lane: torch.cuda.Stream) -> dict[type, Callable[[Any], Any]]:
-            handle = lane.cuda_stream
+        def push(op: p.Push) -> None:
+            part, target = mine[op.chunk], memory.address(op.peer, op.slot)
+            there, rows = shards.place(self._rank, part)
+            for source in sources:
+                first = there if source.from_slot else part.batch * shards.rows + part.begin
+                copy_across(
+                    handle, target + source.at + there * source.of_row, source.address + first * source.of_row,
+                    rows * source.of_row,
+                )  # fmt: skip
 
-            def push(op: p.Push) -> None:
-                part, target = mine[op.chunk], memory.address(op.peer, op.slot)
-                there, rows = shards.place(self._rank, part)
-                for source in sources:
-                    first = there if source.from_slot else part.batch * shards.rows + part.begin
-                    copy_across(
-                        handle, target + source.at + there * source.of_row, source.address + first * source.of_row,
-                        rows * source.of_row,
-                    )  # fmt: skip
+        def tell(op: p.Tell) -> None:
+            stream_write(handle, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), op.epoch)
 
-            def tell(op: p.Tell) -> None:
-                stream_write(handle, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), op.epoch)
+        def pull(op: p.Pull) -> None:
+            source, target = (memory.address(rank, op.slot) for rank in (op.peer, self._rank))
+            first, rows = shards.place(op.peer, parts[op.peer][op.chunk])
+            for what in sources:
+                at = what.at + first * what.of_row
+                copy_across(handle, target + at, source + at, rows * what.of_row)
 
-            def pull(op: p.Pull) -> None:
-                source, target = (memory.address(rank, op.slot) for rank in (op.peer, self._rank))
-                first, rows = shards.place(op.peer, parts[op.peer][op.chunk])
-                for what in sources:
-                    at = what.at + first * what.of_row
-                    copy_across(handle, target + at, source + at, rows * what.of_row)
+        def signal(op: p.Signal) -> None:
+            stream_write(handle, memory.signal(self._rank, op.slot, parts[op.rank][op.chunk].chunk), op.epoch)
 
-            def signal(op: p.Signal) -> None:
-                word = memory.signal(self._rank, op.slot, parts[op.rank][op.chunk].chunk)
-                stream_write(handle, word, op.epoch)
-
-            return {
-                p.AwaitPost: lambda op: lane.wait_event(self._posted),
-                p.Push: push,
-                p.Pushed: nothing,
-                p.Copied: lambda op: copied.update({op.number: _mark(lane)}),
-                p.AwaitCopied: lambda op: lane.wait_event(copied[op.number]),
-                p.Tell: tell,
-                p.Flag: lambda op: stream_write(handle, memory.flag(op.peer, self._rank), op.epoch),
-                p.AwaitFlag: lambda op: stream_wait(handle, memory.flag(self._rank, op.peer), op.epoch),
-                p.Pull: pull,
-                p.Pulled: nothing,
-                p.Signal: signal,
-                p.LaneDone: lambda op: done.append(_mark(lane)),
-            }
-
-        texts = p.lanes(self._rank, self._world, len(mine), epoch, lanes)
-        for text, lane in zip(texts, self._lanes, strict=False):
-            answer(text, on(lane))
-        return done
+        perform: dict[type, Callable[[Any], Any]] = {
+            p.AwaitPost: lambda op: self._side.wait_event(self._posted),
+            p.Push: push,
+            p.Pushed: nothing,
+            p.Tell: tell,
+            p.Flag: lambda op: stream_write(handle, memory.flag(op.peer, self._rank), op.epoch),
+            p.AwaitFlag: lambda op: stream_wait(handle, memory.flag(self._rank, op.peer), op.epoch),
+            p.Pull: pull,
+            p.Pulled: nothing,
+            p.Signal: signal,
+            p.Done: nothing,  # `_end` marks it
+        }
+        answer(p.side(self._rank, self._world, len(mine), epoch, way), perform)
 
     def _slot(self, rank: int, slot: int, shards: Shards, like: Whole) -> Whole:
         """A slot as what is in it: a whole, then its scales."""
@@ -287,7 +269,7 @@ def _expired(gatherer: Gatherer | None) -> None:
 
 
 def _sources(shard: Whole, slot: Whole) -> Iterator[_Source]:
-    """Data and scales as they are pushed."""
+    """Data and scales as they travel."""
     base = slot.data.data_ptr()
     for mine, there in zip(shard, slot, strict=True):
         if mine is not None and there is not None:
@@ -300,11 +282,6 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
-
-
-def _wait(stream: torch.cuda.Stream, events: list[torch.cuda.Event]) -> None:
-    for event in events:
-        stream.wait_event(event)
 
 
 def copy(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -361,5 +338,5 @@ def gather_matmul(
             of_rows = None if gathered.scales is None else gathered.scales.view(shards.total, 1)
             return [product(a, of_rows, arrival, seconds) for product in products]
 
-        outs = gatherer.issue(shards, shard, whole, compute, seconds, plan.decision.lanes)
+        outs = gatherer.issue(shards, shard, whole, compute, seconds, plan.decision.way)
     return x if whole is None else whole, outs

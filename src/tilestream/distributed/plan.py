@@ -13,18 +13,16 @@ import torch
 from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
-from tilestream.distributed.protocol import Lanes
+from tilestream.distributed.protocol import Way
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
 
 #: Plans that a member keeps.
 _MOST_PLANS = 1024
-#: What `protocol.Lanes` are, for people.
-_LANES: Mapping[Lanes, str] = {
-    "each": "pushed, by a stream to each peer",
-    "one": "pushed, by one stream, to one peer after the other",
-    "apart": "pushed, to one peer after the other, by one stream, the signals by another",
-    "pull": "pulled, by one stream, from one peer after the other",
+#: What `protocol.Way` is, for people.
+_WAYS: Mapping[Way, str] = {
+    "push": "each rank pushes its shard to one peer after the other: the data are the handshake",
+    "pull": "each rank pulls from one peer after the other, behind a handshake",
 }
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
@@ -82,8 +80,8 @@ class DistributedPlan:
             ("chunks", f"{self.chunks} a shard of {case.rows} x {case.width} {case.dtype}, pivot rank {self.rank}"),
             ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
         ]
-        if "lanes" in self.agreed:
-            lines.insert(3, ("lanes", _LANES[self.decision.lanes]))
+        if "way" in self.agreed:
+            lines.insert(3, ("way", _WAYS[self.decision.way]))
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         head = f"{case.op}, {case.world} ranks on {case.device}: N {case.n}, K {case.k}"
         return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
@@ -148,7 +146,7 @@ def _make(
         "chunks": decision.chunks, "table": table_hash(),
     }  # fmt: skip
     if transport == "symmetric memory" and op == "all_gather_matmul":
-        all_agreed["lanes"] = decision.lanes
+        all_agreed["way"] = decision.way
     return DistributedPlan(case, member.rank, decision, transport, refused, all_agreed)
 
 

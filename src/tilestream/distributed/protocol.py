@@ -1,39 +1,47 @@
 """How ranks take turns with each other's memory in a gather: the text that GPUs perform and the checker explores.
 
-Each rank has `SLOTS` slots in memory that its peers can write, each as large as the whole, with words for signals. A
-call has the next epoch, on every rank the same, and slot ``epoch % SLOTS`` with its words. A rank *pushes*::
+Each rank has `SLOTS` slots in memory that its peers can reach, each as large as the whole, with words for signals, and
+a flag a peer in its own memory, which that peer writes. A call has the next epoch, on every rank the same, and slot
+``epoch % SLOTS`` with its words. Its shards are pushed, or pulled: on each rank alike, and the next call's otherwise if
+need be::
 
     host                                          the kernel of the call before the last has ended, and ended well
-    calling stream                                lanes
-      the last call's kernel and lanes              the lanes may begin
-      the lanes may begin                           shard -> its place in a peer's slot; signal it there; ...
-      shard -> its place in the own slot; signal it
-      kernel: gate, load, math, ... per tile
-      the lanes
+    calling stream                                side stream
+      the last call is over                         the calling stream is there (a), or (b)
+      (a) pushed: the side stream may begin         pushed: for each peer, for each chunk of the own shard:
+      shard -> its place in the own slot; signal it   chunk -> its place in the peer's slot; signal it there
+      (b) pulled: the side stream may begin         pulled: each peer's memory: my flag = epoch
+      kernel: gate, load, math, ... per tile          for each peer: wait until its flag here >= epoch;
+      the side stream                                   for each of its chunks: pull it out of its slot; signal it
 
-A lane is a stream: one for each peer; or, of large shards, one for all, one peer after the other. A signal is behind
-its copy in the same stream (`lanes`). The last wait is for the caller, who may write to his shard after the call.
+The last wait is for the caller, who may write to his shard after the call.
 
-*Pushed, not pulled: the data are the handshake.* No stream waits for a peer, only the kernel does, and it has a
-deadline. A rank pushes epoch n behind its own kernel n - 1, so when it has had every peer's rows of n - 1; a peer
-pushed those behind its kernel n - 2. So nothing reads what a push of n writes to, if there are two slots, as long as
-every kernel that ends has had all it waited for.
+*Pushed, the data are the handshake*: no stream waits for a peer, only the kernel does, and it has a deadline. *Pulled*,
+one handshake comes before the data; what a rank computes meanwhile is disturbed less.
 
-*Giving up.* A kernel whose deadline has expired ends without having had them. What was issued behind it is pushed
-nevertheless, and what it says is not true. So the host asks, before it issues a call n, whether the kernel of n - 2, or
-any before, has expired (the device's report says so, and it is there when the kernel has ended), and if so issues
-nothing any more. Then a push of n comes from a rank whose kernel n - 2 has had all its rows; they were pushed behind
-the kernels n - 3: with a third slot nobody reads where it goes, whatever becomes of n - 1. The watchdog (`watch`) is
-left with nothing to let go. It tells the peers, so that all raise, and ends kernels that still wait: their rows may
-come, from a rank that is late, but not those of the next call. What comes later is written to the slots of a broken
-group, where no kernel is issued that could read it, and which are kept until the group is destroyed.
+*A call is begun behind the last one, all of it.* So whoever pushes epoch n, or tells of it, has had every peer's rows
+of n - 1; and those were pushed, or told of, behind that peer's kernel and side stream of n - 2. So nothing reads what
+is written for n, whichever way it goes, if there are two slots, as long as every kernel that ends has had all it waited
+for.
+
+*Giving up.* A kernel whose deadline has expired ends without having had them. What was issued behind it is pushed, or
+told of, nevertheless, and what it says is not true. So the host asks, before it issues a call n, whether the kernel of
+n - 2, or any before, has expired (the device's report says so, and it is there when the kernel has ended), and if so
+issues nothing any more. Then what is said of n comes from a rank whose kernel n - 2 has had all its rows; they were
+sent behind the kernels n - 3: with a third slot nobody reads what is written for n, whatever becomes of n - 1.
+
+The watchdog (`watch`) tells the peers, so that all raise. It ends kernels that still wait: their rows may come, from a
+rank that is late, but not those of the next call. A side stream that pulls has no deadline, and would wait for a flag
+for ever: it is let go, by writing the flag here, once its kernel has ended, since what is pulled then is anybody's
+guess and gets signalled all the same. What comes later is written to the slots of a broken group, where no kernel is
+issued that could read it, and which are kept until the group is destroyed.
 
 *Signals* only grow, and each call's are compared with its own epoch. A word is of the chunk of its number, whoever
 sends that in a call of this shape: so the words, too, are a slot's. Whoever writes a word of an earlier call in the
 same slot has done so before the kernels of that call had ended well.
 
-No operation waits for one that is issued after it: the kernel is issued behind the lanes' part, and a stream's waits
-come behind everything that they are for.
+No operation waits for one that is issued after it: the kernel is issued behind the side stream's part, and a stream's
+waits come behind everything that they are for.
 
 `tilestream.verify.gather` explores these texts for two and three ranks over several epochs, with ranks that are late,
 give up or are lost. The way back, a sum, is in `tilestream.distributed.sum_protocol`.
@@ -50,9 +58,8 @@ AHEAD = 1
 SLOTS = 2 + AHEAD
 
 
-#: How a call's shards travel. Pushed: by a lane to each peer; by one lane to one peer after the other; or so, the
-#: signals on a lane of their own. Or pulled, by one lane.
-Lanes = Literal["each", "one", "apart", "pull"]
+#: How a call's shards travel.
+Way = Literal["push", "pull"]
 
 
 class AwaitKernel(NamedTuple):
@@ -101,13 +108,13 @@ class Signal(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Calling stream: the lanes, or the side stream, may begin ``epoch``."""
+    """Calling stream: the side stream may begin ``epoch``."""
 
     epoch: int
 
 
 class AwaitPost(NamedTuple):
-    """A lane, or the side stream: wait for `Post`."""
+    """Side stream: wait for `Post`."""
 
     epoch: int
 
@@ -127,20 +134,6 @@ class Pushed(NamedTuple):
     peer: int
     slot: int
     chunk: int
-    epoch: int
-
-
-class Copied(NamedTuple):
-    """The lane of the copies: ``number`` chunks of this call have been copied."""
-
-    number: int
-    epoch: int
-
-
-class AwaitCopied(NamedTuple):
-    """The lane of the signals: wait until so many have."""
-
-    number: int
     epoch: int
 
 
@@ -185,15 +178,14 @@ class Pulled(NamedTuple):
     epoch: int
 
 
-class LaneDone(NamedTuple):
-    """A lane is done with ``epoch``."""
+class Done(NamedTuple):
+    """The side stream is done with ``epoch``."""
 
-    lane: int
     epoch: int
 
 
-class AwaitLanes(NamedTuple):
-    """Calling stream: wait until all lanes are done with ``epoch``."""
+class AwaitSide(NamedTuple):
+    """Calling stream, or host: wait until the side stream is done with ``epoch``."""
 
     epoch: int
 
@@ -273,53 +265,27 @@ def receivers(rank: int, world: int) -> list[int]:
     return [(rank - x) % world for x in range(1, world)]
 
 
-def lanes(rank: int, world: int, chunks: int, epoch: int, form: Lanes = "each") -> list[Turn]:
-    """The lanes' part of a gather, one text a lane."""
-    to = receivers(rank, world)
-    if form == "pull" and to:
-        return [pull(rank, world, chunks, epoch)]
-    if form == "apart" and to:
-        return [copies(to, chunks, epoch), signals(to, chunks, epoch)]
-    of_lane = [to] if form == "one" and to else [[peer] for peer in to]
-    return [push(lane, some, chunks, epoch) for lane, some in enumerate(of_lane)]
+def side(rank: int, world: int, chunks: int, epoch: int, way: Way = "push") -> Turn:
+    """The side stream's part of a gather."""
+    text = push if way == "push" else pull
+    return text(rank, world, chunks, epoch)
 
 
-def push(lane: int, to: list[int], chunks: int, epoch: int) -> Turn:
-    """The part of a lane that copies and signals, to one peer after the other."""
+def push(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+    """The side stream's part where shards are pushed. A signal is behind its copy in the same stream."""
     yield AwaitPost(epoch)
     slot = epoch % SLOTS
-    for peer in to:
+    for peer in receivers(rank, world):
         for chunk in range(chunks):
             yield Push(peer, slot, chunk, epoch)
             yield Pushed(peer, slot, chunk, epoch)
             yield Tell(peer, slot, chunk, epoch)
-    yield LaneDone(lane, epoch)
-    return epoch
-
-
-def copies(to: list[int], chunks: int, epoch: int) -> Turn:
-    """The part of the lane that copies to all peers, one after the other."""
-    yield AwaitPost(epoch)
-    slot = epoch % SLOTS
-    for i in range(len(to) * chunks):
-        yield Push(to[i // chunks], slot, i % chunks, epoch)
-        yield Pushed(to[i // chunks], slot, i % chunks, epoch)
-        yield Copied(i + 1, epoch)
-    yield LaneDone(0, epoch)
-    return epoch
-
-
-def signals(to: list[int], chunks: int, epoch: int) -> Turn:
-    """The part of the lane that signals what `copies` has copied, beside its next copy."""
-    for i in range(len(to) * chunks):
-        yield AwaitCopied(i + 1, epoch)
-        yield Tell(to[i // chunks], epoch % SLOTS, i % chunks, epoch)
-    yield LaneDone(1, epoch)
+    yield Done(epoch)
     return epoch
 
 
 def pull(rank: int, world: int, chunks: int, epoch: int) -> Turn:
-    """The part of the lane that pulls from one peer after the other."""
+    """The side stream's part where shards are pulled."""
     yield AwaitPost(epoch)
     for peer in peers(rank, world):
         yield Flag(peer, epoch)
@@ -330,13 +296,13 @@ def pull(rank: int, world: int, chunks: int, epoch: int) -> Turn:
             yield Pull(peer, slot, chunk, epoch)
             yield Pulled(peer, slot, chunk, epoch)
             yield Signal(peer, slot, chunk, epoch)
-    yield LaneDone(0, epoch)
+    yield Done(epoch)
     return epoch
 
 
 def finish(epoch: int) -> Turn:
     """The calling stream's part of a gather, behind the kernel."""
-    yield AwaitLanes(epoch)
+    yield AwaitSide(epoch)
     return epoch
 
 

@@ -38,16 +38,12 @@ from tilestream.distributed.protocol import (
     SLOTS,
     AwaitCall,
     AwaitPost,
+    AwaitSide,
     Begin,
+    Done,
     Post,
     Turn,
 )
-
-
-class Done(NamedTuple):
-    """The side stream is done with ``epoch``."""
-
-    epoch: int
 
 
 class Compute(NamedTuple):
@@ -117,12 +113,6 @@ class PulledPart(NamedTuple):
     peer: int
     slot: int
     step: int
-    epoch: int
-
-
-class AwaitSide(NamedTuple):
-    """Calling stream, or host, of a sum: wait until the side stream is done with ``epoch``."""
-
     epoch: int
 
 

@@ -32,7 +32,7 @@ from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
 from tilestream.runtime.errors import ArrivalTimeout
-from tilestream.runtime.streams import aside, lend_to
+from tilestream.runtime.streams import aside
 
 #: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
 _CHUNKS = 64
@@ -52,7 +52,6 @@ class Scatterer(Turns):
 
     def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(member, device, memory)
-        self._side = lend_to(self, device)
         #: A call, in how many looks its kernel had ended and its side stream not, and since when.
         self._suspect = 0, 0, 0.0
         self._publication = self.make_publication(_CHUNKS)
@@ -103,7 +102,7 @@ class Scatterer(Turns):
             self._half(error)
             raise
         perform: dict[type, Callable[[Any], Any]] = {
-            q.AwaitSide: lambda op: calling.wait_event(done),
+            p.AwaitSide: lambda op: calling.wait_event(done),
             q.Sum: lambda op: add_up(whole, self._over, epoch),
             q.Summed: nothing,
         }
@@ -162,7 +161,7 @@ class Scatterer(Turns):
             q.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
             q.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
             q.PullPart: pull, q.PulledPart: nothing,
-            q.Done: lambda op: done.record(side),
+            p.Done: lambda op: done.record(side),
         }  # fmt: skip
         answer(q.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
         return done
@@ -177,12 +176,12 @@ class Scatterer(Turns):
     def begun(self, epoch: int) -> int | None:
         """As of `Turns`."""
 
-        def await_side(op: q.AwaitSide) -> None:
+        def await_side(op: p.AwaitSide) -> None:
             for call in self._underway():
                 if call.epoch <= op.epoch:
                     call.side.synchronize()  # the watchdog lets a stream go that waits for a peer without hope
 
-        return answer(q.begin_sum(epoch), {q.AwaitSide: await_side, p.Begin: self._begin})
+        return answer(q.begin_sum(epoch), {p.AwaitSide: await_side, p.Begin: self._begin})
 
     def gave_up(self, oldest: Underway) -> str:
         """As of `Turns`: where the kernel has ended, the side stream has not, and patience is over."""

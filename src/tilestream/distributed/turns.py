@@ -21,7 +21,7 @@ from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import exit
 from tilestream.runtime.driver import stream_write
 from tilestream.runtime.errors import GroupBroken
-from tilestream.runtime.streams import aside
+from tilestream.runtime.streams import aside, lend_to
 
 #: Seconds between two looks of the watchdog, while a call is under way.
 LOOK_SECONDS = 0.05
@@ -69,6 +69,7 @@ class Turns:
         self._rank, self._world, self._name, self.device = member.rank, member.world, member.name, device
         self._member = weakref.ref(member)
         self.memory = memory or PeerMemory(member, device)
+        self._side = lend_to(self, device)
         self._epoch = 0
         self._calls: list[Underway] = []
         self._last: Underway | None = None

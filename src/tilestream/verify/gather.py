@@ -1,12 +1,12 @@
 """Model 4: the ranks of a gather, their streams, hosts and watchdogs, over slots, signals and abort words.
 
 Explored is the text of `tilestream.distributed.protocol`, as GPUs perform it. A rank is its host, which issues calls
-ahead of the device; the calling stream, kernel included; its lanes; and the watchdog. Calls may also come from two
-streams in turn, which know nothing of each other. A copy has a begin and an end, and anything may come between. Before
-each call the caller writes the next shard to the tensor that the shard of the stream's last call was in.
+ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. Calls may also come from
+two streams in turn, which know nothing of each other. A copy has a begin and an end, and anything may come between.
+Before each call the caller writes the next shard to the tensor that the shard of the stream's last call was in.
 
-Calls may have shards of different numbers of chunks. A place in a slot and a signal have the number of their chunk in
-the whole, and so are other ranks' from call to call.
+From call to call shards may be pushed or pulled, and of different numbers of chunks. A place in a slot and a signal
+have the number of their chunk in the whole, and so are other ranks' then.
 
 The world outside may make a kernel that waits expire (``expires``: also one whose peers are only late), and may take a
 rank away for good, at any moment, in the middle of a copy too (``lost``).
@@ -21,7 +21,7 @@ Reductions, and why they hide nothing:
   longer.
 - *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed longer, and sees what was there at
   first.
-- *Signal, Tell, Post, Copied, LaneDone, Ended* are eager: they make others go on, and take no behaviour away. What
+- *Signal, Tell, Post, Done, Ended* are eager: they make others go on, and take no behaviour away. What
   could come between one of them and the end of the copy before it can come before both. So it is with *Break*, *Abort*,
   *Overrule* and *Release* and the look before them, which changes nothing.
 - *Issued* and what awaits a rank's own streams are lazy: they wait for what, once it is there, stays, and change
@@ -80,20 +80,20 @@ class GatherCase(RanksCase):
         Of a shard, call by call, and from the first on again.
     strided
         Whether shards are not in one piece.
-    forms
-        Of the lanes, call by call, and from the first on again.
+    ways
+        In which shards travel, call by call, and from the first on again.
     sets
         Sets of signals, as the text that is run has them.
-    publish, lanes, finish
+    publish, side, finish
         The text, beside that of every case.
     """
 
     chunks: tuple[int, ...] = (1,)
     strided: bool = False
-    forms: tuple[p.Lanes, ...] = ("each",)
+    ways: tuple[p.Way, ...] = ("push",)
     sets: int = p.SLOTS
     publish: Callable[[int, int, int, bool], Turn] = p.publish
-    lanes: Callable[[int, int, int, int, p.Lanes], list[Turn]] = p.lanes
+    side: Callable[[int, int, int, int, p.Way], Turn] = p.side
     finish: Callable[[int], Turn] = p.finish
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> GatherModel:
@@ -104,19 +104,14 @@ class GatherCase(RanksCase):
         """Chunks of a shard in a call."""
         return self.chunks[(epoch - 1) % len(self.chunks)]
 
-    def form_of(self, epoch: int) -> p.Lanes:
-        """Of the lanes in a call."""
-        return self.forms[(epoch - 1) % len(self.forms)]
+    def way_of(self, epoch: int) -> p.Way:
+        """In which the shards of a call travel."""
+        return self.ways[(epoch - 1) % len(self.ways)]
 
     @property
     def words(self) -> int:
         """Of signals, a slot."""
         return self.world * max(self.chunks)
-
-    @property
-    def num_lanes(self) -> int:
-        """Lanes of a rank."""
-        return max({"each": self.world - 1, "apart": 2}.get(form, 1) for form in self.forms)
 
     def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
         """As of `RanksCase`."""
@@ -124,12 +119,9 @@ class GatherCase(RanksCase):
         def calling(epoch: int) -> Turn:
             return self.calling(rank, epoch)
 
-        def lane(number: int) -> Callable[[int], Turn]:
-            return lambda epoch: self.lane(rank, number, epoch)
-
         return [
             *((self.calling_name(i), calling, 1 + i) for i in range(self.streams)),
-            *((f"lane {i}", lane(i), 1) for i in range(self.num_lanes)),
+            ("side stream", lambda epoch: self.beside(rank, epoch), 1),
         ]
 
     def calling(self, rank: int, epoch: int) -> Turn:
@@ -138,7 +130,7 @@ class GatherCase(RanksCase):
             return None
         yield Write(epoch)
         chunks = self.chunks_of(epoch)
-        yield from self.publish(rank, chunks, epoch, self.strided or self.form_of(epoch) == "pull")
+        yield from self.publish(rank, chunks, epoch, self.strided or self.way_of(epoch) == "pull")
         for peer in (rank, *p.peers(rank, self.world)):
             for chunk in range(chunks):
                 if not (yield Gate(peer, chunk, epoch)):
@@ -149,34 +141,29 @@ class GatherCase(RanksCase):
         yield from self.finish(epoch)
         return epoch + self.streams if epoch + self.streams <= self.epochs else None
 
-    def lane(self, rank: int, number: int, epoch: int) -> Turn:
-        """A lane."""
+    def beside(self, rank: int, epoch: int) -> Turn:
+        """The side stream: a call."""
         if not (yield Issued(epoch)):
             return None
-        texts = self.lanes(rank, self.world, self.chunks_of(epoch), epoch, self.form_of(epoch))
-        if number < len(texts):
-            yield from texts[number]
-        else:
-            yield p.LaneDone(number, epoch)
+        yield from self.side(rank, self.world, self.chunks_of(epoch), epoch, self.way_of(epoch))
         return epoch + 1 if epoch < self.epochs else None
 
     def sizes(self) -> dict[str, int]:
         """As of `RanksCase`.
 
-        By lane, the last call that it is done with; the chunks that were copied; by peer, where the push under way
-        reads, and what; the pull under way; flags by peer; the caller's tensors; signals and slots; by stream, the
-        place that its kernel reads.
+        The last call that the side stream is done with; where the push under way reads, and what; the pull under way;
+        flags by peer; the caller's tensors; signals and slots; by stream, the place that its kernel reads.
         """
         words = self.slots * self.words
         return {
-            "done": self.num_lanes, "copied": 1, "pushes": self.world, "pull": 1, "flags": self.world,
-            "tensors": self.streams, "signals": self.sets * self.words, "slots": words, "read": self.streams,
+            "sided": 1, "push": 1, "pull": 1, "flags": self.world, "tensors": self.streams,
+            "signals": self.sets * self.words, "slots": words, "read": self.streams,
         }  # fmt: skip
 
     def __str__(self) -> str:
         words = [self.of("/".join(map(str, self.chunks)))]
         words += ["strided"] if self.strided else []
-        words += [f"lanes {'/'.join(self.forms)}"] if self.forms != ("each",) else []
+        words += [f"by {'/'.join(self.ways)}"] if self.ways != ("push",) else []
         return ", ".join(words)
 
 
@@ -185,13 +172,10 @@ class GatherModel(RanksModel):
 
     case: GatherCase
     eager: ClassVar[frozenset[type]] = frozenset({
-        p.Fill, p.Push, p.Pull, p.Signal, p.Tell, p.Post, p.Copied, p.LaneDone, p.Break, p.Abort, p.Overrule, p.Release,
-        Read, Ended,
+        p.Fill, p.Push, p.Pull, p.Signal, p.Tell, p.Post, p.Done, p.Break, p.Abort, p.Overrule, p.Release, Read, Ended,
     })  # fmt: skip
     delayed: frozenset[type] = frozenset({p.Filled, p.Pushed, p.Pulled, ReadDone})
-    lazy: ClassVar[frozenset[type]] = frozenset(
-        {Issued, p.AwaitCall, p.AwaitPost, p.AwaitCopied, p.AwaitLanes, p.AwaitKernel}
-    )
+    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, p.AwaitSide, p.AwaitKernel})
 
     def place(self, slot: int, rank: int, chunk: int, epoch: int) -> int:
         """Of a chunk of a rank's shard, and of its signal."""
@@ -208,17 +192,12 @@ class GatherModel(RanksModel):
     def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
         return (0,) if self._over(rank, m) >= op.epoch else ()
 
-    def _await_lanes(self, rank: int, op: p.AwaitLanes, m: Memory) -> Sequence[int]:
-        return (0,) if self._by_lanes(rank, m) >= op.epoch else ()
-
-    def _by_lanes(self, rank: int, m: Memory) -> int:
-        """The last call that all lanes are done with."""
-        at = self.at(rank, "done")
-        return int(min(m[at : at + self.case.num_lanes]))
+    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
 
     def _over(self, rank: int, m: Memory) -> int:
         """The last call that is over."""
-        return min(int(m[self.at(rank, "ended")]), self._by_lanes(rank, m))
+        return min(int(m[self.at(rank, "ended")]), int(m[self.at(rank, "sided")]))
 
     def _await_flag(self, rank: int, op: p.AwaitFlag, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
@@ -226,18 +205,12 @@ class GatherModel(RanksModel):
     def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
         if self._over(rank, m) >= op.epoch:
             return (1,)
-        waits: Any = self.locals.op[m[(rank + 1) * self._roles - 1 - self.case.num_lanes]]  # the first lane
+        waits: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]  # the side stream
         return (0,) if type(waits) is p.AwaitFlag and not self._await_flag(rank, waits, m) else ()
 
     def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
         # 1: a flag that came between the look and the write is overwritten.
         return (0, 1)
-
-    def _await_copied(self, rank: int, op: p.AwaitCopied, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "copied")] >= self._number(op.number, op.epoch) else ()
-
-    def _number(self, number: int, epoch: int) -> int:
-        return (epoch - 1) * self.case.words + number
 
     def _gate(self, rank: int, op: Gate, m: Memory) -> Sequence[int]:
         place = self.place(op.epoch % self.case.sets, op.rank, op.chunk, op.epoch)
@@ -249,8 +222,8 @@ class GatherModel(RanksModel):
         return (over + 1,) if m[self.at(rank, "issued")] > over else (0,)
 
     _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitLanes: _await_lanes,
-        p.AwaitCopied: _await_copied, p.AwaitFlag: _await_flag, Gate: _gate, p.Oldest: _oldest,
+        **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitSide: _await_side,
+        p.AwaitFlag: _await_flag, Gate: _gate, p.Oldest: _oldest,
         p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
@@ -258,7 +231,7 @@ class GatherModel(RanksModel):
 
     def kept(self, rank: int, at: int) -> bool:
         """As of `RanksModel`: what its peers may still pull."""
-        return "pull" in self.case.forms and self.at(rank, "slots") <= at < self.at(rank, "read")
+        return "pull" in self.case.ways and self.at(rank, "slots") <= at < self.at(rank, "read")
 
     def _asks(self, rank: int, op: p.Ask, answer: int, m: Memory) -> None:
         if answer:
@@ -267,11 +240,10 @@ class GatherModel(RanksModel):
                 m[self.at(peer, "abort")] = 1
 
     def _overwrite(self, rank: int, source: int, m: Memory) -> None:
-        """What copies under way read from ``source`` is written again."""
-        for peer in p.peers(rank, self.case.world):
-            push = m[self.at(rank, "pushes", peer)]
-            if push and push[0] == source:
-                m[self.at(rank, "pushes", peer)] = (source, OVERWRITTEN)
+        """What a push under way reads from ``source`` is written again."""
+        push = m[self.at(rank, "push")]
+        if push and push[0] == source:
+            m[self.at(rank, "push")] = (source, OVERWRITTEN)
 
     def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
         self._overwrite(rank, -1 - self.stream(op.epoch), m)
@@ -305,16 +277,13 @@ class GatherModel(RanksModel):
         value = m[self.at(rank, "tensors", self.stream(op.epoch))]
         if self.case.strided:
             source, value = op.slot, m[self.at(rank, "slots", place)]
-        m[self.at(rank, "pushes", op.peer)] = (source, value)
+        m[self.at(rank, "push")] = (source, value)
         self._write(op.peer, place, TORN, m)
 
     def _pushed(self, rank: int, op: p.Pushed, answer: int, m: Memory) -> None:
-        value = m[self.at(rank, "pushes", op.peer)][1]
+        value = m[self.at(rank, "push")][1]
         self._write(op.peer, self.place(op.slot, rank, op.chunk, op.epoch), value, m)
-        m[self.at(rank, "pushes", op.peer)] = 0
-
-    def _copied(self, rank: int, op: p.Copied, answer: int, m: Memory) -> None:
-        m[self.at(rank, "copied")] = self._number(op.number, op.epoch)
+        m[self.at(rank, "push")] = 0
 
     def _tell(self, rank: int, op: p.Tell, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "signals", self.place(op.slot, rank, op.chunk, op.epoch))] = op.epoch
@@ -332,8 +301,8 @@ class GatherModel(RanksModel):
         m[self.at(rank, "pull")] = 0
         self._write(rank, place, value, m)
 
-    def _lane_done(self, rank: int, op: p.LaneDone, answer: int, m: Memory) -> None:
-        m[self.at(rank, "done", op.lane)] = op.epoch
+    def _done(self, rank: int, op: p.Done, answer: int, m: Memory) -> None:
+        m[self.at(rank, "sided")] = op.epoch
 
     def _read(self, rank: int, op: Read, answer: int, m: Memory) -> None:
         place = self.place(op.epoch % self.case.slots, op.rank, op.chunk, op.epoch)
@@ -358,8 +327,8 @@ class GatherModel(RanksModel):
 
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, p.Ask: _asks, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled, p.Signal: _signal,
-        p.Push: _push, p.Pushed: _pushed, p.Copied: _copied, p.Tell: _tell, p.Flag: _flag, p.Pull: _pull,
-        p.Pulled: _pulled, p.LaneDone: _lane_done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
+        p.Push: _push, p.Pushed: _pushed, p.Tell: _tell, p.Flag: _flag, p.Pull: _pull,
+        p.Pulled: _pulled, p.Done: _done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
         p.Release: _release,
     }  # fmt: skip
 

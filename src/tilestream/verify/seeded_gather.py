@@ -14,10 +14,6 @@ from tilestream.verify.seeded_ring import rewritten
 Turn = p.Turn
 
 
-def _all(lanes: list[Turn], change: Callable[[Any], Any]) -> list[Turn]:
-    return [rewritten(lane, change) for lane in lanes]
-
-
 def _with_slots(slots: int) -> Callable[[Any], Any]:
     return lambda op: op._replace(slot=op.epoch % slots) if hasattr(op, "slot") else op
 
@@ -30,9 +26,9 @@ def begins_without_asking(epoch: int) -> Turn:
     return rewritten(p.begin(epoch), lambda op: None if isinstance(op, p.Ask) else op)
 
 
-def begins_behind_the_lanes(epoch: int) -> Turn:
-    """The host waits for the lanes of the call before the last, not for its kernel, of which it asks too early."""
-    return rewritten(p.begin(epoch), lambda op: p.AwaitLanes(op.epoch) if isinstance(op, p.AwaitKernel) else op)
+def begins_behind_the_side(epoch: int) -> Turn:
+    """The host waits for the side stream of the call before the last, and asks of its kernel, which has not ended."""
+    return rewritten(p.begin(epoch), lambda op: p.AwaitSide(op.epoch) if isinstance(op, p.AwaitKernel) else op)
 
 
 def begins_ahead(epoch: int) -> Turn:
@@ -71,46 +67,46 @@ def publishes_at_once(rank: int, chunks: int, epoch: int, from_slot: bool) -> Tu
 
 
 def frees_at_once(epoch: int) -> Turn:
-    """The calling stream does not wait for the lanes: the caller writes to his tensor while it is pushed."""
+    """The calling stream does not wait for the side stream: the caller writes to his tensor while it is pushed."""
     return rewritten(p.finish(epoch), lambda op: None)
 
 
-# The lanes -----------------------------------------------------------------------------------------------------------
+# The side stream -----------------------------------------------------------------------------------------------------
 
 
-def lanes_one_slot(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
-    """The lanes of `publish_one_slot`."""
-    return _all(p.lanes(rank, world, chunks, epoch, form), _with_slots(1))
+def side_one_slot(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
+    """The side stream of `publish_one_slot`."""
+    return rewritten(p.side(rank, world, chunks, epoch, way), _with_slots(1))
 
 
-def lanes_two_slots(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
-    """The lanes of `publish_two_slots`."""
-    return _all(p.lanes(rank, world, chunks, epoch, form), _with_slots(2))
+def side_two_slots(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
+    """The side stream of `publish_two_slots`."""
+    return rewritten(p.side(rank, world, chunks, epoch, way), _with_slots(2))
 
 
-def pushes_to_the_next_slot(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+def pushes_to_the_next_slot(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """A shard goes into the slot of the next epoch."""
     wrong = (epoch + 1) % p.SLOTS
-    return _all(
-        p.lanes(rank, world, chunks, epoch, form),
+    return rewritten(
+        p.side(rank, world, chunks, epoch, way),
         lambda op: op._replace(slot=wrong) if isinstance(op, p.Push | p.Pushed) else op,
     )
 
 
-def begins_before_posted(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
-    """A lane pushes as soon as its last call is done, whatever its own kernel is still waiting for."""
-    return _all(p.lanes(rank, world, chunks, epoch, form), lambda op: None if isinstance(op, p.AwaitPost) else op)
+def begins_before_posted(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
+    """The side stream pushes as soon as its last call is done, whatever its own kernel is still waiting for."""
+    return rewritten(p.side(rank, world, chunks, epoch, way), lambda op: None if isinstance(op, p.AwaitPost) else op)
 
 
-def signals_before_copy(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+def signals_before_copy(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """A chunk is signalled when its copy is issued, not when it is done."""
-    return [_signalled_first(lane) for lane in p.lanes(rank, world, chunks, epoch, form)]
+    return _signalled_first(p.side(rank, world, chunks, epoch, way))
 
 
-def _signalled_first(lane: Turn) -> Turn:
+def _signalled_first(text: Turn) -> Turn:
     waiting: list[Any] = []
     try:
-        op = next(lane)
+        op = next(text)
         while True:
             if isinstance(op, p.Pushed | p.Pulled):
                 waiting.append(op)
@@ -118,17 +114,9 @@ def _signalled_first(lane: Turn) -> Turn:
                 yield op
                 if isinstance(op, p.Tell | p.Signal):
                     yield waiting.pop()
-            op = lane.send(0)
+            op = text.send(0)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-
-
-def signals_one_early(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
-    """A lane of signals apart waits for the copy before."""
-    return _all(
-        p.lanes(rank, world, chunks, epoch, form),
-        lambda op: op._replace(number=op.number - 1) if isinstance(op, p.AwaitCopied) else op,
-    )
 
 
 def publish_in_one_set(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
@@ -138,22 +126,22 @@ def publish_in_one_set(rank: int, chunks: int, epoch: int, from_slot: bool) -> T
     )
 
 
-def signals_in_one_set(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
-    """The lanes of `publish_in_one_set`."""
-    return _all(
-        p.lanes(rank, world, chunks, epoch, form), lambda op: op._replace(slot=0) if isinstance(op, p.Tell) else op
+def signals_in_one_set(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
+    """The side stream of `publish_in_one_set`."""
+    return rewritten(
+        p.side(rank, world, chunks, epoch, way), lambda op: op._replace(slot=0) if isinstance(op, p.Tell) else op
     )
 
 
-# The lane that pulls -------------------------------------------------------------------------------------------------
+# What is pulled ------------------------------------------------------------------------------------------------------
 
 
-def waits_for_nobody(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+def waits_for_nobody(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """A peer's shard is pulled without a look at its flag."""
-    return _all(p.lanes(rank, world, chunks, epoch, form), lambda op: None if isinstance(op, p.AwaitFlag) else op)
+    return rewritten(p.side(rank, world, chunks, epoch, way), lambda op: None if isinstance(op, p.AwaitFlag) else op)
 
 
-def reader_writes_flags(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+def reader_writes_flags(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """The flags of peers are written by who waits for them: they say nothing of the peers."""
     last = list(p.peers(rank, world))[-1]
 
@@ -162,19 +150,16 @@ def reader_writes_flags(rank: int, world: int, chunks: int, epoch: int, form: p.
             return p.Release(op.epoch) if op.peer == last else None
         return op
 
-    return _all(p.lanes(rank, world, chunks, epoch, form), change)
+    return rewritten(p.side(rank, world, chunks, epoch, way), change)
 
 
-def tells_afterwards(rank: int, world: int, chunks: int, epoch: int, form: p.Lanes) -> list[Turn]:
+def tells_afterwards(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """A rank tells its peers that its shard is there when it has pulled theirs: all wait for each other."""
-    return [_told_afterwards(lane, rank, world, epoch) for lane in p.lanes(rank, world, chunks, epoch, form)]
-
-
-def _told_afterwards(lane: Turn, rank: int, world: int, epoch: int) -> Turn:
-    yield from rewritten(lane, lambda op: None if isinstance(op, p.Flag | p.LaneDone) else op)
+    text = p.side(rank, world, chunks, epoch, way)
+    yield from rewritten(text, lambda op: None if isinstance(op, p.Flag | p.Done) else op)
     for peer in p.peers(rank, world):
         yield p.Flag(peer, epoch)
-    yield p.LaneDone(0, epoch)
+    yield p.Done(epoch)
     return epoch
 
 
@@ -202,7 +187,7 @@ def overrules_nothing(rank: int, world: int) -> Turn:
 
 
 def releases_nothing(rank: int, world: int) -> Turn:
-    """The watchdog ends its kernels, and leaves a lane that pulls to wait for ever."""
+    """The watchdog ends its kernels, and leaves a side stream that pulls to wait for ever."""
     if not (yield from p.give_up(rank, world)):
         return None
     while epoch := (yield p.Oldest()):
@@ -214,7 +199,7 @@ def releases_nothing(rank: int, world: int) -> Turn:
 
 
 def releases_under_the_kernel(rank: int, world: int) -> Turn:
-    """A lane is let go while the kernel still waits: it pulls what is not there, and signals it."""
+    """The side stream is let go while the kernel still waits: it pulls what is not there, and signals it."""
     if not (yield from p.give_up(rank, world)):
         return None
     while epoch := (yield p.Oldest()):

@@ -25,15 +25,15 @@ def _gathers() -> tuple[SeededBug, ...]:
         )
 
     early, overwritten = "read before arrival", "overwritten while read"
-    asks, lanes, ahead = g.begins_without_asking, g.begins_behind_the_lanes, g.begins_ahead
+    asks, side, ahead = g.begins_without_asking, g.begins_behind_the_side, g.begins_ahead
     one, two, words = g.publish_one_slot, g.publish_two_slots, g.publish_in_one_set
     return (
         bug("not asked for expiry", overwritten, asks, 4, (0, 1), (0, 2), begin=asks, strided=True),
-        bug("host waits for the lanes", overwritten, lanes, 4, (0, 1), begin=lanes, strided=True),
+        bug("host waits for the side stream", overwritten, side, 4, (0, 1), begin=side, strided=True),
         bug("too far ahead", overwritten, ahead, 4, (0, 1), begin=ahead, strided=True),
-        bug("one slot", overwritten, one, 2, publish=one, lanes=g.lanes_one_slot, slots=1, sets=1),
+        bug("one slot", overwritten, one, 2, publish=one, side=g.side_one_slot, slots=1, sets=1),
         bug(
-            "two slots and an expiry", overwritten, two, 3, (0, 1), publish=two, lanes=g.lanes_two_slots, slots=2,
+            "two slots and an expiry", overwritten, two, 3, (0, 1), publish=two, side=g.side_two_slots, slots=2,
             sets=2, strided=True,
         ),
         bug("own rows not signalled", "deadlock", g.own_not_signalled, 1, publish=g.own_not_signalled),
@@ -46,13 +46,12 @@ def _gathers() -> tuple[SeededBug, ...]:
             streams=2,
         ),
         bug("tensor free too early", overwritten, g.frees_at_once, 2, finish=g.frees_at_once),
-        bug("slot of the wrong epoch", early, g.pushes_to_the_next_slot, 1, lanes=g.pushes_to_the_next_slot),
-        bug("pushed before the last kernel", early, g.begins_before_posted, 1, lanes=g.begins_before_posted),
-        bug("signal before copy", early, g.signals_before_copy, 1, lanes=g.signals_before_copy),
-        bug("signal before copy, apart", early, g.signals_one_early, 1, lanes=g.signals_one_early, forms=("apart",)),
+        bug("slot of the wrong epoch", early, g.pushes_to_the_next_slot, 1, side=g.pushes_to_the_next_slot),
+        bug("pushed before the last kernel", early, g.begins_before_posted, 1, side=g.begins_before_posted),
+        bug("signal before copy", early, g.signals_before_copy, 1, side=g.signals_before_copy),
         bug(
-            "one set of signals", early, words, 2, publish=words, lanes=g.signals_in_one_set, sets=1, world=3,
-            chunks=(1, 2), strided=True, forms=("one",),
+            "one set of signals", early, words, 2, publish=words, side=g.signals_in_one_set, sets=1, world=3,
+            chunks=(1, 2), strided=True,
         ),
         bug("expiry kept to oneself", "not told", g.tells_nobody, 1, (0, 1), watch=g.tells_nobody),
         bug("kernels not ended", "deadlock", g.overrules_nothing, 2, (0, 1), watch=g.overrules_nothing),
@@ -61,24 +60,24 @@ def _gathers() -> tuple[SeededBug, ...]:
 
 def _pulls() -> tuple[SeededBug, ...]:
     def bug(name: str, kind: str, wrong: object, calls: int, *expires: tuple[int, int], **text: Any) -> SeededBug:
-        case = GatherCase(epochs=calls, expires=expires, forms=("pull",), **text)
+        case = GatherCase(epochs=calls, expires=expires, ways=("pull",), **text)
         return SeededBug(name, kind, "gather", says(wrong), (case,))
 
     early, gives_up = "read before arrival", (0, 1)
     return (
         bug("told before the slot is full", early, g.posts_before_filled, 1, publish=g.posts_before_filled),
-        bug("signal before pull", early, g.signals_before_copy, 1, lanes=g.signals_before_copy),
-        bug("flags written by the reader", early, g.reader_writes_flags, 1, lanes=g.reader_writes_flags),
-        bug("flags ignored", early, g.waits_for_nobody, 1, lanes=g.waits_for_nobody),
-        bug("told after the pull", "deadlock", g.tells_afterwards, 1, lanes=g.tells_afterwards),
-        bug("lane not let go", "deadlock", g.releases_nothing, 1, gives_up, watch=g.releases_nothing),
-        bug("lane let go once", "deadlock", g.releases_once, 2, gives_up, watch=g.releases_once),
+        bug("signal before pull", early, g.signals_before_copy, 1, side=g.signals_before_copy),
+        bug("flags written by the reader", early, g.reader_writes_flags, 1, side=g.reader_writes_flags),
+        bug("flags ignored", early, g.waits_for_nobody, 1, side=g.waits_for_nobody),
+        bug("told after the pull", "deadlock", g.tells_afterwards, 1, side=g.tells_afterwards),
+        bug("side stream not let go", "deadlock", g.releases_nothing, 1, gives_up, watch=g.releases_nothing),
+        bug("side stream let go once", "deadlock", g.releases_once, 2, gives_up, watch=g.releases_once),
         bug(
             "two slots and a flag that lies", "overwritten while read", g.publish_two_slots, 3, (0, 2),
-            publish=g.publish_two_slots, lanes=g.lanes_two_slots, slots=2, sets=2,
+            publish=g.publish_two_slots, side=g.side_two_slots, slots=2, sets=2,
         ),
         bug(
-            "lane let go under the kernel", early, g.releases_under_the_kernel, 1, gives_up,
+            "side stream let go under the kernel", early, g.releases_under_the_kernel, 1, gives_up,
             watch=g.releases_under_the_kernel,
         ),
     )  # fmt: skip

@@ -44,7 +44,7 @@ def waits_before_it_tells(rank: int, world: int, batches: int, parts: int, epoch
             yield q.PulledPart(source, slot, step, epoch)
             yield q.AwaitPublished(step, epoch)
             yield q.TellPart(q.sent(rank, world, batches, parts, step)[0], count, epoch)
-    yield q.Done(epoch)
+    yield p.Done(epoch)
     return epoch
 
 

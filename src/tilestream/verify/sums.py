@@ -81,10 +81,10 @@ class SumModel(RanksModel):
 
     case: SumCase
     eager: ClassVar[frozenset[type]] = frozenset(
-        {q.Compute, q.PullPart, q.Publish, p.Post, q.Done, q.Ended, p.Break, p.Overrule, p.Release, q.Sum}
+        {q.Compute, q.PullPart, q.Publish, p.Post, p.Done, q.Ended, p.Break, p.Overrule, p.Release, q.Sum}
     )
     delayed: frozenset[type] = frozenset({q.Computed, q.PulledPart, q.Summed})
-    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, q.AwaitPublished, q.AwaitSide})
+    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, q.AwaitPublished, p.AwaitSide})
 
     def kept(self, rank: int, at: int) -> bool:
         """As of `RanksModel`: what its peers may still pull."""
@@ -116,7 +116,7 @@ class SumModel(RanksModel):
     def _await_part(self, rank: int, op: q.AwaitPart, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= self._told(op.epoch, op.parts) else ()
 
-    def _await_side(self, rank: int, op: q.AwaitSide, m: Memory) -> Sequence[int]:
+    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
 
     def _waits(self, rank: int, m: Memory) -> q.AwaitPart | None:
@@ -139,7 +139,7 @@ class SumModel(RanksModel):
 
     _asked: ClassVar[dict[type, Asked]] = {
         **RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
-        q.AwaitSide: _await_side, p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
+        p.AwaitSide: _await_side, p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class SumModel(RanksModel):
             flag, told = self.at(rank, "flags", peer), self._told(op.epoch, self.case.chunks)
             m[flag] = told if answer else max(m[flag], told)
 
-    def _done(self, rank: int, op: q.Done, answer: int, m: Memory) -> None:
+    def _done(self, rank: int, op: p.Done, answer: int, m: Memory) -> None:
         m[self.at(rank, "sided")] = op.epoch
 
     def _reader(self, rank: int, epoch: int) -> int:
@@ -220,7 +220,7 @@ class SumModel(RanksModel):
 
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.TellPart: _tell_part,
-        q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, q.Done: _done, q.Sum: _sum,
+        q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, p.Done: _done, q.Sum: _sum,
         q.Summed: _summed, p.Overrule: _overrule, p.Release: _release,
     }  # fmt: skip
 
