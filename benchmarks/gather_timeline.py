@@ -30,6 +30,8 @@ from tilestream.distributed.dispatch import WAYS, trial
 from tilestream.distributed.protocol import peers, receivers
 
 SHAPE = "8192x3584x8192"
+#: Cycles in which the host issues a call, before the ranks meet on their streams: some milliseconds.
+_PAUSE = 20_000_000
 CALLS = 5
 _DEADLINE = 10.0
 
@@ -82,11 +84,21 @@ def arrivals(
     return there
 
 
-def traced(a: torch.Tensor, w: torch.Tensor) -> tuple[ts.trace.LaunchTrace, torch.Tensor, list[Activity]]:
-    """One call, by the form on trial: its launch, its answer, and what this GPU did."""
+def behind_meeting(found: list[Activity]) -> list[Activity]:
+    """What a GPU did when it had met the others, by a collective of NCCL's."""
+    last = max((i for i, one in enumerate(found) if "nccl" in one.name.lower()), default=-1)
+    return found[last + 1 :]
+
+
+def traced(
+    a: torch.Tensor, w: torch.Tensor, meet: torch.Tensor
+) -> tuple[ts.trace.LaunchTrace, torch.Tensor, list[Activity]]:
+    """One call, as is on trial: its launch, its answer, and what this GPU did."""
     torch.cuda.synchronize()
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(_PAUSE)
+        dist.all_reduce(meet)
         with ts.trace.record() as recorder:
             out = tsd.all_gather_matmul(a, w, deadline=_DEADLINE)
         torch.cuda.synchronize()
@@ -94,7 +106,7 @@ def traced(a: torch.Tensor, w: torch.Tensor) -> tuple[ts.trace.LaunchTrace, torc
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/trace.json"
         profiler.export_chrome_trace(path)
-        found = activities(json.loads(Path(path).read_text(encoding="utf-8")))
+        found = behind_meeting(activities(json.loads(Path(path).read_text(encoding="utf-8"))))
     (launch,) = recorder.launches
     return launch, out, found
 
@@ -144,16 +156,17 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     torch.manual_seed(rank)
     a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
     w = (torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16).t()
+    meet = torch.zeros(1, device="cuda")
     right = tsd.all_gather_matmul(a, w, form="fused", deadline=_DEADLINE)
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
     chunks = plan.chunks
     size = a.numel() * a.element_size() // chunks
     for way in arguments.ways or [plan.decision.way]:
         with trial(True, chunks, way):
-            traced(a, w)  # compiled, and the profiler begun
+            traced(a, w, meet)  # compiled, and the profiler begun
             calls = []
             for _ in range(CALLS):
-                launch, out, own = traced(a, w)
+                launch, out, own = traced(a, w, meet)
                 assert torch.equal(out, right), "a trace changed the answer"
                 found: list[list[Activity]] = [[] for _ in range(world)]
                 dist.all_gather_object(found, own)

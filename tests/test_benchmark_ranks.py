@@ -64,9 +64,11 @@ def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
 
     def rank(kernel: float, *pushes: dict[str, object]) -> object:
         own, other = event("gpu_memcpy", 7, 104, 4, 128), event("gpu_memcpy", 9, 0, 1, 32)
-        kernels = [event("kernel", 7, kernel, 90), event("kernel", 7, 90, 3)]
-        events = [*kernels, *pushes, own, other, {"cat": "cpu_op", "ts": 0}]
-        return timelines.activities({"baseTimeNanoseconds": 1e9, "traceEvents": events})
+        kernels = [event("kernel", 7, kernel, 90), event("kernel", 7, 90, 3), event("kernel", 7, -900, 800)]
+        met = {**event("kernel", 8, -100, 1), "name": "ncclDevKernel_AllReduce"}
+        events = [*kernels, met, *pushes, own, other, {"cat": "cpu_op", "ts": 0}]
+        found = timelines.activities({"baseTimeNanoseconds": 1e9, "traceEvents": events})
+        return timelines.behind_meeting(found)
 
     # Two chunks each to the rank before and to the one before that, on a stream that is not the kernel's.
     found = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tilestream.distributed import dispatch
 from tilestream.distributed.dispatch import Case, decide
+from tilestream.distributed.plan import in_one_queue
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -124,6 +125,14 @@ def test_small_shards_are_pushed_and_large_ones_pulled_where_nobody_has_measured
     assert decide(gather(65536, 64, 8192, 2, "float16")).way == "push", "the transfer is the longer part"
     assert decide(replace(gather(64, 5000, 8192, 2), op="matmul_reduce_scatter"), "fused").way == "pull"
     assert decide(gather(8192, 3584, 8192, 8, device="sm_70")).way == "push"
+
+
+def test_nothing_is_pulled_where_all_streams_share_a_queue():
+    pulled, pushed = (decide(gather(m, 5000, 8192, 2, "float16"), "fused") for m in (8192, 64))
+    assert in_one_queue(pulled) == replace(
+        pulled, way="push", why='the caller asks for form="fused"; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1'
+    )
+    assert in_one_queue(pushed) == pushed
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])

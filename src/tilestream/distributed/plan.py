@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -141,6 +142,8 @@ def _make(
         transport = "collective"
     if transport == "symmetric memory" and op == "matmul_reduce_scatter":
         decision = decision.alike(math.prod(shard[dim:-1]))  # what is published is in chunks of one size
+    if transport == "symmetric memory" and on_trial() is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        decision = in_one_queue(decision)
     all_agreed: dict[str, object] = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),
@@ -148,6 +151,16 @@ def _make(
     if transport == "symmetric memory" and op == "all_gather_matmul":
         all_agreed["way"] = decision.way
     return DistributedPlan(case, member.rank, decision, transport, refused, all_agreed)
+
+
+def in_one_queue(decision: Decision) -> Decision:
+    """What is done of it where all streams of a GPU share one queue: no stream may wait for a peer, and so none pulls.
+
+    That stream would hold the others, the kernel and its deadline too, and what the watchdog lets it go with.
+    """
+    if decision.way != "pull":
+        return decision
+    return replace(decision, way="push", why=f"{decision.why}; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1")
 
 
 def _device_class(device: torch.device) -> str:
