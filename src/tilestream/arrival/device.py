@@ -12,11 +12,15 @@ such words may hold anything: it sets the quarantine word, and they are not to b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from tilestream.arrival.copy_items import CopyArguments
+from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import capture_id, stream_write
@@ -97,6 +101,7 @@ class DeviceSignals(Signals):
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
         self._captures: set[int] = set()
         self._streamed = False
+        self._copies: KernelCopies | None = None
 
     @property
     def self_reset(self) -> bool:
@@ -106,6 +111,15 @@ class DeviceSignals(Signals):
     def filled_by_stream(self) -> None:
         """These are the signals of a `tilestream.Stream`: its copies are in no graph."""
         self._streamed = True
+
+    def offer(self, copies: KernelCopies) -> None:
+        """What these signal is copied by the launch that waits for it, if that can."""
+        self._copies = copies
+
+    @property
+    def copied(self) -> int:
+        """As of `Signals`."""
+        return 0 if self._copies is None else self._copies.width
 
     # Launches ------------------------------------------------------------------------------------------------------
 
@@ -122,6 +136,8 @@ class DeviceSignals(Signals):
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)
+        elif self._copies is not None:
+            self._copies.follow(stream, self)
         if self._theirs is not None:
             self._theirs.record_stream(stream)
             return GateWords(self._theirs, self._quarantine, 0, self.key)
@@ -131,13 +147,26 @@ class DeviceSignals(Signals):
         self._users[stream.cuda_stream] = stream
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
+    def copying(self) -> AbstractContextManager[None]:
+        """See `KernelCopies.launching`: around a launch whose kernel makes these copies."""
+        return contextlib.nullcontext() if self._copies is None else self._copies.launching()
+
+    def take_copies(self, copiers: int) -> CopyArguments:
+        """What a launch on the current stream copies, before `use`: see `KernelCopies.take`."""
+        if self._copies is None:
+            raise RuntimeError("arrival: the plan has the kernel make the copies, and nobody has offered them")
+        captured = torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(self._device)
+        return self._copies.take(copiers, capture_id(stream.cuda_stream) if captured else 0)
+
     def _enter_graph(self, stream: torch.cuda.Stream) -> None:
-        if self._streamed:
+        graph = capture_id(stream.cuda_stream)
+        if self._streamed and not (self._copies is not None and self._copies.brought_in(graph)):
             raise RuntimeError(
                 "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it; capture copies of "
-                "your own, and arrival.signal() of an Arrival behind each"
+                "your own, and arrival.signal() of an Arrival behind each; or take copies='kernel' and a matmul whose "
+                "plan makes them"
             )
-        graph = capture_id(stream.cuda_stream)
         if graph in self._captures:
             raise RuntimeError(
                 "arrival: a launch of this graph waits for these signals already, and zeroes them when it has seen "

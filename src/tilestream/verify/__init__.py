@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and a gather's ranks. Pure Python, no GPU.
 
-Seven models, each explored through every interleaving:
+Eight models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -12,7 +12,7 @@ Seven models, each explored through every interleaving:
 3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel,
    and with keys and values that are read at different times (`shared_attention`) that of attention.
    There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
-4. `gather`: the hosts, streams and watchdogs of several ranks that push their shards to each other: the text that GPUs
+4. `gather`: the hosts, streams and watchdogs of several ranks whose shards are pushed or pulled: the text that GPUs
    perform (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is
    chunks that come at any moment or never, which is all that model 1 asks of the world.
 5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
@@ -24,6 +24,9 @@ Seven models, each explored through every interleaving:
 7. `sums`: ranks as in model 4 (`ranks`), for products that they pull and add: the text is
    `tilestream.distributed.sum_protocol`. Of the kernel it takes what model 6 says: a chunk that is signalled is
    complete.
+8. `copies`: workers that copy what arrives themselves, before their first tile (`tilestream.arrival.copy_items`), some
+   of which start late, or never. What comes of it for the tiles is chunks that arrive, as in model 1; what model 1 asks
+   of the world besides, that nobody's signal comes after the last worker has left, holds since copiers are workers.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
 two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads
