@@ -310,17 +310,32 @@ def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended
         assert first.results[2].equal(first.expected(2))
 
 
+@pytest.mark.parametrize("way", dispatch.WAYS)
 @pytest.mark.parametrize("what", ["copy_across", "PeerSignals", "copy", "stream_write"])
-def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch, what):
+def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch, what, way):
     with world(2) as (cuda, (first, second)):
         monkeypatch.setattr(copy_engines, what, lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
         with pytest.raises(RuntimeError, match="no driver"):
-            first.call(SHARDS[2][0])
+            first.call(SHARDS[2][0], ways=[way])
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHARDS[2][0])
         cuda.run()
+        first.look()
+        cuda.run()
         assert second.gatherer.memory.aborted()
+        assert first.idle
+
+
+def test_half_a_pull_that_waits_for_a_peer_is_let_go(monkeypatch):
+    with world(2) as (cuda, (first, _)):
+        monkeypatch.setattr(copy_engines, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+        with pytest.raises(RuntimeError, match="no driver"):
+            first.call(SHARDS[2][0], ways=["pull"])
+        cuda.run()
+        assert not first.idle, "its side stream is at the peer's flag, and the calling stream waits for it"
+        first.look()
+        cuda.run()
         assert first.idle
 
 
@@ -346,14 +361,15 @@ def test_a_call_without_a_kernel_is_waited_for_by_the_host():
             first.call(SHARDS[2][0])
 
 
-def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels():
+@pytest.mark.parametrize("ways", [("push",), ("pull",), ("push", "pull"), ("pull", "push")], ids="-".join)
+def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels(ways):
     with world(2) as (cuda, ranks):
         first, second = ranks
         for rank in ranks:
-            rank.call(SHARDS[2][0])
+            rank.call(SHARDS[2][0], ways=ways)
         cuda.run()
-        first.call(SHARDS[2][0])
-        first.call(SHARDS[2][0])
+        first.call(SHARDS[2][0], ways=ways)
+        first.call(SHARDS[2][0], ways=ways)
         first.over.add(2)  # the second rank does not come
         cuda.run()
         assert first.results[2] is None
@@ -365,10 +381,12 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels():
         assert first.results[1].equal(first.expected(1))
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
             first.call(SHARDS[2][0])
-        second.call(SHARDS[2][0])  # it has not heard yet, and has all that it needs
-        second.call(SHARDS[2][1])
+        second.call(SHARDS[2][0], ways=ways)  # it has not heard yet, and has all that it needs
+        second.call(SHARDS[2][1], ways=ways)
         cuda.run()
         assert second.results[2].equal(second.expected(2))
+        if second.idle:  # it has pulled all of the third call, too, and hears of it in the next one
+            second.call(SHARDS[2][0], ways=ways)
         second.look()
         cuda.run()
         assert second.idle

@@ -107,7 +107,7 @@ def test_the_tables_hash_is_of_what_is_in_it(monkeypatch):
 
 def test_the_table_ships_in_a_form_that_is_known():
     table = dispatch.table()
-    assert table["format"] == 1
+    assert table["format"] == 2
     for rates in table["rates"].values():
         assert rates["source"]
         assert {"unfused", *dispatch.WAYS} == set(rates["latency"]) == set(rates["gather"])
