@@ -1,8 +1,8 @@
 """Memory of a group's GPUs that each of them can reach: slots, signals and flags (torch's symmetric memory).
 
-What is in it, of each rank: `SLOTS` slots, and for each of them signals, which a gather's peers write, and out of which
-a sum's pull; a flag a peer, which that peer writes; and an abort word, which any peer may write. What it is for, and in
-which order: `tilestream.distributed.protocol`.
+What is in it, of each rank: `SLOTS` slots, into which peers push, or out of which they pull; for each slot signals,
+which whoever copies into it writes; a flag a peer, which that peer writes; and an abort word, which any peer may write.
+What it is for, and in which order: `tilestream.distributed.protocol`.
 
 No barrier of symmetric memory's own is used (a kernel that spins without a bound), and no multicast.
 """
