@@ -366,7 +366,7 @@ class DeviceSignals(Signals):
 
 
 class PeerSignals(DeviceSignals):
-    """Signals whose words other GPUs can write, in memory that outlives this: epochs are counted by whoever begins them.
+    """Signals whose words other GPUs can write, in memory that outlives this; whoever begins an epoch counts it.
 
     Several may have the same words, as long as no two of them are of one epoch: words only grow.
 
