@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilestream.distributed import dispatch
 from tilestream.distributed.dispatch import Case, decide
-from tilestream.distributed.plan import in_one_queue
+from tilestream.distributed.plan import DistributedPlan, in_one_queue
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -133,6 +133,18 @@ def test_nothing_is_pulled_where_all_streams_share_a_queue():
         pulled, way="push", why='the caller asks for form="fused"; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1'
     )
     assert in_one_queue(pushed) == pushed
+
+
+@pytest.mark.parametrize(("m", "says"), [(8192, "pulls from one peer"), (64, "pushes its shard to one peer")])
+def test_a_plan_on_gpus_says_which_way_and_the_ranks_compare_it(m, says):
+    case = gather(m, 5000, 8192, 2, "float16")
+    decision = decide(case, "fused")
+    plan = DistributedPlan(case, 0, decision, "symmetric memory", (), {"chunks": 1, "way": decision.way})
+    assert f"\n  way       each rank {says}" in plan.explain()
+    assert f"way {decision.way}" in plan.explain()
+    other = replace(plan, agreed={**plan.agreed, "way": "another"})
+    assert other.greeting != plan.greeting
+    assert "\n  way " not in replace(plan, transport="gloo", agreed={"chunks": 1}).explain()
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
