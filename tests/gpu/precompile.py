@@ -198,11 +198,10 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of `test_gpu_publish`, of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
+    """Of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
 
     Between as many ranks as there are GPUs.
     """
-    import test_gpu_publish as publish
     import torch
 
     import gpu_all_gather as bench
@@ -227,8 +226,6 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
             yield published(device, m, n, k, m // world // chunks)
     for rows, n, k, layout in ((160, 192, 256, "nn"), (256, 256, 256, "nt"), (64, 256, 128, "nn")):
         yield published(device, world * rows, n, k, rows, layout)
-    for m, n, k, rows, _ in publish.CASES:
-        yield published(device, m, n, k, rows)
 
 
 def gathered(
@@ -243,13 +240,27 @@ def gathered(
     return job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
 
 
-def published(device: DeviceProperties, m: int, n: int, k: int, rows: int, layout: str = "nt") -> Job | None:
+def of_publish(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_publish`: what publishes, and what reads it."""
+    import test_gpu_publish as publish
+
+    for m, n, k, rows, _ in publish.CASES:
+        yield published(device, m, n, k, rows)
+    others = [(4096, 1024, 512, 512, 512), (2048, 1024, 512, 512, 512)]  # two readers; words of the caller's
+    for m, hidden, n, k, rows in (*(chain[:5] for chain in publish.CHAINS), *others):
+        yield published(device, m, hidden, k, rows, schedule="dynamic")
+        yield job(device, Case(m, n, hidden, layout="nt"), rows=Chunks.uniform(m, rows))
+
+
+def published(
+    device: DeviceProperties, m: int, n: int, k: int, rows: int, layout: str = "nt", schedule: str = "auto"
+) -> Job | None:
     """What a matmul launches that publishes chunks of so many rows."""
     made = job(device, Case(m, n, k, layout=layout))
     if made is None:
         return None
     problem = replace(made.plan.problem, publishes=Incoming(Chunks.uniform(m, rows)))
-    plan = plan_problem(problem, device=device)
+    plan = plan_problem(problem, schedule=schedule, device=device)
     return made._replace(plan=plan) if plan.backend == "hopper" else None  # else: a launch a chunk
 
 
@@ -258,6 +269,7 @@ SECTIONS = {
     "schedules": (of_schedule_tests,),
     "arrival": (of_arrival_tests, of_hopper_arrival_tests),
     "benchmarks": (of_benchmarks,),
+    "publish": (of_publish,),
     "distributed": (of_distributed,),
 }
 
