@@ -32,7 +32,7 @@ def raised(call) -> str:
     return "nothing"
 
 
-def gathers(rank, world, cases):
+def gathers(rank, world, cases, group=None):
     """Each case against all shards side by side, multiplied by torch."""
     for shape, dim, columns, dtype, form, extra in cases:
         dtype = getattr(torch, dtype)
@@ -51,7 +51,7 @@ def gathers(rank, world, cases):
             scale_b = [random(80 + i, 1 if one else n).abs() + 0.5 for i, n in enumerate(columns)]
         a, outs = tsd.all_gather_matmul(
             shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form, return_a=True,
-            **options,
+            group=group, **options,
         )  # fmt: skip
         assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
         for i, out in enumerate(outs):
@@ -66,7 +66,7 @@ def gathers(rank, world, cases):
     return True
 
 
-def scatters(rank, world, cases):
+def scatters(rank, world, cases, group=None):
     """Each case against the sum of all ranks' products in float64; twice, with the same bits."""
     for rows, dim, k, n, dtype, form, reduce_op, bias in cases:
         dtype = getattr(torch, dtype)
@@ -80,7 +80,7 @@ def scatters(rank, world, cases):
         if a.dim() > 2:  # as torch's compiler has what was gathered along a later dimension: no view has its rows
             a = a.transpose(0, 1).contiguous().transpose(0, 1)
         outs = [
-            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form)
+            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form, group=group)
             for _ in range(2)
         ]
         assert outs[0].equal(outs[1]), "other bits the second time"
@@ -173,7 +173,7 @@ def forgets(rank, world):
     return member() is None
 
 
-def gradients(rank, world, dim):
+def gradients(rank, world, dim, group=None):
     """Gradients against torch's own on all ranks' data at once."""
     shape = (3, 4, 6)
     for activation in (None, "relu", "silu"):
@@ -183,7 +183,7 @@ def gradients(rank, world, dim):
         mine = shards[rank].detach().clone().requires_grad_()
         ours = [w.detach().clone().requires_grad_() for w in (*weights, bias)]
         a, outs = tsd.all_gather_matmul(
-            mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True
+            mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True, group=group
         )
         # What each rank makes of the result is another thing, and they add up.
         factors = [random(200 + r, 1).double() for r in range(world)]
@@ -198,7 +198,7 @@ def gradients(rank, world, dim):
             assert torch.allclose(x.grad, factors[rank] * y)
         scattered = random(300 + rank, 4 * world, 6).double().requires_grad_()
         weight = random(400 + rank, 6, 5).double().requires_grad_()
-        out = tsd.matmul_reduce_scatter(scattered, weight, reduce_op="avg")
+        out = tsd.matmul_reduce_scatter(scattered, weight, reduce_op="avg", group=group)
         (factors[rank] * out).sum().backward()
         grad = torch.cat([factors[r].expand(4, 5) for r in range(world)]) / world
         assert torch.allclose(scattered.grad, grad @ weight.detach().T)

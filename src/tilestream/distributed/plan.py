@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
+from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
+from tilestream.distributed.nodes import NodeModel, model
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
 
@@ -40,6 +41,8 @@ class DistributedPlan:
         Why not fused, where it is not.
     agreed
         What the ranks compare: see `tilestream.distributed.greeting`.
+    nodes
+        How often this is done, once for each node's rows: ``case`` is of the ranks of one.
     """
 
     case: Case
@@ -48,6 +51,7 @@ class DistributedPlan:
     transport: Transport
     refused: tuple[Refusal, ...]
     agreed: Mapping[str, object]
+    nodes: int = 1
 
     @functools.cached_property
     def greeting(self) -> bytes:
@@ -64,6 +68,18 @@ class DistributedPlan:
         """Chunks of a shard, in each batch."""
         return self.decision.chunks if self.fused else 1
 
+    def over(self, nodes: int) -> DistributedPlan:
+        """The plan of a call over as many nodes, of which this is a step."""
+        return replace(self, nodes=nodes)
+
+    @property
+    def model(self) -> NodeModel | None:
+        """What a call over several nodes costs; None on one, and where no rates of the device are known."""
+        case, rates = self.case, table()["rates"].get(self.case.device)
+        if self.nodes == 1 or rates is None or case.device == "cpu":
+            return None
+        return model(self.nodes, case.world, case.rows, case.width, case.itemsize, case.n, case.k, rates)
+
     def explain(self) -> str:
         """What was chosen and what was refused, for people."""
         case = self.case
@@ -75,7 +91,11 @@ class DistributedPlan:
             ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
         ]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
-        head = f"{case.op}, {case.world} ranks on {case.device}: N {case.n}, K {case.k}"
+        if self.nodes > 1:
+            modelled = self.model
+            lines += [("nodes", f"{self.nodes}, each a step")] if modelled is None else modelled.explain()
+        ranks = f"{case.world} ranks" if self.nodes == 1 else f"{self.nodes} nodes of {case.world} ranks"
+        head = f"{case.op}, {ranks} on {case.device}: N {case.n}, K {case.k}"
         return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
 
 
