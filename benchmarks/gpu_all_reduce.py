@@ -49,7 +49,7 @@ def add_slots(addresses, out, count, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     acc = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         # Slots begin at multiples of 16 bytes: what is loaded of a peer is loaded in vectors.
-        slot = tl.multiple_of(tl.load(addresses + rank), 16).to(tl.pointer_type(tl.bfloat16))
+        slot = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.bfloat16)), 16)
         acc += tl.load(slot + i, mask=i < count, other=0.0).to(tl.float32)
     tl.store(out + i, acc.to(tl.bfloat16), mask=i < count)
 
