@@ -54,6 +54,7 @@ def block(timelines: ModuleType, gather: ModuleType) -> dict[str, object]:
     """A block's activities on a GPU, sorted into lanes: names and streams as torch's profiler has them."""
     activity = gather.Activity
     found = [
+        activity("spin_kernel", 7, -90e3, -20e3, 0), activity("ncclDevKernel_AllReduce", 9, -20e3, -1e3, 0),
         activity("Memcpy DtoD", 7, 0, 30e3, 1 << 26), activity("Memcpy PtoP", 20, 10e3, 200e3, 1 << 26),
         activity("gemm", 7, 30e3, 400e3, 0), activity("gemm", 7, 400e3, 700e3, 0),
         activity("silu_kernel", 7, 700e3, 720e3, 0), activity("mul_kernel", 7, 720e3, 740e3, 0),
