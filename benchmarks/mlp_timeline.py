@@ -5,9 +5,9 @@
 One process a GPU. Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1
 and w3, silu(.) * ., and w2's product is summed and scattered. What each GPU did is what torch's profiler saw: kernels
 and copies, by stream, in nanoseconds of the host's clock, which all ranks share. The ranks meet on their streams
-before, behind a pause in which the hosts issue the block. `CALLS` blocks are profiled, and the
-one that took the median time on rank 0 is kept, of all ranks. ``gpu_mlp_timeline_x<world>`` is written, and drawn by
-``python benchmarks/render.py``.
+before, behind a pause in which the hosts issue the block. `CALLS` blocks are profiled, and the one that took the median
+time on rank 0 is kept, of all ranks. ``gpu_mlp_timeline_x<world>`` is written, and drawn by ``python
+benchmarks/render.py``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def lanes(found: Sequence[Activity], rank: int) -> dict[str, list[Activity]]:
     Parameters
     ----------
     found
-        Of one block, behind NCCL's kernel by which the ranks have met: two gated matmuls, what is between, a matmul that publishes, a sum; copies that gather on one
-        side stream, and copies of partial sums on another.
+        Of one block, behind NCCL's kernel by which the ranks have met: two gated matmuls, what is between, a matmul
+        that publishes, a sum; copies that gather on one side stream, and copies of partial sums on another.
 
     Raises
     ------
