@@ -101,6 +101,70 @@ def scatters(rank, world, cases, group=None):
     return True
 
 
+def reduces(rank, world, cases, group=None):
+    """Each case against the sum of all ranks' products in float64; every rank has the same."""
+    for rows, k, n, dtype, reduce_op, bias, scaled in cases:
+        dtype = getattr(torch, dtype)
+        inputs = [
+            (random(10 * r + 3, *rows, k).to(dtype), random(10 * r + 4, k, n).to(dtype)) for r in range(world)
+        ]  # fmt: skip
+        added = random(5, n) if bias else None
+        scales = (random(7, *rows, 1).abs() + 0.5, random(8, n).abs() + 0.5) if scaled else (None, None)
+        a, b = inputs[rank]
+        out = tsd.matmul_all_reduce(
+            a, b, reduce_op=reduce_op, bias=added, scale_a=scales[0], scale_b=scales[1], group=group
+        )
+        products = [x.double() @ y.double() for x, y in inputs]
+        if scaled:
+            products = [x * scales[0].double() * scales[1].double() for x in products]
+        over = world if reduce_op == "avg" else 1
+        exact = sum(products) / over + (added.double() if bias else 0)
+        travels = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        theirs = (sum(x.to(travels).float() for x in products) / over + (added if bias else 0)).to(travels)
+        assert out.dtype == travels
+        assert out.shape == exact.shape
+        if exact.numel():
+            ulp = torch.finfo(travels).eps * exact.abs().max()
+            error = (out.double() - exact).abs().max()
+            assert error <= 2 * (theirs.double() - exact).abs().max() + ulp, (rows, dtype, reduce_op)
+        everybody = [torch.empty_like(out) for _ in range(world)]
+        dist.all_gather(everybody, out)
+        assert all(x.equal(out) for x in everybody), "ranks have other bits"
+    return True
+
+
+def reduce_gradients(rank, world, group=None):
+    """Gradients against torch's own on all ranks' data at once; and compiled to one graph."""
+    operands = [[x.double().requires_grad_() for x in (random(r, 3, 4, 6), random(50 + r, 6, 5))] for r in range(world)]
+    bias = random(9, 5).double().requires_grad_()
+    a, b, own = (x.detach().clone().requires_grad_() for x in (*operands[rank], bias))
+    factors = [random(200 + r, 1).double() for r in range(world)]
+    compiled = torch.compile(
+        lambda a, b, bias: tsd.matmul_all_reduce(a, b, bias=bias, reduce_op="avg", group=group),
+        backend="aot_eager", fullgraph=True, disable=group is not None,
+    )  # fmt: skip
+    (factors[rank] * compiled(a, b, own).square().sum()).backward()
+    out = sum(x @ w for x, w in operands) / world + bias
+    expected = torch.autograd.grad(sum(factors) * out.square().sum(), operands[rank])
+    for x, y in zip((a, b), expected, strict=True):
+        assert torch.allclose(x.grad, y)
+    (of_bias,) = torch.autograd.grad(factors[rank] * (out.detach() - bias.detach() + bias).square().sum(), bias)
+    return torch.allclose(own.grad, of_bias)
+
+
+def reduce_refuses(rank, world):
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    texts = [
+        raised(lambda: tsd.matmul_all_reduce(a, b, reduce_op="max")),
+        raised(lambda: tsd.matmul_all_reduce(a, [b])),
+        raised(lambda: tsd.matmul_all_reduce(a, torch.ones(7, 6))),
+        raised(lambda: tsd.matmul_all_reduce(a[0], b)),
+        raised(lambda: tsd.matmul_all_reduce(torch.ones(4 + rank, 8), b)),
+    ]
+    assert tsd.matmul_all_reduce(a, b).eq(8 * world).all(), "the group works on"
+    return texts, tsd.plan_matmul_all_reduce(a, b).explain()
+
+
 def iterates(rank, world, count):
     """Many calls without a barrier between, on other data each time; now and then a rank is late."""
     b = random(1, 24, 20)

@@ -25,8 +25,10 @@ def computes(rank, world, nodes, gathers, sums, dims):
     mesh = mesh_of(world, nodes)
     jobs.gathers(rank, world, gathers, mesh)
     jobs.scatters(rank, world, sums, mesh)
+    jobs.reduces(rank, world, [((2, 5), 24, 9, "bfloat16", "avg", True, False)], mesh)
     for dim in dims:
         jobs.gradients(rank, world, dim, mesh)
+    assert jobs.reduce_gradients(rank, world, mesh)
     return True
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Form = Literal["auto", "fused", "unfused"]
 #: What a caller may ask for as ``form=``.
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilestream.distributed import all_gather, hierarchy, reduce_scatter
+from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.hierarchy import Hierarchy, of_name, sum_of_shards
 from tilestream.distributed.members import world_of
@@ -31,10 +31,19 @@ library.define(
     "int worker_limit) -> Tensor",
     tags=_alone,
 )
+library.define(
+    "matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group, Tensor? bias, Tensor? scale_a, Tensor? scale_b, "
+    "ScalarType? out_dtype, bool fast_accum, int worker_limit) -> Tensor",
+)
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
 
-GATHER, SCATTER = all_gather.OP, reduce_scatter.OP
+library.define("sum_over_ranks(Tensor x, str group) -> Tensor")
+library.impl("sum_over_ranks", lambda x, group: all_reduce.sum_over(group, x), "CompositeExplicitAutograd")
+torch.library.register_fake("tilestream::sum_over_ranks", lambda x, group: x.new_empty(x.shape), lib=library)
+matmul_all_reduce_op = torch.ops.tilestream.matmul_all_reduce.default
+
+GATHER, SCATTER, ALL = all_gather.OP, reduce_scatter.OP, all_reduce.OP
 
 
 def _deadline(seconds: float) -> float | None:
@@ -75,7 +84,19 @@ def _matmul_reduce_scatter(
         return reduce_scatter.run(found, a, b, scatter_dim, *more)  # type: ignore[arg-type]
 
 
+def _matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
+    worker_limit: int,
+) -> torch.Tensor:  # fmt: skip
+    with _limited(worker_limit):
+        return all_reduce.run(
+            of_name(ALL, group), a, b, reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum
+        )  # fmt: skip
+
+
 for _device in ("CPU", "CUDA"):
+    library.impl("matmul_all_reduce", _matmul_all_reduce, _device)
     library.impl("all_gather_matmul", _all_gather_matmul, _device)
     library.impl("matmul_reduce_scatter", _matmul_reduce_scatter, _device)
 
@@ -94,6 +115,11 @@ def _(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group:
     shape = [*a.shape[:-1], b.shape[1]]
     shape[scatter_dim] //= world_of(group)
     return a.new_empty(shape, dtype=result_dtype(a, others[3]))
+
+
+@torch.library.register_fake("tilestream::matmul_all_reduce", lib=library)  # type: ignore[untyped-decorator]
+def _(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=result_dtype(a, others[5]))
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
@@ -193,6 +219,29 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (of_a, _weight(a, whole, ctx.how[-1]), None, None, None, of_bias, *[None] * 7)
 
 
+def _all_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, reduce_op, group, bias, scale_a, scale_b, *_, worker_limit = inputs
+    if scale_a is not None or scale_b is not None:
+        _refuse(ALL, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+    ctx.save_for_backward(a, b)
+    ctx.reduce_op, ctx.group, ctx.worker_limit = reduce_op, group, worker_limit
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
+    # What each rank makes of the sum adds up, as its parts did.
+    total = torch.ops.tilestream.sum_over_ranks.default(grad, ctx.group)
+    if ctx.reduce_op == "avg":
+        total = total / world_of(ctx.group)
+    narrow = total.to(a.dtype)
+    rows = narrow.reshape(-1, narrow.shape[-1])
+    of_a = gemm_op(rows, b.mT, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, ctx.worker_limit)
+    return (of_a.view(a.shape), _weight(a, narrow, ctx.worker_limit), None, None, of_bias, *[None] * 5)
+
+
+torch.library.register_autograd("tilestream::matmul_all_reduce", _all_backward, setup_context=_all_context, lib=library)
 torch.library.register_autograd(
     "tilestream::all_gather_matmul", _gather_backward, setup_context=_gather_context, lib=library
 )

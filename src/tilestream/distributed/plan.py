@@ -20,6 +20,11 @@ from tilestream.plan.problem import dtype_name
 #: Plans that a member keeps.
 _MOST_PLANS = 1024
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
+#: Why an all-reduce is the group's own. The arithmetic: docs/distributed.md.
+NO_ALL_REDUCE = (
+    "of the few rows that it is for nothing is left to overlap: the matmul reads the whole weight whatever the rows, "
+    "and the sum is latencies; and decoding is captured into graphs, where an epoch would be the same at each replay"
+)
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
 
@@ -143,6 +148,9 @@ def _make(
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
     transport, refused = _transport(member, x, dim == len(shard) - 1)
+    if op == "matmul_all_reduce":
+        decision, transport = Decision(False, 1, NO_ALL_REDUCE), "collective"
+        refused = (Refusal("fused", NO_ALL_REDUCE),)
     if not refused and not all((rows, width, n, k)):
         refused = (Refusal("fused", "no rows, columns or K: there is nothing to overlap with"),)
     if not refused and member.world == 1:

@@ -75,9 +75,8 @@ def matmul_reduce_scatter(
     """
     scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
     checks.check_form(OP, form)
-    _check_one(b)
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"{OP}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+    check_one(OP, b)
+    check_reduce_op(OP, reduce_op)
     operands = checks.as_lists(OP, b, bias, scale_b, None)
     checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import matmul_reduce_scatter_op
@@ -101,7 +100,7 @@ def plan_matmul_reduce_scatter(
     """How `matmul_reduce_scatter` would run such a call: nothing is sent. ``print(plan.explain())`` says it."""
     scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
     checks.check_form(OP, form)
-    _check_one(b)
+    check_one(OP, b)
     operands = checks.as_lists(OP, b, None, None, None)
     checks.check_devices(OP, a, b=operands.bs)
     a, b = autocast(Options(OP), a, b)
@@ -114,10 +113,17 @@ def plan_matmul_reduce_scatter(
     return plan_of(inside, of_node, b, scatter_dim, form).over(between[0].world)
 
 
-def _check_one(b: object) -> None:
+def check_reduce_op(op: str, reduce_op: str) -> None:
+    """Raise unless it is one of `REDUCE_OPS`."""
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"{op}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+
+
+def check_one(op: str, b: object) -> None:
+    """Raise unless B is one tensor."""
     if not isinstance(b, torch.Tensor):
         raise TypeError(
-            f"{OP}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
+            f"{op}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
         )
 
 
