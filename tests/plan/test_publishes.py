@@ -119,6 +119,14 @@ def test_where_no_kernel_publishes_the_plan_says_why_and_is_the_whole_s():
     assert "these are ragged): launch them one by one, each signalled behind it" in made.explain()
 
 
+def test_a_plan_that_publishes_is_run_by_the_op_alone():
+    torch = pytest.importorskip("torch")
+    made = ts.plan(50, 20, 30, publish=ts.Arrival.uniform(13, 4))
+    assert made.problem.publishes is not None
+    with pytest.raises(ValueError, match=r"plan.run: the plan signals the chunks of its result, for which nobody"):
+        made.run(torch.ones(50, 30), torch.ones(30, 20))
+
+
 def test_a_published_plan_is_dynamic_whatever_would_be_faster():
     """One worker of it comes to the end; a static one waits for SMs that a reader may hold."""
     for m in (512, 8192):

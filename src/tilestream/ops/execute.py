@@ -190,6 +190,11 @@ def run_plan(
             raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
     _check_limit(plan)
     problem = plan.problem
+    if problem.publishes is not None:
+        raise ValueError(
+            "plan.run: the plan signals the chunks of its result, for which nobody is given: call tilestream.matmul "
+            "with publish="
+        )
     ndim = 3 if problem.batch != 1 or a.dim() == 3 else 2
     out_dtype = getattr(torch, problem.out_dtype)
     shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}

@@ -115,7 +115,7 @@ def _kernel(
     chunks = publishes.chunks
     try:
         found = gpu.find(
-            a, b, out, epilogue, schedule, workers, chunking=(chunks.rows_per_chunk, chunks.bounds, publishes.pivot),
+            a, b, out, epilogue, schedule, workers, chunking=(chunks.rows_per_chunk or chunks.bounds, publishes.pivot),
             fast_accum=fast_accum, limit=limit, publishes=publishes,
         )  # fmt: skip
     except NotImplementedError as error:  # the plan's refusal, before anything is launched
