@@ -95,6 +95,25 @@ def sums(rank, world, nodes, cases):
     return True
 
 
+def reduces(rank, world, nodes, cases):
+    """`matmul_all_reduce` over all ranks, and over nodes: against the exact sum, the same on every rank."""
+    for group in (None, mesh_of(world, nodes)):
+        for rows, k, n, average in cases:
+            inputs = [(random(10 * r + 3, *rows, k), random(10 * r + 4, n, k).t()) for r in range(world)]
+            bias, over = random(5, n), world if average else 1
+            a, b = inputs[rank]
+            out = tsd.matmul_all_reduce(a, b, bias=bias, reduce_op="avg" if average else "sum", group=group)
+            exact = sum(x.double() @ y.double() for x, y in inputs) / over + bias.double()
+            theirs = (sum((x @ y).float() for x, y in inputs) / over + bias).to(a.dtype)
+            ulp = torch.finfo(a.dtype).eps * exact.abs().max()
+            error, other = ((x.double() - exact).abs().max() for x in (out, theirs))
+            assert error <= 2 * other + 2 * ulp, (rows, k, n)
+            first = out.clone()
+            dist.broadcast(first, 0)
+            assert first.equal(out), "ranks have other bits"
+    return tsd.plan_matmul_all_reduce(*inputs[rank]).explain()
+
+
 def iterates(rank, world, nodes, count):
     """A gather and a sum in turn without a barrier between, on other data each time; ranks are late in turn."""
     mesh, b, back = mesh_of(world, nodes), random(1, 256, 256) / 16, random(2, 256, 256) / 16

@@ -68,6 +68,12 @@ def test_sums_what_one_node_would(ranks, form):
     assert ranks.run(WORLD, jobs.sums, NODES, list(sums(form)), bound=240, seconds=60) == [True] * WORLD
 
 
+def test_all_reduces(ranks):
+    cases = [((1,), 256, 512, False), ((16,), 512, 256, True), ((2, 64), 256, 136, False)]
+    said = ranks.run(WORLD, jobs.reduces, NODES, cases, bound=120, seconds=60)
+    assert all("unfused: one after the other, by collective" in text for text in said), said[0]
+
+
 def test_gathers_and_sums_in_turn_without_a_barrier(ranks):
     wrong = ranks.run(WORLD, jobs.iterates, NODES, 200 if GPUS >= WORLD else 30, bound=240, seconds=60)
     assert max(wrong) < 0.5, wrong

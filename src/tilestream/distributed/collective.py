@@ -96,10 +96,12 @@ def all_reduce(member: Member, plan: DistributedPlan, x: torch.Tensor) -> torch.
 
 
 def reduced(member: Member, x: torch.Tensor) -> torch.Tensor:
-    """As `all_reduce`, between ranks that know that they agree; in place."""
-    if x.numel() and member.world > 1:
-        member.group.allreduce([x], AllreduceOptions()).wait()
-    return x
+    """As `all_reduce`, between ranks that know that they agree."""
+    if not x.numel() or member.world == 1:
+        return x
+    sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _by_the_cpu(member, x) else x
+    member.group.allreduce([sent], AllreduceOptions()).wait()
+    return sent.to(x)
 
 
 def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ def _whole_then_products(
             all_gather.OP, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
             scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
         )  # fmt: skip
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
             outs.append(multiply(a, b, options))
     return a if return_a else a_shard.new_empty(0), outs
 
