@@ -13,7 +13,9 @@ benchmarks/render.py``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from gather_timeline import Activity, profiled
+from gather_timeline import Activity, activities
 from gpu_mlp import DIM, HIDDEN
 from harness import RESULTS, GpuRecord
 from ranks import on_each_gpu
@@ -72,6 +74,20 @@ def lanes(found: Sequence[Activity], rank: int) -> dict[str, list[Activity]]:
     }
 
 
+def profiled(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[Activity]]:
+    """What a call returns, and what this GPU did. All ranks begin together."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        result = call()
+        torch.cuda.synchronize()
+    ts.check()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/trace.json"
+        profiler.export_chrome_trace(path)
+        return result, activities(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
 def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     """One rank."""
     torch.manual_seed(rank)
@@ -110,8 +126,8 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
         zero = min(map(_begin, everybody))
         for other, call in enumerate(everybody):
             record.rows += [
-                {"rank": other, "lane": lane, "spans": [_microseconds(one, zero) for one in activities]}
-                for lane, activities in call.items()
+                {"rank": other, "lane": lane, "spans": [_microseconds(one, zero) for one in of]}
+                for lane, of in call.items()
             ]  # fmt: skip
         record.data["tokens"], record.data["ms"] = arguments.tokens, round((max(map(_end, everybody)) - zero) / 1e6, 4)
         record.write()
@@ -119,11 +135,11 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
 
 
 def _begin(call: dict[str, list[Activity]]) -> float:
-    return min(one.begin for activities in call.values() for one in activities)
+    return min(one.begin for of in call.values() for one in of)
 
 
 def _end(call: dict[str, list[Activity]]) -> float:
-    return max(one.end for activities in call.values() for one in activities)
+    return max(one.end for of in call.values() for one in of)
 
 
 def _microseconds(one: Activity, zero: float) -> list[float]:

@@ -91,25 +91,6 @@ def test_what_is_no_block_is_said_aloud(render: ModuleType) -> None:
         timelines.lanes([gather.Activity("gemm", 7, 0, 1, 0)], 3)
 
 
-def test_a_gather_of_which_the_profiler_saw_too_little_is_said_aloud(render: ModuleType) -> None:
-    from tilestream.trace import LaunchTrace
-
-    gather = importlib.import_module("gather_timeline")
-    launch = LaunchTrace("matmul", "a plan", 1, 1, 5.0)
-    with pytest.raises(RuntimeError, match="rank 1: torch's profiler saw no kernel of this call, 0 activities in all"):
-        gather.laid_over(launch, [], rank=1, world=3, size=64, parts=2)
-    launch.by_worker[0] = [_span()]
-    found = [gather.Activity("gemm", 7, 0, 9, 0), gather.Activity("Memcpy", 20, 1, 2, 32)]
-    with pytest.raises(RuntimeError, match=r"0 copies of 64 bytes beside the kernel's stream.*\(20, 32\): 1"):
-        gather.laid_over(launch, found, rank=1, world=3, size=64, parts=2)
-
-
-def _span() -> object:
-    from tilestream.trace import Span
-
-    return Span(0, "tile", 5.0, 5.1, 0, 0, 0, 0, 1)
-
-
 def event(kind: str, stream: int, begin: float, length: float, size: int = 0) -> dict[str, object]:
     """As torch's profiler writes it: microseconds."""
     more = {"stream": stream} | ({"bytes": size} if kind == "gpu_memcpy" else {})

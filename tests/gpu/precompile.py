@@ -198,10 +198,11 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
+    """Of `test_gpu_publish`, of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
 
     Between as many ranks as there are GPUs.
     """
+    import test_gpu_publish as publish
     import torch
 
     import gpu_all_gather as bench
@@ -226,6 +227,8 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
             yield published(device, m, n, k, m // world // chunks)
     for rows, n, k, layout in ((160, 192, 256, "nn"), (256, 256, 256, "nt"), (64, 256, 128, "nn")):
         yield published(device, world * rows, n, k, rows, layout)
+    for m, n, k, rows, _ in publish.CASES:
+        yield published(device, m, n, k, rows)
 
 
 def gathered(

@@ -137,11 +137,11 @@ class DeviceSignals(Signals):
         self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
         self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's launches
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
-        self._captures: set[int] = set()
-        self._streamed = False
         self._counts: torch.Tensor | None = None
         self._published: _Published | None = None
         self._readers: dict[int, torch.cuda.Stream] = {}  # of a caller's own words, since they were published
+        self._captures: set[int] = set()
+        self._streamed = False
 
     @property
     def self_reset(self) -> bool:
@@ -164,10 +164,10 @@ class DeviceSignals(Signals):
         """
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
+        self._come_behind(stream)
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)
-        self._come_behind(stream)
         if self._theirs is not None:
             self._theirs.record_stream(stream)
             return GateWords(self._theirs, self._quarantine, 0, self.key)

@@ -1,7 +1,6 @@
 """`tilestream.distributed.matmul_all_reduce`: a matmul whose sum over ranks each rank gets, as decoding wants it.
 
-One after the other: the matmul, then the group's own all-reduce. `tilestream.distributed.plan.NO_ALL_REDUCE` says why
-there is no other form.
+One after the other: the matmul, then the group's own all-reduce. `NO_FORM` says why there is no other form.
 """
 
 from __future__ import annotations
@@ -24,6 +23,11 @@ from tilestream.runtime import exit
 from tilestream.runtime.channel import check_device
 
 OP: Op = "matmul_all_reduce"
+#: Why an all-reduce is the group's own. The arithmetic: docs/distributed.md.
+NO_FORM = (
+    "of the few rows that it is for nothing is left to overlap: the matmul reads the whole weight whatever the rows, "
+    "and the sum is latencies; and decoding is captured into graphs, where an epoch would be the same at each replay"
+)
 
 
 def matmul_all_reduce(
@@ -104,7 +108,7 @@ def _check(
 def _plan(member: Member, a: torch.Tensor, b: torch.Tensor, **more: object) -> DistributedPlan:
     agreed = {"a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), **more}
     shape = (*a.shape[:-1], b.shape[-1])
-    return make_plan(OP, member, shape, 0, a, b.shape[-1], a.shape[-1], "unfused", agreed)
+    return make_plan(OP, member, shape, 0, a, b.shape[-1], a.shape[-1], "unfused", agreed, NO_FORM)
 
 
 def sum_over(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tilestream.distributed.dispatch import Case, table
+
 #: Bytes a second and direction of a GPU's NIC (400 Gb/s) and of its NVLink (of an H100 or H200, nominal).
 NIC, NVLINK = 50e9, 450e9
 
@@ -115,6 +117,14 @@ def columns_to_hide(itemsize: int, flops: float, local: int, nic: float = NIC) -
     left is ``N >= itemsize * flops / (2 * local * nic)``. The same of a sum, whose rows have N and whose matmul K.
     """
     return itemsize * flops / (2 * local * nic)
+
+
+def explain(nodes: int, case: Case) -> list[tuple[str, str]]:
+    """Of a call over ``nodes`` nodes, in words; ``case`` is of the ranks of one."""
+    rates = table()["rates"].get(case.device)
+    if rates is None or case.device == "cpu":
+        return [("nodes", f"{nodes}, each a step")]
+    return model(nodes, case.world, case.rows, case.width, case.itemsize, case.n, case.k, rates).explain()
 
 
 def model(

@@ -10,21 +10,16 @@ from typing import Literal
 
 import torch
 
-from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table, table_hash
+from tilestream.distributed import nodes as over_nodes
+from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
-from tilestream.distributed.nodes import NodeModel, model
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
 
 #: Plans that a member keeps.
 _MOST_PLANS = 1024
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
-#: Why an all-reduce is the group's own. The arithmetic: docs/distributed.md.
-NO_ALL_REDUCE = (
-    "of the few rows that it is for nothing is left to overlap: the matmul reads the whole weight whatever the rows, "
-    "and the sum is latencies; and decoding is captured into graphs, where an epoch would be the same at each replay"
-)
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
 
@@ -77,14 +72,6 @@ class DistributedPlan:
         """The plan of a call over as many nodes, of which this is a step."""
         return replace(self, nodes=nodes)
 
-    @property
-    def model(self) -> NodeModel | None:
-        """What a call over several nodes costs; None on one, and where no rates of the device are known."""
-        case, rates = self.case, table()["rates"].get(self.case.device)
-        if self.nodes == 1 or rates is None or case.device == "cpu":
-            return None
-        return model(self.nodes, case.world, case.rows, case.width, case.itemsize, case.n, case.k, rates)
-
     def explain(self) -> str:
         """What was chosen and what was refused, for people."""
         case = self.case
@@ -97,8 +84,7 @@ class DistributedPlan:
         ]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         if self.nodes > 1:
-            modelled = self.model
-            lines += [("nodes", f"{self.nodes}, each a step")] if modelled is None else modelled.explain()
+            lines += over_nodes.explain(self.nodes, case)
         ranks = f"{case.world} ranks" if self.nodes == 1 else f"{self.nodes} nodes of {case.world} ranks"
         head = f"{case.op}, {ranks} on {case.device}: N {case.n}, K {case.k}"
         return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
@@ -114,6 +100,7 @@ def make_plan(
     k: int,
     form: Form,
     agreed: Mapping[str, object],
+    no_form: str = "",
 ) -> DistributedPlan:
     """The plan of a call.
 
@@ -127,6 +114,8 @@ def make_plan(
         Columns of all B together, and the length of the sums that a rank computes.
     agreed
         What the ranks must call alike; the decision and the table's hash are added.
+    no_form
+        Why there is none that overlaps, where an op has none.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (
@@ -136,21 +125,20 @@ def make_plan(
     if found is None:
         if len(member.plans) >= _MOST_PLANS:
             member.plans.clear()
-        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed)
+        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed, no_form)
     return found
 
 
 def _make(
     op: Op, member: Member, shard: tuple[int, ...], dim: int, x: torch.Tensor, n: int, k: int, form: Form,
-    agreed: Mapping[str, object],
+    agreed: Mapping[str, object], no_form: str,
 ) -> DistributedPlan:  # fmt: skip
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
     transport, refused = _transport(member, x, dim == len(shard) - 1)
-    if op == "matmul_all_reduce":
-        decision, transport = Decision(False, 1, NO_ALL_REDUCE), "collective"
-        refused = (Refusal("fused", NO_ALL_REDUCE),)
+    if no_form:
+        decision, transport, refused = Decision(False, 1, no_form), "collective", (Refusal("fused", no_form),)
     if not refused and not all((rows, width, n, k)):
         refused = (Refusal("fused", "no rows, columns or K: there is nothing to overlap with"),)
     if not refused and member.world == 1:
