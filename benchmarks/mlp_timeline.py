@@ -125,10 +125,9 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
     if record is not None:
         zero = min(map(_begin, everybody))
         for other, call in enumerate(everybody):
-            record.rows += [
-                {"rank": other, "lane": lane, "spans": [_microseconds(one, zero) for one in of]}
-                for lane, of in call.items()
-            ]  # fmt: skip
+            for lane, of in call.items():
+                spans = [_microseconds(one, zero) for one in of]
+                record.rows.append({"rank": other, "lane": lane, "spans": spans})
         record.data["tokens"], record.data["ms"] = arguments.tokens, round((max(map(_end, everybody)) - zero) / 1e6, 4)
         record.write()
         print(record.path, record.data["ms"], "ms", flush=True)

@@ -97,10 +97,15 @@ def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
     a, w, w2 = torch.randn(m, k, device="cuda").bfloat16(), weight(k, hidden), weight(hidden, n)
     publish = ts.Arrival.uniform(rows, -(-m // rows), pivot, device="cuda")
     h, (producer, consumer) = torch.empty(m, hidden, device="cuda", dtype=a.dtype), streams(2)
-    expected, wrong = (a @ w) @ w2, torch.zeros((), device="cuda")
+    inputs = [a, -2 * a]
+    expected, wrong = [(x @ w) @ w2 for x in inputs], torch.zeros((), device="cuda")
+    torch.cuda.synchronize()
     for i in range(40):
+        a = inputs[i // 2 % 2]
         with torch.cuda.stream(producer):
-            h.fill_(float("nan"))
+            if i % 2:  # else what the reader of the epoch before still reads is written by the matmul alone
+                producer.wait_stream(consumer)
+                h.fill_(float("nan"))
             if i % 4 == 1:
                 torch.cuda._sleep(2_000_000)  # the reader is issued long before the matmul begins
             assert ts.matmul(a, w, out=h, publish=publish) is h
@@ -108,7 +113,7 @@ def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
             if i % 4 == 2:
                 torch.cuda._sleep(2_000_000)
             y = ts.matmul(h, w2, arrival=publish, deadline=10)
-            wrong = torch.maximum(wrong, (y.float() - expected.float()).abs().nan_to_num(torch.inf).max())
+            wrong = torch.maximum(wrong, (y.float() - expected[i // 2 % 2].float()).abs().nan_to_num(torch.inf).max())
         publish.advance()
     torch.cuda.synchronize()
     ts.check()
