@@ -33,7 +33,7 @@ library.define(
 )
 library.define(
     "matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group, Tensor? bias, Tensor? scale_a, Tensor? scale_b, "
-    "ScalarType? out_dtype, bool fast_accum, int worker_limit) -> Tensor",
+    "ScalarType? out_dtype, bool fast_accum, str form, float deadline, int worker_limit) -> Tensor",
 )
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
@@ -87,12 +87,11 @@ def _matmul_reduce_scatter(
 def _matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, bias: torch.Tensor | None,
     scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
-    worker_limit: int,
+    form: str, deadline: float, worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
+    more = (reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum, form, _deadline(deadline))
     with _limited(worker_limit):
-        return all_reduce.run(
-            of_name(ALL, group), a, b, reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum
-        )  # fmt: skip
+        return all_reduce.run(of_name(ALL, group), a, b, *more)  # type: ignore[arg-type]
 
 
 for _device in ("CPU", "CUDA"):
@@ -238,7 +237,7 @@ def _all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     narrow = total.to(a.dtype)
     rows = narrow.reshape(-1, narrow.shape[-1])
     of_a = gemm_op(rows, b.mT, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, ctx.worker_limit)
-    return (of_a.view(a.shape), _weight(a, narrow, ctx.worker_limit), None, None, of_bias, *[None] * 5)
+    return (of_a.view(a.shape), _weight(a, narrow, ctx.worker_limit), None, None, of_bias, *[None] * 7)
 
 
 torch.library.register_autograd("tilestream::matmul_all_reduce", _all_backward, setup_context=_all_context, lib=library)

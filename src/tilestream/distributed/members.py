@@ -21,6 +21,7 @@ from tilestream.runtime.errors import GroupBroken
 
 if TYPE_CHECKING:
     from tilestream.distributed.copy_engines import Gatherer
+    from tilestream.distributed.one_shot import Reducer
     from tilestream.distributed.plan import DistributedPlan
     from tilestream.distributed.sums import Scatterer
 
@@ -57,6 +58,8 @@ class Member:
         self.gatherer: Gatherer | None = None
         #: As `gatherer`, a `tilestream.distributed.sums.Scatterer`.
         self.scatterer: Scatterer | None = None
+        #: As `gatherer`, a `tilestream.distributed.one_shot.Reducer`.
+        self.reducer: Reducer | None = None
         #: Greetings of calls that all ranks are known to make alike.
         self.agreed: set[bytes] = set()
         #: Plans made so far, by all that they depend on.

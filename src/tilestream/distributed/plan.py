@@ -101,6 +101,7 @@ def make_plan(
     form: Form,
     agreed: Mapping[str, object],
     no_form: str = "",
+    unmeasured: str = "",
 ) -> DistributedPlan:
     """The plan of a call.
 
@@ -115,28 +116,33 @@ def make_plan(
     agreed
         What the ranks must call alike; the decision and the table's hash are added.
     no_form
-        Why there is none that overlaps, where an op has none.
+        Why not fused, where that is known beforehand.
+    unmeasured
+        Of an op that is fused only where that was measured to be faster: what is said where it was not.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (
         op, shard, dim, x.dtype, x.device, n, k, form, tuple(agreed.items()), capturing, member.unreachable, on_trial(),
+        no_form,
     )  # fmt: skip
     found = member.plans.get(key)
     if found is None:
         if len(member.plans) >= _MOST_PLANS:
             member.plans.clear()
-        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed, no_form)
+        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed, no_form, unmeasured)
     return found
 
 
 def _make(
     op: Op, member: Member, shard: tuple[int, ...], dim: int, x: torch.Tensor, n: int, k: int, form: Form,
-    agreed: Mapping[str, object], no_form: str,
+    agreed: Mapping[str, object], no_form: str, unmeasured: str,
 ) -> DistributedPlan:  # fmt: skip
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
     transport, refused = _transport(member, x, dim == len(shard) - 1)
+    if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
+        no_form = no_form or unmeasured
     if no_form:
         decision, transport, refused = Decision(False, 1, no_form), "collective", (Refusal("fused", no_form),)
     if not refused and not all((rows, width, n, k)):
