@@ -155,6 +155,33 @@ def gpu_stream(data: dict[str, Any]) -> str:
     )
 
 
+def gpu_stream_copies(data: dict[str, Any]) -> str:
+    """The section for ``gpu_stream_copies_h200.json``: who makes the copies."""
+    own = "by the kernel"
+    counts = sorted({int(name.split()[3]) for row in data["rows"] for name in row["ms"] if name.startswith(f"{own},")})
+    ways = {"copy": "copy", "multiply": "multiply", "engine": "streamed", "kernel": own}
+    ways |= {f"{count} copiers": f"{own}, {count} copiers" for count in counts}
+    rows = [
+        [
+            row["shape"], row["plan"].split()[0], row["copies"].split()[6],
+            *(f"{row['ms'][way]:.2f}" if way in row["ms"] else "" for way in ways.values()),
+            f"{row['of_larger']:.3f}", f"{row['of_larger_by_the_kernel']:.3f}",
+        ]
+        for row in data["rows"]
+    ]  # fmt: skip
+    head = ["M x N x K", "kernel", "its copiers", *(f"{name}, ms" for name in ways)]
+    note = f" Its rows are {data['note']}." if "note" in data else ""
+    return "\n\n".join(
+        [
+            f"## GPU, input copied from pinned memory by the matmul itself, {data['device']}",
+            "As above. *Engine*: copies by a copy engine beside the kernel. *Kernel*: by the kernel's own copy items, "
+            f"with as many copiers as its plan has, or as named ({data['device']}, torch {data['torch']}, Triton "
+            f"{data['triton']}, commit `{data['commit']}`, {data['date']}).{note}",
+            table([*head, "engine / the larger", "kernel / the larger"], rows),
+        ]
+    )
+
+
 def plot_stream(data: dict[str, Any]) -> None:
     """Streamed beside in turn, and the longer of its two parts."""
     import matplotlib as mpl
@@ -194,6 +221,7 @@ def page() -> str:
         ("gpu_matmul_h200", gpu),
         ("gpu_stream", gpu_stream),
         ("gpu_stream_h200", gpu_stream),
+        ("gpu_stream_copies_h200", gpu_stream_copies),
     ):
         path = RESULTS / f"{name}.json"
         if section is None:

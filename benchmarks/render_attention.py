@@ -74,6 +74,7 @@ def section(data: Record, name: str) -> str:
     kernels = [row for row in data["rows"] if row["name"].startswith("variants")]
     calls = [row for row in data["rows"] if row["name"].startswith("D")]
     blocks = [row for row in data["rows"] if row["name"].startswith("blocks")]
+    heads = [row for row in data["rows"] if row["name"].startswith("heads")]
     lists = [row for row in data["rows"] if "lengths" in row]
     parts = [f"## {TITLES.get(name.removesuffix('_h200'), 'Attention prefill')}, {data['device']}"]
     if kernels:
@@ -92,6 +93,8 @@ def section(data: Record, name: str) -> str:
             f"{min(ratios):.3f}.",
             compared(calls),
         ]
+    if heads:
+        parts += [f"Query heads that share keys, beside as many that each have their own ({where}):", compared(heads)]
     for row in (row for row in data["rows"] if row["name"] == "host"):
         parts += [
             f"The host's microseconds of a call like the one before ({where}):",
@@ -157,8 +160,9 @@ def compared(rows: list[Record]) -> str:
     for row in rows:
         (name, ours), (other, theirs) = best(row), peer(row)
         mask = "causal" if row["causal"] else "full"
+        many = f", heads {row['heads']}:{row['heads_kv']}" if row["heads_kv"] else ""
         made.append(
-            [f"D {row['dim']}, {mask}, S {row['length']}", f"{theirs:.0f} ({PEERS[other]})", f"{ours:.0f}",
+            [f"D {row['dim']}, {mask}, S {row['length']}{many}", f"{theirs:.0f} ({PEERS[other]})", f"{ours:.0f}",
              f"{ours / theirs:.3f}", "" if name == "ts" else name]
         )  # fmt: skip
     return table(["", "peer", "ours", "ratio", "our tile"], made)

@@ -55,6 +55,14 @@ def test_the_page_has_the_sections_of_the_records_there_are(
     assert "at 54 to 55 GB/s" in text
     assert "Some GPU, torch 2.11, Triton 3.6, commit `abc`, then" in text
     assert "| 16384x8192x8192 | 5.00 | 4.00 | 3.50 | 8.50 | 5.50 | 5.25 | 1.050 | 1.619 | 1.048 |" in text
+    assert "by the matmul itself" not in text
+    ways |= {"by the kernel": 5.75, "by the kernel, 4 copiers": 7.5}
+    row |= {
+        "plan": "hopper cooperative", "copies": "rows by the kernel: the first 8 of 132 workers copy",
+        "of_larger_by_the_kernel": 1.15,
+    }  # fmt: skip
+    (tmp_path / "gpu_stream_copies_h200.json").write_text(json.dumps({**record, "rows": [row]}), encoding="utf-8")
+    assert "| 16384x8192x8192 | hopper | 8 | 5.00 | 4.00 | 5.25 | 5.75 | 7.50 | 1.050 | 1.150 |" in render.page()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from consan_program import DEADLOCK, PENDING, READS, WRITES, Bug, Sanitized, descriptor, launch, main
+from consan_program import PENDING, READS, WRITES, Bug, Sanitized, descriptor, launch, main
 
 BLOCK, STAGES = 32, 1
 
@@ -80,31 +80,16 @@ BUGS = {
         ((_PRODUCT + _V_GIVEN_BACK, _PRODUCT), (_SCORES, _V_GIVEN_BACK + _SCORES)),
         (READS, PENDING),
     ),
-    "no wait for K": Bug("attention", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES,)),
+    "no wait for K": Bug(
+        "attention", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES, PENDING)
+    ),
     "V is read behind K's barrier": Bug(
         "attention",
         (("    mbarrier.wait(v_full.index(stage), phase)\n    product", "    product"),),
-        (WRITES,),
-    ),
-    "no wait for an empty stage of V": Bug(
-        "attention_load",
-        (("                    mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)\n", ""),),
-        (READS, WRITES, PENDING),
-    ),
-    "Q is loaded over the item before": Bug(
-        "attention_load",
-        (("                mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)\n", ""),),
-        (READS, WRITES, PENDING),
+        (WRITES, PENDING),
     ),
     "no wait for the store before": Bug("attention", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
-    "turns are not handed on": Bug(
-        "attention",
-        (("    if ORDERED:\n        mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))\n", ""),),
-        (DEADLOCK,),
-    ),
 }
-#: The variant that a bug is seeded into.
-SEEDED = [("attention in turns" if "turns" in bug else "attention", bug) for bug in BUGS]
 
 
 class Prepared(NamedTuple):

@@ -5,6 +5,8 @@ sanitizer's checks are assertions on the device: they print what they found, and
 ``consan_attention.py``.
 
 BUG names an entry of `BUGS`: the launch is then of a copy of the kernel in which the lines of that entry are changed.
+With CONSAN_COMPILE=1 nothing is launched: compiling takes a core a minute or two, and leaves the kernel in Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import contextlib
 import fcntl
 import importlib
 import importlib.util
+import os
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 from hopper_cases import HopperCase
 
+#: Seconds after which a launch is taken to hang: they take under one.
+HANGS = 60.0
 KERNELS = Path(__file__).parents[2] / "src" / "tilestream" / "kernels" / "hopper"
 
 #: The smallest tile of each variant, more items than a ring has slots, more K steps than it has stages.
@@ -77,8 +84,12 @@ class Sanitized(NamedTuple):
     always: Mapping[str, tuple[tuple[str, str], ...]] = {}
 
 
+#: What it says. A deadlock it does not see here, though it has words for one: a barrier that counts an arrival too
+#: many, or a turn that is not handed on, hangs. It judges what happens, in the order in which it happens: where another
+#: wait covers it, a missing one goes unseen (for an empty slot of the item ring, for Q's buffer in attention). Those
+#: are for `tilestream.verify` to find, which sees every order.
 READS, WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
-PENDING, DEADLOCK = "Accessing buffer with pending access", "Deadlock detected"
+PENDING = "Accessing buffer with pending access"
 _FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, False, Y_K_MAJOR), PARTS)\n"
 _MORE = "        accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, True, Y_K_MAJOR), PARTS)\n"
 _RELEASE = _MORE + "        mbarrier.arrive(empty.index(before(stage, STAGES)))\n"
@@ -100,12 +111,6 @@ BUGS = {
     ),
     "no wait for a full stage": Bug(
         "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (WRITES,)
-    ),
-    "a barrier counts one arrival too many": Bug(
-        "gemm", (("empty = make_barriers(STAGES, HALVES)", "empty = make_barriers(STAGES, HALVES + 1)"),), (DEADLOCK,)
-    ),
-    "no wait for an empty slot of the item ring": Bug(
-        "gemm", (("        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)\n", ""),), (READS, WRITES)
     ),
     "no wait for the store before": Bug(
         "epilogue", (("        tma.store_wait(PENDING)\n", ""),), (PENDING,)
@@ -161,10 +166,26 @@ def launch(kernel: Any, filled: tuple[Any, ...], grid: tuple[int, ...], options:
     import triton
 
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    begin = time.monotonic()
     kernel.warmup(*filled, grid=grid, **options)
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    if os.environ.get("CONSAN_COMPILE"):
+        raise SystemExit(0)
     with _alone():
-        kernel[grid](*filled, **options)
-        torch.cuda.synchronize()
+        begin, watch = time.monotonic(), threading.Timer(HANGS, _hangs)
+        watch.start()
+        try:
+            kernel[grid](*filled, **options)
+            torch.cuda.synchronize()
+        finally:
+            watch.cancel()
+        print(f"ran for {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def _hangs() -> None:
+    """Ends the process, and with it the lock that the others wait for."""
+    print(f"the launch has not ended after {HANGS:g} s", flush=True)
+    os._exit(3)
 
 
 def run(kernel: Any, case: HopperCase) -> None:

@@ -1,7 +1,7 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [tests] [schedules] [arrival] [benchmarks] [distributed]``: needs a GPU only to ask
-what it is, where there is none it is taken to be an H100.
+``python tests/gpu/precompile.py [tests] [schedules] [arrival] [copies] [benchmarks] [distributed]``: needs a GPU only
+to ask what it is, where there is none it is taken to be an H100.
 Whatever is left out here is compiled when it is launched: nothing but time depends on this.
 """
 
@@ -28,6 +28,7 @@ from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIF
 
 from gemm_shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from tilestream.arrival.chunks import Chunks
+from tilestream.isa.kernels import copy_arguments
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.portable.arguments import Arguments, Layout, is_aligned
 from tilestream.ops import gpu
@@ -57,7 +58,7 @@ class Job(NamedTuple):
 
 def job(
     device: DeviceProperties, case: Case, *, tile=None, queues=None, order=None, rows=None, columns=None,
-    backend=None, probe=False,
+    backend=None, probe=False, copied=(0, 0),
 ) -> Job | None:  # fmt: skip
     """What `tilestream.ops.gpu` would launch for a case."""
     operands, out = case.operands("meta"), case.output("meta")
@@ -77,7 +78,8 @@ def job(
     (m, k), n = a.shape[-2:], b.shape[-1]
     problem = Problem(
         m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
-        None if rows is None else Incoming(rows), None if columns is None else Incoming(columns),
+        None if rows is None else Incoming(rows, 0, copied[0]),
+        None if columns is None else Incoming(columns, 0, copied[1]),
         batch > 1 and a.stride(0) == 0,
         tf32=case.tf32,
         aligned=is_aligned((m, k), layout.a[1:], layout.a[0], address[0])
@@ -145,6 +147,33 @@ def of_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
     for m, n, k, rows in ((8192, 8192, 8192, 512), (16384, 4096, 8192, 512), (4096, 14336, 4096, 1024), (M, N, K, 128)):
         yield job(device, Case(m, n, k), rows=Chunks.uniform(m, rows))
         yield job(device, Case(m, n, k))
+
+
+def of_copy_tests(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_copy_items`, and of benchmarks/gpu_stream.py."""
+    rows, columns = Chunks.uniform(M, UNIFORM["uniform"]), Chunks.uniform(N, 256)
+    by_kernel, weight = {"copied": (16, 0)}, {"copied": (0, 16)}
+    for backend in (None, "portable"):
+        for cut in (*(Chunks.uniform(M, size) for size in UNIFORM.values()), Chunks(BOUNDS)):
+            for kind in (*KINDS, "auto"):
+                yield job(device, Case(M, N, K, schedule=kind), rows=cut, backend=backend, **by_kernel)
+            for workers in (37, 3, 1):
+                yield job(device, Case(M, N, K, workers=workers), rows=cut, backend=backend, **by_kernel)
+        for cut in (columns, Chunks(BOUNDS_N)):
+            yield job(device, Case(210, N, K, layout="nt", bias=True), columns=cut, backend=backend, **weight)
+        for m, n, k, size in ((8192, 256, 1024, 2048), (4096, 4096, 1024, 256)):
+            yield job(device, Case(m, n, k), rows=Chunks.uniform(m, size), backend=backend, **by_kernel)
+        case = Case(M, N, K, layout="nt")
+        yield job(device, case, rows=rows, columns=columns, backend=backend, copied=(16, 16))
+        yield job(device, case, rows=rows, columns=Chunks.uniform(N, N), backend=backend, copied=(16, 0))
+    for k, word in ((500, 8), (203, 2)):
+        yield job(device, Case(300, 136, k), rows=Chunks.uniform(300, 77), copied=(word, 0))
+    for m, n, k, size in ((16384, 8192, 8192, 512), (65536, 4096, 4096, 1024), (8192, 8192, 8192, 512)):
+        for copied, backend in itertools.product(((0, 0), (16, 0)), (None, "portable")):
+            yield job(device, Case(m, n, k), rows=Chunks.uniform(m, size), backend=backend, copied=copied)
+        yield job(device, Case(m, n, k))
+    for m, copied in itertools.product((8192, 16384), ((0, 0), (0, 16))):
+        yield job(device, Case(m, 8192, 8192, layout="nt"), columns=Chunks.uniform(8192, 512), copied=copied)
 
 
 def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:
@@ -271,6 +300,7 @@ SECTIONS = {
     "tests": (of_matmul_tests, of_hopper_tests),
     "schedules": (of_schedule_tests,),
     "arrival": (of_arrival_tests, of_hopper_arrival_tests),
+    "copies": (of_copy_tests,),
     "benchmarks": (of_benchmarks,),
     "publish": (of_publish,),
     "distributed": (of_distributed,),
@@ -301,6 +331,7 @@ def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
         pointer(schedule.raster.table, "int32"),
         pointer(probe or trace, "int64" if trace else "int32"), 0, 0, 1.5, 0.5,
         capacity=4096 if probe else 0, gate=gate_arguments(plan), scales=(scale, scale),
+        copies=copy_arguments(plan),
     )  # fmt: skip
 
 

@@ -32,11 +32,12 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-o", "addopts="]
 
 
 class Counts:
-    """Outcomes, as pytest reports them."""
+    """Outcomes, as pytest reports them; in ``part`` after each test, so that what ends a process leaves them there."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Path) -> None:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.failed: list[str] = []
+        self.part = part
 
     def pytest_runtest_logreport(self, report):
         failed = report.outcome == "failed"  # in a fixture, before or behind it, too
@@ -44,6 +45,12 @@ class Counts:
             self.outcomes[report.outcome] += 1
             if failed:
                 self.failed.append(report.nodeid)
+            self.write(-1)
+
+    def write(self, status: int) -> None:
+        """``status``: pytest's, -1 before its end."""
+        found = {"outcomes": self.outcomes, "failures": self.failed, "status": status}
+        self.part.write_text(json.dumps(found), encoding="utf-8")
 
 
 class Share:
@@ -60,10 +67,9 @@ class Share:
         ]
 
 
-def part_of_pass(arguments: list[str], job: int, jobs: int) -> dict[str, Any]:
-    counts = Counts()
-    status = pytest.main([*OPTIONS, *arguments], plugins=[counts, Share(job, jobs)])
-    return {"outcomes": counts.outcomes, "failures": counts.failed, "status": int(status)}
+def part_of_pass(part: Path, arguments: list[str], job: int, jobs: int) -> None:
+    counts = Counts(part)
+    counts.write(int(pytest.main([*OPTIONS, *arguments], plugins=[counts, Share(job, jobs)])))
 
 
 def commit() -> str:
@@ -80,14 +86,14 @@ def arguments_of(name: str) -> list[str]:
     passes = {
         "hopper": files("hopper"),
         "attention": files("attention", "hopper_attention"),
-        "alone": files("arrival", "arrival_order", "hopper_arrival", "demo"),
+        "alone": files("arrival", "arrival_order", "copy_items", "hopper_arrival", "demo"),
         "distributed": files("distributed"),
         "sanitizers": files("consan", "sanitize"),
     }
     rest = [f"--ignore={path}" for paths in passes.values() for path in paths]
     passes["others"] = [str(HERE), *rest]
     passes["blocking"] = [
-        *files("matmul", "arrival", "hopper"), "-k",
+        *files("matmul", "arrival", "copy_items", "hopper"), "-k",
         "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
     ]  # fmt: skip
     return passes[name]
@@ -154,8 +160,7 @@ def main() -> int:
     target, *rest = sys.argv[1:]
     if os.environ.get("TILESTREAM_PASS"):  # one of those processes
         job, jobs = map(int, os.environ["TILESTREAM_SHARE"].split("/"))
-        part = part_of_pass([*arguments_of(os.environ["TILESTREAM_PASS"]), *rest], job, jobs)
-        Path(target).write_text(json.dumps(part), encoding="utf-8")
+        part_of_pass(Path(target), [*arguments_of(os.environ["TILESTREAM_PASS"]), *rest], job, jobs)
         return 0
     split = rest.index("--") if "--" in rest else len(rest)
     names, arguments = rest[:split] or PASSES, rest[split + 1 :]

@@ -1,7 +1,15 @@
-"""The Hopper kernels under compute-sanitizer's tools, all at once, each in a process of its own."""
+"""The Hopper kernels under compute-sanitizer's tools, all at once, each in a process of its own.
+
+Racecheck does not follow two kinds of hand-over, and reports them in whatever kernel has them; `handover.py`, a few
+lines that are right, shows it. One is Triton's own, by which a kernel's first warps tell the others what to run. The
+other is ours: a warp stores, ``bar.warp.sync``, one of its lanes arrives at an mbarrier, all who read have waited for
+it. In PTX's memory model the first happens before the last; ConSan, which knows mbarriers, is content with it
+(`test_gpu_consan`). So reports whose both sides are one of these are let pass, and no others.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -10,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +30,8 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "sanitize.py"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: Processes of a tool: most of what they do is the host's.
+SHARES = 3
 LIMIT = 540
 Run = subprocess.CompletedProcess[str]
 
@@ -32,32 +43,93 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=paths)
 
 
-def sanitized(program: str, tool: str) -> Run:
-    command = [program, "--tool", tool, "--launch-timeout", "300", sys.executable, str(PROGRAM)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+def sanitized(program: str, tool: str, share: int) -> Run:
+    of = f"{share}/{SHARES}"
+    return subprocess.run(
+        [*command(program, tool), str(PROGRAM), of], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+def command(program: str, tool: str) -> list[str]:
+    """Everything is printed, so that all of it can be looked at."""
+    return [program, "--tool", tool, "--print-limit", "100000", "--launch-timeout", "300", sys.executable]
 
 
 @pytest.fixture(scope="module")
-def runs(request) -> Iterator[dict[str, Future[Run]]]:
+def runs(request) -> Iterator[dict[tuple[str, int], Future[Run]]]:
     program = sanitizer()
     if program is None:
         pytest.skip("no compute-sanitizer")
-    wanted = [item.callspec.params["tool"] for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(len(TOOLS)) as pool:
-        yield {tool: pool.submit(sanitized, program, tool) for tool in wanted}
+    wanted = [
+        (item.callspec.params["tool"], item.callspec.params["share"])
+        for item in request.session.items
+        if item.path == request.path and "tool" in item.fixturenames
+    ]
+    pool = ThreadPoolExecutor(len(TOOLS) * SHARES)
+    yield {one: pool.submit(sanitized, program, *one) for one in wanted}
+    pool.shutdown(wait=False, cancel_futures=True)  # whoever interrupts a run does not wait for the rest of it
+
+
+def handed_over() -> list[set[tuple[str, int]]]:
+    """Where racecheck sees races that are none, by file and line: the item ring's words; what warps are told to run."""
+    import handover
+
+    from tilestream.kernels.hopper import attention, gemm, ring
+
+    def lines(function: Any) -> list[tuple[str, int, str]]:
+        text, first = inspect.getsourcelines(function.fn)
+        file = Path(inspect.getsourcefile(function.fn) or "").name
+        return [(file, first + at, line) for at, line in enumerate(text)]
+
+    words = {(file, at) for one in (ring.put, ring.get) for file, at, _ in lines(one)}
+    told: set[tuple[str, int]] = set()
+    for entry in (gemm.gemm, attention.attend, handover.handed):
+        for file, at, line in lines(entry):
+            if line.startswith("def "):
+                told.add((file, at))
+            elif "warp_specialize" in line:
+                told |= {(file, at - 1), (file, at)}  # the branch that it is alone in
+    return [words, told]
+
+
+def races(said: str) -> tuple[list[str], int]:
+    """Racecheck's reports that are none of `handed_over`, and how many there are in all."""
+    reports = re.findall(r"Race reported between .*?\n=+ *\n", said, re.S)
+    known = handed_over()
+    places = [{(file, int(line)) for file, line in re.findall(r" in (\S+\.py):(\d+)", one)} for one in reports]
+    return [one for one, at in zip(reports, places, strict=True) if not any(at <= of for of in known)], len(reports)
 
 
 def summary(said: str) -> list[int]:
-    """How many errors, and of racecheck hazards, by the last line of each tool."""
-    found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", said)
+    """How many errors, by the last line of each tool."""
+    found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*\((\d+) error)", said)
     return [int(errors or hazards) for errors, hazards in found]
 
 
 @pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("tool", TOOLS)
-def test_nothing_is_reported(runs, tool):
-    run = runs[tool].result()
+def test_nothing_is_reported(runs, tool, share):
+    run = runs[tool, share].result()
     said = run.stdout + run.stderr
     assert "all right" in said, said[-3000:]
     assert summary(said), f"no summary: {said[-2000:]}"
-    assert not any(summary(said)), said[-4000:]
+    if tool == "racecheck":
+        unknown, count = races(said)
+        assert not unknown, "\n".join(unknown)[:4000]
+        assert count == sum(summary(said)), f"{count} of {summary(said)} reports read: {said[-2000:]}"
+    else:
+        assert not any(summary(said)), said[-4000:]
+
+
+@pytest.mark.timeout(LIMIT)
+def test_racecheck_still_reports_what_is_no_race():
+    """If it does not, there is nothing to let pass any more."""
+    if (program := sanitizer()) is None:
+        pytest.skip("no compute-sanitizer")
+    script = [*command(program, "racecheck"), str(PROGRAM.with_name("handover.py"))]
+    said = subprocess.run(script, capture_output=True, text=True, timeout=LIMIT, check=False).stdout
+    assert "all right" in said, said[-3000:]
+    unknown, count = races(said)
+    assert count > 0, said[-3000:]
+    assert not unknown, "\n".join(unknown)[:4000]

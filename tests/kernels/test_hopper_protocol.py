@@ -196,13 +196,13 @@ class Kernel:
 
     ``counted``: the answers to looks and counts. ``change``: a piece of the text, and what stands there instead.
     ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
-    item, where they are taken in arrival order; else 0.
+    item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself.
     """
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
         change: tuple[str, str] | None = None, over: int | None = None, swapped: bool = False,
-        ordered: int = 0,
+        ordered: int = 0, copies: str = "none",
     ) -> None:  # fmt: skip
         self.shape, self.ring, self.items, self.counted, self.change = shape, shape.ring, items, counted, change
         self.over, self.swapped, self.ordered = over, swapped, ordered
@@ -219,7 +219,7 @@ class Kernel:
             atomic_add=self.atomic_add, store=self.store, warp_specialize=self.warp_specialize,
             allocate_shared_memory=lambda dtype, shape, _: Stages(dtype, shape[0], self),
             NVMMASharedLayout=Anything(), SliceLayout=Anything(), arange=Anything(), int64=None, int32=None,
-            float32=None,
+            float32=None, BlockedLayout=Anything(), num_warps=lambda: 4,
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             wait=lambda bar, parity: self.log.append(WaitBarrier(bar, int(parity))),
@@ -250,6 +250,9 @@ class Kernel:
             "add_up": self.add_up, "barrier": self.meet, "hand_in": self.hand_in, "activate": lambda x, _: x,
             "fence_async_shared": lambda: self.log.append(Fence()), "tma_store": self.tma_store,
         }  # fmt: skip
+        self.loops: list[Any] = []
+        self.copied: list[tuple[Any, ...]] = []
+        self.names["copy_items"] = self.copy_items
         for text in TEXTS:
             self.names[text.__name__] = self.text(text)
         if not ring_.strips:
@@ -269,7 +272,7 @@ class Kernel:
             "CHAINED": over is None, "BIAS": "none", "SCALES": False, "RESIDUAL": False, "SCALED": False,
             "FLIPPED": False, "BATCHED": False, "SWAPPED": swapped, "EIGHTS": False, "COLUMN_CHUNKS": "none",
             "ROW_CHUNKS": "none" if over is None else "uniform", "SPLIT": "chunks" if ordered else "items",
-            "k_steps": ordered,
+            "k_steps": ordered, "COPIES": copies, "row_signals": "of rows", "column_signals": "of columns",
         }  # fmt: skip
         self.left, self.taken = iter(items), 0
         self.item: WorkItem | None = None
@@ -303,6 +306,10 @@ class Kernel:
         self.loops = loops
         assert warps == [4, 1][-len(warps) :]
         assert len(loops) == len(warps) + 1 == len(registers) + 1 == self.ring.num_consumers + 1
+
+    def copy_items(self, *given: Any) -> None:
+        assert not self.loops, "a worker copies before its warps part"
+        self.copied.append(given)
 
     def make_barriers(self, count: int, arrivals: int) -> Barriers:
         name = NAMES[len({bar.name for bar in self.made})]
@@ -901,6 +908,17 @@ def differs(change: tuple[str, str] | None) -> bool:
     except AssertionError:
         return True
     return False
+
+
+@pytest.mark.parametrize("copies", ["none", "rows", "columns"])
+def test_copies_are_made_once_before_the_warps_part_and_change_nothing_behind(copies):
+    items = items_of((2, 1))
+    for shape in GATED_SHAPES[:3]:
+        kernel = Kernel(shape, items, over=NEVER, copies=copies)
+        assert [given[4] for given in kernel.copied] == ([] if copies == "none" else [f"of {copies}"])
+        assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
+        for who in range(shape.ring.num_consumers):
+            assert kernel.operations(who) == of_math(shape.ring, items, who, over=NEVER)
 
 
 def test_a_text_that_says_the_same_is_not_seen():

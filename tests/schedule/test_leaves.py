@@ -20,7 +20,7 @@ from types import FunctionType
 import pytest
 
 from int31 import on_int31
-from tilestream.arrival import chunks
+from tilestream.arrival import chunks, copy_items
 from tilestream.schedule import attention, integers, queues, raster, ring, stream_k, swizzle
 
 SRC = Path(integers.__file__).parents[2]
@@ -33,7 +33,7 @@ def functions_of(module) -> list[FunctionType]:
 
 MODULES = (integers, raster, queues, ring, stream_k, swizzle, attention)
 LEAVES = {f.__name__: f for m in MODULES for f in functions_of(m)}
-LEAVES |= {"chunk_of": chunks.chunk_of, "pivot_tile": chunks.pivot_tile}
+LEAVES |= {"chunk_of": chunks.chunk_of, "pivot_tile": chunks.pivot_tile, "piece_chunk": copy_items.piece_chunk}
 del LEAVES["next_base"]  # the host's alone: it counts in 64 bits
 
 #: Arguments in each leaf's range; the first of each is also what compiling specialises nothing on.
@@ -67,6 +67,7 @@ ARGUMENTS = {
     "comes_before": [(10, 3, 9, 2), (10, 3, 10, 4), (10, 4, 10, 3)],
     "halved": [(3, 9, 100, 100), (3, 9, 101, 100), (3, 4, 50, 60)],
     "chunk_of": [(1000, 128), (2**31 - 1, 3)],
+    "piece_chunk": [(17, 3, 8, 7), (0, 1, 1, 0), (2**31 - 2, 7, 2**28, 5)],
     "pivot_tile": [(100, 300, 64, 7), (100, 101, 64, 2), (512, 512, 64, 8)],
 }
 

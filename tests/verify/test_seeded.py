@@ -11,8 +11,10 @@ import pytest
 from tilestream import verify
 from tilestream.kernels import loop
 from tilestream.verify import (
+    copies,
     seeded_attention,
     seeded_buffers,
+    seeded_copies,
     seeded_drain,
     seeded_gather,
     seeded_order,
@@ -152,7 +154,7 @@ def written():
     """The names of what the files of seeded bugs define."""
     modules = (
         seeded_workers, seeded_order, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention,
-        seeded_gather, seeded_publish, seeded_sums,
+        seeded_copies, seeded_gather, seeded_publish, seeded_sums,
     )  # fmt: skip
     for module in modules:
         for name, value in vars(module).items():
@@ -224,6 +226,16 @@ def test_publishing_passes_where_its_bugs_are_found():
     for bug in BUGS.values():
         if bug.model == "publish":
             assert all(explore("publish", replace(case, text=loop.publish)).violation is None for case in bug.cases)
+
+
+def test_copying_passes_where_its_bugs_are_found():
+    cases = {replace(case, text=copies.text) for bug in BUGS.values() if bug.model == "copies" for case in bug.cases}
+    assert all(explore("copies", case).violation is None for case in cases)
+
+
+def test_copiers_by_name_are_missed_only_where_they_never_run():
+    for name in ("copiers by name", "pieces shared out beforehand"):
+        assert "running [1]" in BUGS[name].find().violation.configuration
 
 
 def test_sums_pass_where_their_bugs_are_found():

@@ -7,6 +7,7 @@ import pytest
 from tilestream import verify
 from tilestream.verify import sweep
 from tilestream.verify.attention import AttentionCase
+from tilestream.verify.copies import CopyCase
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.publish import PublishCase
@@ -112,6 +113,7 @@ def test_sizes_grow():
         ("gather", GatherCase),
         ("publish", PublishCase),
         ("sums", SumCase),
+        ("copies", CopyCase),
     ):
         cases = verify.configurations(model, "quick")
         assert all(isinstance(case, kind) for case in cases)
@@ -127,7 +129,7 @@ def test_sizes_grow():
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
         (
             lambda: verify.run("quick", models=["rings"]),
-            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums",
+            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

@@ -17,11 +17,15 @@ come to its end. Where one launch is not all of it, the reader's stream waits fo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from tilestream.arrival.copy_items import CopyArguments
+from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import capture_id, stream_wait, stream_write
@@ -142,6 +146,7 @@ class DeviceSignals(Signals):
         self._readers: dict[int, torch.cuda.Stream] = {}  # of a caller's own words, since they were published
         self._captures: set[int] = set()
         self._streamed = False
+        self._copies: KernelCopies | None = None
 
     @property
     def self_reset(self) -> bool:
@@ -151,6 +156,15 @@ class DeviceSignals(Signals):
     def filled_by_stream(self) -> None:
         """These are the signals of a `tilestream.Stream`: its copies are in no graph."""
         self._streamed = True
+
+    def offer(self, copies: KernelCopies) -> None:
+        """What these signal is copied by the launch that waits for it, if that can."""
+        self._copies = copies
+
+    @property
+    def copied(self) -> int:
+        """As of `Signals`."""
+        return 0 if self._copies is None else self._copies.width
 
     # Launches ------------------------------------------------------------------------------------------------------
 
@@ -168,6 +182,8 @@ class DeviceSignals(Signals):
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)
+        elif self._copies is not None:
+            self._copies.follow(stream, self)
         if self._theirs is not None:
             self._theirs.record_stream(stream)
             return GateWords(self._theirs, self._quarantine, 0, self.key)
@@ -177,13 +193,26 @@ class DeviceSignals(Signals):
         self._users[stream.cuda_stream] = stream
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
+    def copying(self) -> AbstractContextManager[None]:
+        """See `KernelCopies.launching`: around a launch whose kernel makes these copies."""
+        return contextlib.nullcontext() if self._copies is None else self._copies.launching()
+
+    def take_copies(self, copiers: int) -> CopyArguments:
+        """What a launch on the current stream copies, before `use`: see `KernelCopies.take`."""
+        if self._copies is None:
+            raise RuntimeError("arrival: the plan has the kernel make the copies, and nobody has offered them")
+        captured = torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(self._device)
+        return self._copies.take(copiers, capture_id(stream.cuda_stream) if captured else 0)
+
     def _enter_graph(self, stream: torch.cuda.Stream) -> None:
-        if self._streamed:
+        graph = capture_id(stream.cuda_stream)
+        if self._streamed and not (self._copies is not None and self._copies.brought_in(graph)):
             raise RuntimeError(
                 "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it; capture copies of "
-                "your own, and arrival.signal() of an Arrival behind each"
+                "your own, and arrival.signal() of an Arrival behind each; or take copies='kernel' and a matmul whose "
+                "plan makes them"
             )
-        graph = capture_id(stream.cuda_stream)
         if graph in self._captures:
             raise RuntimeError(
                 "arrival: a launch of this graph waits for these signals already, and zeroes them when it has seen "

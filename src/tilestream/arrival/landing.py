@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.sources import as_rows
 from tilestream.runtime.driver import copy_in
 from tilestream.runtime.streams import lend_to
 
 if TYPE_CHECKING:
-    from tilestream.arrival.arrival import Arrival
     from tilestream.arrival.chunks import Chunks
     from tilestream.arrival.device import DeviceSignals
+    from tilestream.arrival.signals import Signals
 
 
 class Landing:
@@ -46,7 +47,7 @@ class Landing:
     def land(self, begin: int, end: int) -> None:
         """Rows [begin, end) have been brought."""
 
-    def land_all(self, chunks: Chunks, order: Sequence[int], arrival: Arrival) -> bool:
+    def land_all(self, chunks: Chunks, order: Sequence[int], signals: Signals) -> bool:
         """All rows are there: land and signal them all, in this order of their chunks. False: nothing was done."""
         return False
 
@@ -91,7 +92,7 @@ class DeviceLanding(Landing):
         with torch.inference_mode():
             as_rows(self.tensor)[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
-    def land_all(self, chunks: Chunks, order: Sequence[int], arrival: Arrival) -> bool:
+    def land_all(self, chunks: Chunks, order: Sequence[int], signals: Signals) -> bool:
         """See `Landing`.
 
         Copies go to the driver without torch, which would take longer to issue one than a small chunk takes to copy.
@@ -102,7 +103,7 @@ class DeviceLanding(Landing):
         to, source, stream = self.tensor.data_ptr(), self._rows.data_ptr(), self._stream.cuda_stream
         size = self._rows.shape[1] * self._rows.element_size()
         bounds = chunks.bounds
-        signal, signalled = cast("DeviceSignals", arrival._signals).set_in_row(order)
+        signal, signalled = cast("DeviceSignals", signals).set_in_row(order)
         last = next((chunk for chunk in reversed(order) if bounds[chunk] < bounds[chunk + 1]), -1)
         for chunk in order:
             begin, end = bounds[chunk], bounds[chunk + 1]
@@ -117,6 +118,37 @@ class DeviceLanding(Landing):
     def end(self) -> None:
         """See `Landing`."""
         self._landed.record(self._stream)
+
+    def offer(self, chunks: Chunks, pivot: int) -> KernelCopies:
+        """The copies, for a kernel to make: they are made here if none does.
+
+        Raises
+        ------
+        ValueError
+            If a kernel cannot read the source.
+        """
+        rows = as_rows(self._host)
+        if not rows.is_contiguous() or not rows.is_pinned():
+            raise ValueError(
+                f"stream_in: copies='kernel' of {self.how.removeprefix('copied to ')}, strides "
+                f"{self._host.stride()}; a kernel copies rows that lie one behind the other in pinned memory: "
+                "source.contiguous().pin_memory(), or copies='engine'"
+            )
+        if rows.data_ptr() % 16:
+            raise ValueError(
+                f"stream_in: copies='kernel' of a source that begins at address {rows.data_ptr():#x}; a kernel copies "
+                "from a multiple of 16 on: source.clone().pin_memory(), or copies='engine'"
+            )
+        order = [(pivot + step) % chunks.count for step in range(chunks.count)]
+
+        def by_engine(signals: DeviceSignals) -> torch.cuda.Event:
+            self.begin()
+            with self.issuing():
+                self.land_all(chunks, order, signals)
+            self.end()
+            return self._landed
+
+        return KernelCopies(rows, as_rows(self.tensor), chunks, pivot, by_engine)
 
     def settled(self, timeout: float | None) -> bool:
         """See `Landing`."""

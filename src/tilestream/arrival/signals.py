@@ -188,6 +188,11 @@ class Signals:
         """Whether each chunk has arrived in this epoch."""
         return [self.arrived(chunk) for chunk in range(self._count)]
 
+    @property
+    def copied(self) -> int:
+        """Bytes of the words in which a kernel copies what these signal; 0 where somebody else brings it."""
+        return 0
+
     def filled_by_stream(self) -> None:
         """These are the signals of a `tilestream.Stream`."""
 

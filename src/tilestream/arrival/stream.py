@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -20,6 +20,10 @@ from tilestream.arrival.sources import FileSource, IteratorSource, Job, Source, 
 from tilestream.runtime import exit
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.errors import ProducerStopped
+
+if TYPE_CHECKING:
+    from tilestream.arrival.device import DeviceSignals
+    from tilestream.arrival.kernel_copies import KernelCopies
 
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
@@ -121,7 +125,7 @@ class _Filling:
         if self._source.readers:
             return False
         with self._landing.issuing():
-            return self._landing.land_all(self._chunks, order, self._arrival)
+            return self._landing.land_all(self._chunks, order, self._arrival._signals)
 
     def _chunk(self, step: int) -> int:
         return (self._arrival.pivot + step) % self._chunks.count
@@ -163,33 +167,53 @@ class Stream:
         The chunks and their signals.
     """
 
-    def __init__(self, arrival: Arrival, source: Source, landing: Landing | None = None) -> None:
+    def __init__(
+        self, arrival: Arrival, source: Source, landing: Landing | None = None, by_kernel: bool = False
+    ) -> None:
         self._source, self._landing = source, landing or Landing(source.tensor)
         self.tensor = self._landing.tensor
         self.arrival = arrival
         arrival._signals.filled_by_stream()
         self._chunks = arrival.chunks(row_count(self.tensor))
-        self._filling = _Filling(arrival, self._chunks, source, self._landing)
+        self._copies: KernelCopies | None = None
+        if by_kernel and self.tensor.numel():
+            self._copies = cast("DeviceLanding", self._landing).offer(self._chunks, arrival.pivot)
+            cast("DeviceSignals", arrival._signals).offer(self._copies)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = time.perf_counter()
+        self._filling = None
+        if self._copies is None:
+            self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
 
     @property
     def started(self) -> float:
         """When the producer was started, on `time.perf_counter`'s clock."""
-        return self._filling.started
+        return self._started
 
     @property
     def cpu_seconds(self) -> float:
         """CPU time the producer took, once it has ended."""
-        return self._filling.cpu_seconds
+        return 0.0 if self._filling is None else self._filling.cpu_seconds
 
     @property
     def done(self) -> bool:
         """Whether the producer has ended."""
-        return self._filling.done
+        return self._joined(0.0) if self._filling is None else self._filling.done
+
+    def _joined(self, timeout: float | None) -> bool:
+        """Wait until what was begun has ended, at most ``timeout`` seconds; whether it has."""
+        if self._filling is not None:
+            return self._filling.join(timeout)
+        return self._copies is None or self._copies.settled(timeout)
 
     def explain(self) -> str:
         """Where the data comes from, and how."""
         rows = self._chunks.rows
         onward = f", {self._landing.how}" if self._landing.how else ""
+        if self._copies is not None:
+            onward += " by the kernel that reads it first, if that can, else by a copy engine"
         return f"{self._source.how}{onward}; {rows} rows in {self._chunks.count} chunks"
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
@@ -202,7 +226,9 @@ class Stream:
         Exception
             What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
-        if not self._filling.join(timeout):
+        if self._copies is not None:
+            self._copies.by_engine(cast("DeviceSignals", self.arrival._signals))  # if nobody has begun
+        if not self._joined(timeout):
             missing = [c for c, there in enumerate(self.arrival._signals.state()) if not there]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
@@ -228,11 +254,13 @@ class Stream:
         ValueError
             If the source can be read only once (an iterator).
         """
-        if not self._filling.issued:
+        if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
         self._source.rewind()
         self.arrival.advance()
-        self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
+        if self._copies is not None:
+            self._copies.begin()
+        self._begin()
 
     def close(self, timeout: float = 5.0) -> bool:
         """Stop the producer after the chunk it is at, and let go of the source. True once it has ended.
@@ -240,6 +268,8 @@ class Stream:
         A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped from outside: after
         ``timeout`` seconds it is left to end by itself; its thread keeps the tensor alive as long (invariant 9).
         """
+        if self._filling is None:
+            return self._copies is None or self._copies.pending or self._joined(timeout)
         self._filling.stop.set()
         return self._filling.join(timeout)
 
@@ -267,6 +297,7 @@ def stream_in(
     dtype: torch.dtype | None = None,
     direct: bool | None = None,
     device: str | torch.device | None = None,
+    copies: Literal["engine", "kernel"] = "engine",
 ) -> Stream:
     """Start filling a tensor from ``source``, chunk by chunk, in threads of its own; returns at once.
 
@@ -289,6 +320,13 @@ def stream_in(
         Iterable: the shape of the whole, at least 2-D, its leading dimensions counted as rows; and its dtype.
     device
         Where the tensor is to be: ``"cpu"``, or a GPU; None: the current GPU for a pinned tensor, else the CPU.
+    copies
+        To a GPU: ``"engine"``, its copy engine, beside the kernel that waits for the chunks: it costs no SM.
+        ``"kernel"``, of a pinned tensor: the matmul that reads the tensor first copies it itself, before its tiles,
+        with a few of its workers. Right where the engine is taken by others, where streams may be run one after the
+        other, and in a CUDA graph, which then needs no copies from outside and makes them at each replay.
+        ``plan(...).explain()`` says which it is; a kernel that cannot, or the host by `Stream.wait`, has the engine
+        copy.
     direct
         File: read past the page cache (True: where possible), through it (False), or whichever is better (None).
 
@@ -309,7 +347,14 @@ def stream_in(
     ...     y = ts.matmul(x.tensor, w, arrival=x.arrival)
     """
     made: Source
+    if copies not in ("engine", "kernel"):
+        raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
     target = _target(source, device)
+    if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
+        raise ValueError(
+            f"stream_in: copies='kernel' of a {type(source).__name__} to {target}; a kernel copies a pinned CPU tensor "
+            "to its GPU: give one, or copies='engine'"
+        )
     if isinstance(source, torch.Tensor):
         made = TensorSource(source, onward=target.type != "cpu")
     elif isinstance(source, str | os.PathLike):
@@ -326,7 +371,8 @@ def stream_in(
     try:
         _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
         arrival = _arrival(made, rows_per_chunk, bounds, pivot, target)
-        return Stream(arrival, made, None if target.type == "cpu" else DeviceLanding(made.tensor, target))
+        landing = None if target.type == "cpu" else DeviceLanding(made.tensor, target)
+        return Stream(arrival, made, landing, copies == "kernel")
     except BaseException:
         made.close()
         raise

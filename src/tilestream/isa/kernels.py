@@ -21,6 +21,7 @@ from tilestream.plan.tma import refuse_contiguous
 from tilestream.schedule.schedule import Kind
 
 if TYPE_CHECKING:
+    from tilestream.arrival.copy_items import CopyArguments
     from tilestream.kernels.gate import GateArguments
     from tilestream.kernels.portable.arguments import Layout
     from tilestream.plan.attention_plan import AttentionPlan
@@ -221,9 +222,21 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple
         Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
         Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
         Pointer("int64") if queue else None, None, None, 0, 0, 1.5, 0.5,
-        gate=gate_arguments(plan), scales=scales,
+        gate=gate_arguments(plan), scales=scales, copies=copy_arguments(plan),
     )  # fmt: skip
     return filled, arguments.options
+
+
+def copy_arguments(plan: Plan) -> CopyArguments:
+    """What a launch would be told of the copies it makes, of no address."""
+    from tilestream.arrival.copy_items import CopyArguments, word_dtype
+    from tilestream.isa.build import Pointer
+
+    incoming = {"none": None, "rows": plan.problem.rows, "columns": plan.problem.columns}[plan.copies]
+    if incoming is None:
+        return CopyArguments()
+    word = word_dtype(incoming.copied)
+    return CopyArguments(Pointer(word), Pointer(word), Pointer("int32"), Pointer("int32"), 1)
 
 
 def gate_arguments(plan: Plan) -> GateArguments:

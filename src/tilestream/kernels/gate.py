@@ -1,4 +1,4 @@
-"""What the launches of GPU kernels are told of what arrives and of what they publish.
+"""What the launches of GPU kernels are told of what arrives, of what they copy and of what they publish.
 
 See `tilestream.kernels.portable.gate` and `tilestream.kernels.hopper.publish`.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+from tilestream.arrival.copy_items import block, vector
 from tilestream.arrival.gate import Gate, chunks_of
 from tilestream.plan.plan import Plan
 from tilestream.schedule.grid import WorkItem
@@ -75,6 +76,19 @@ class PublishArguments(NamedTuple):
 
 
 NO_PUBLISH = PublishArguments()
+
+
+def copy_constants(plan: Plan) -> dict[str, Any]:
+    """The compile-time arguments of a kernel that makes an operand's copies itself, in its order."""
+    if plan.copies == "none":
+        return {"COPIES": "none", "COPY_BLOCK": 1, "COPY_VECTOR": 1}
+    incoming = plan.problem.rows if plan.copies == "rows" else plan.problem.columns
+    assert incoming is not None
+    return {
+        "COPIES": plan.copies,
+        "COPY_BLOCK": block(plan.warps, incoming.copied),
+        "COPY_VECTOR": vector(incoming.copied),
+    }
 
 
 def chunk_kinds(plan: Plan) -> tuple[str, str]:

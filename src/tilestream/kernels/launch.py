@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from tilestream.arrival.copy_items import NO_COPIES, CopyArguments
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_table, queue_table
@@ -30,6 +33,16 @@ class Signals(Protocol):
 
     def use(self) -> GateWords:
         """Words for a launch on the current stream."""
+
+
+class Copied(Signals, Protocol):
+    """Of an operand whose copies the kernel makes: see `tilestream.arrival.device.DeviceSignals`."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Around a launch."""
+
+    def take_copies(self, copiers: int) -> CopyArguments:
+        """What a launch on the current stream copies."""
 
 
 class Incoming(NamedTuple):
@@ -81,6 +94,12 @@ class Launch:
         self.table = Table(plan.schedule.raster.table)
         self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
         self._queues = Table(queue_table(plan))
+        self._copies = plan.copies
+        if self._copies != "none" and not 1 <= plan.copiers <= plan.workers:
+            raise ValueError(
+                f"plan: copiers={plan.copiers} of {plan.workers} workers; where the kernel makes the copies, from 1 to "
+                "all of its workers do"
+            )
         self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
     def __call__(
@@ -88,9 +107,11 @@ class Launch:
         incoming: Incoming | None = None, probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
+        coming = self._copied(incoming)
 
         def issue(stream: int, words: Words) -> None:
-            self.issue(stream, a, b, out, epilogue, words, incoming, probe)
+            with contextlib.nullcontext() if coming is None else coming.copying():
+                self.issue(stream, a, b, out, epilogue, words, incoming, probe)
 
         with_words(a.device, None if self._wordless else self.plan.schedule, self.plan.block, issue)
 
@@ -100,6 +121,17 @@ class Launch:
     ) -> None:  # fmt: skip
         """Launch the kernel on ``stream``, with ``words`` to work on."""
         raise NotImplementedError
+
+    def copies(self, incoming: Incoming | None) -> CopyArguments:
+        """What a launch on the current stream copies itself; asked before `gate`, which would have it copied."""
+        coming = self._copied(incoming)
+        return NO_COPIES if coming is None else coming.take_copies(self.plan.copiers)
+
+    def _copied(self, incoming: Incoming | None) -> Copied | None:
+        """The signals of the operand whose copies the kernel makes."""
+        if incoming is None or self._copies == "none":
+            return None
+        return cast("Copied", incoming.rows if self._copies == "rows" else incoming.columns)
 
     def gate(self, device: torch.device, incoming: Incoming | None) -> GateArguments:
         """What a launch on the current stream is told of what arrives."""

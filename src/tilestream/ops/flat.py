@@ -57,7 +57,7 @@ class FlatArrival:
     def incoming(self, rows: int) -> Incoming:
         """What the plan must know, checked against the operand's rows."""
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
-        return Incoming(chunks, self.pivot)
+        return Incoming(chunks, self.pivot, self.copied)
 
     def published(self, rows: int) -> Incoming:
         """As `incoming`, of an output's rows, where its chunks are signalled by the matmul that computes them."""
@@ -67,7 +67,15 @@ class FlatArrival:
     @property
     def chunking(self) -> tuple[object, ...]:
         """What does not change from epoch to epoch."""
-        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds
+        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds, self.copied
+
+    @property
+    def copied(self) -> int:
+        """See `tilestream.plan.problem.Incoming`."""
+        try:
+            return Signals.by_key(self.key).copied
+        except KeyError:  # `signals` says so
+            return 0
 
     def signals(self, op: str, device: torch.device) -> Signals:
         """The live signals of an operand on ``device``; where that is a GPU, `DeviceSignals`.

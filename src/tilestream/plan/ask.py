@@ -175,8 +175,10 @@ def plan(
         raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
     problem = Problem(
         m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
-        None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot),
-        None if weight_arrival is None else Incoming(weight_arrival.chunks(n), weight_arrival.pivot),
+        None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot, arrival._signals.copied),
+        None if weight_arrival is None else Incoming(
+            weight_arrival.chunks(n), weight_arrival.pivot, weight_arrival._signals.copied
+        ),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
         no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),

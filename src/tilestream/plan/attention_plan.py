@@ -249,4 +249,5 @@ def _arrival(p: AttentionProblem) -> str:
         return "none: no gate code runs"
     chunks = p.keys.chunks
     size = f"of {chunks.rows_per_chunk} rows" if chunks.rows_per_chunk else "of uneven rows"
-    return f"keys and values in {chunks.count} chunks {size}; a tile waits for the chunks it reads"
+    engine = "; copy engines copy them: attention takes no copy items" if p.keys.copied else ""
+    return f"keys and values in {chunks.count} chunks {size}; a tile waits for the chunks it reads{engine}"

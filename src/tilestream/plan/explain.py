@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tilestream.plan.copies import copied_operand
+
 if TYPE_CHECKING:
     from tilestream.plan.plan import Plan
 
@@ -76,6 +78,13 @@ def _arrivals(plan: Plan) -> list[tuple[str, str]]:
             what = f"{name} in {chunks.count} chunks {size}, pivot {incoming.pivot}"
             lines.append(("arrival", f"{what}; a tile waits for the chunks it reads"))
     lines = lines or [("arrival", "none: no gate code runs")]
+    operand, why = copied_operand(plan.problem, plan.backend)
+    if operand != "none":
+        who = f"the first {plan.copiers} of {plan.workers} workers that run"
+        what = f"{operand} by the kernel: {who} copy until no piece is left, and then take tiles"
+        lines.append(("copies", what))
+    if why:
+        lines.append(("copies", why))
     if (publishes := plan.problem.publishes) is not None:
         chunks = publishes.chunks
         size = f"of {chunks.rows_per_chunk}" if chunks.rows_per_chunk else "of uneven rows"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.gate import Gate
 from tilestream.plan.candidate import Candidate
+from tilestream.plan.copies import COPIERS, Copies, copied_operand
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.explain import explain
 from tilestream.plan.floor import Floor
@@ -62,6 +63,8 @@ class Plan:
         Hopper: columns of the accumulator that go through a C buffer at a time.
     buffers
         Hopper: C buffers of a math loop.
+    copiers
+        Workers that copy the operand whose copies the kernel makes itself, until no piece is left.
     """
 
     problem: Problem
@@ -78,6 +81,7 @@ class Plan:
     swapped: bool = False
     strip: int = 0
     buffers: int = 0
+    copiers: int = 0
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -98,6 +102,11 @@ class Plan:
     def gate(self) -> Gate | None:
         """What items wait for; None, and then no gate code runs, where all is there at launch."""
         return gate_of(self.problem, self.tile)
+
+    @property
+    def copies(self) -> Copies:
+        """The operand whose copies the kernel makes itself."""
+        return copied_operand(self.problem, self.backend)[0]
 
     @property
     def label(self) -> str:
@@ -175,8 +184,9 @@ def of_candidate(
     refused: tuple[Refusal, ...] = (),
 ) -> Plan:  # fmt: skip
     """A candidate as a plan."""
+    copied, _ = copied_operand(problem, backend)
     return Plan(
         problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
         candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
-        candidate.buffers,
+        candidate.buffers, 0 if copied == "none" else min(COPIERS, candidate.schedule.workers),
     )  # fmt: skip

@@ -71,10 +71,19 @@ def result_name(dtype: str, out_dtype: str | None) -> str:
 
 @dataclass(frozen=True)
 class Incoming:
-    """An operand that arrives: its chunks, and the one the raster starts from."""
+    """An operand that arrives.
+
+    Attributes
+    ----------
+    chunks, pivot
+        Its chunks, and the one that the raster starts from.
+    copied
+        Where the kernel may make the copies itself, the bytes of a word in which it does; 0 where somebody else does.
+    """
 
     chunks: Chunks
     pivot: int = 0
+    copied: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and a gather's ranks. Pure Python, no GPU.
 
-Seven models, each explored through every interleaving:
+Eight models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -23,6 +23,9 @@ Seven models, each explored through every interleaving:
    so it takes nothing away from what models 1 and 2 say of a worker.
 7. `sums`: model 4 the other way round, for products that their ranks pull and add. Of the kernel it takes what model 6
    says: a chunk that is signalled is complete.
+8. `copies`: workers that copy what arrives themselves, before their first tile (`tilestream.arrival.copy_items`), some
+   of which start late, or never. What comes of it for the tiles is chunks that arrive, as in model 1; what model 1 asks
+   of the world besides, that nobody's signal comes after the last worker has left, holds since copiers are workers.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
 two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads

@@ -13,6 +13,7 @@ from typing import Any
 
 from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
+from tilestream.verify import seeded_copies as x
 from tilestream.verify import seeded_drain as d
 from tilestream.verify import seeded_gather as g
 from tilestream.verify import seeded_order as o
@@ -28,6 +29,8 @@ from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.attention_protocol import LoadTurn as LoadLoop
 from tilestream.verify.attention_protocol import MathTurn as MathLoop
+from tilestream.verify.copies import CopyCase
+from tilestream.verify.copies import Text as Copying
 from tilestream.verify.faults import KINDS
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
@@ -85,7 +88,7 @@ def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_orders(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(),
-        *_shared(), *_attentions(), *_gathers(), *_publishes(), *_sums(),
+        *_shared(), *_attentions(), *_gathers(), *_publishes(), *_sums(), *_copies(),
     )  # fmt: skip
 
 
@@ -510,6 +513,17 @@ def _publishes() -> tuple[SeededBug, ...]:
         bug("count of a chunk not restored", "count not restored", p.restores_nothing),
         bug("signalled by its first tile", early, p.signals_each_item),
     )
+
+
+def _copies() -> tuple[SeededBug, ...]:
+    how: tuple[dict[str, Any], ...] = ({"launches": 1}, {"expires": True}, {})
+    sizes = [(w, c, more) for w in (1, 2, 3) for c in range(1, min(w, 2) + 1) for more in how]
+    sizes += [(w, c, {"launches": 1, "running": (1,)}) for w, c in ((2, 1), (2, 2))]
+
+    def cases(text: Copying) -> tuple[CopyCase, ...]:
+        return tuple(CopyCase(w, c, **more, text=text) for w, c, more in sizes)
+
+    return tuple(SeededBug(name, kind, "copies", _says(text), cases(text)) for name, kind, text in x.SEEDS)
 
 
 def _sums() -> tuple[SeededBug, ...]:

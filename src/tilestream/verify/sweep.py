@@ -12,9 +12,10 @@ from tilestream.arrival.gate import Gate
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
-from tilestream.verify import arrival_order
+from tilestream.verify import arrival_order, copies
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
+from tilestream.verify.copies import CopyCase
 from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
@@ -26,8 +27,8 @@ from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase
-MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums")
+Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase | CopyCase
+MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies")
 
 #: What queues split where no chunk decides it: `tilestream.verify.arrival_order` has the rest.
 SPLITS: tuple[Split, ...] = ("items", "columns", "rows")
@@ -118,6 +119,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(publishes(level))
     if model == "sums":
         return list(sums(level))
+    if model == "copies":
+        return list(copies.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 

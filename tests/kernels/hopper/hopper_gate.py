@@ -11,6 +11,8 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``across``: stream_k, no epilogue, into an output that lies in columns;
 * ``static``, ``stealing``, ``table``: the rest of the schedules;
 * ``rows``, ``weight``: ``plain``, with A's rows in uniform chunks; with B's columns in ragged ones; in arrival order;
+* ``copied``, ``copied weight``: ``rows`` and ``weight``, with copies that the kernel makes itself, in words of 16 and
+  of 2 bytes;
 * ``ordered``: ``worst``, with A's rows in ragged chunks, in arrival order;
 * ``split``: ``worst``, with A's rows in ragged chunks;
 * ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
@@ -27,6 +29,7 @@ import math
 import multiprocessing
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +43,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.copy_items import WORDS_A_THREAD
 from tilestream.isa import sass
+from tilestream.isa.kernels import copy_arguments
 from tilestream.kernels.gate import NO_PUBLISH, PublishArguments
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
@@ -99,9 +104,11 @@ def fill(
         None if schedule.raster.table is None else Pointer("int32"),
         Pointer("int64") if trace else Pointer("int32") if probe else None,
     )  # fmt: skip
-    gate = gate_arguments(plan)
+    gate, copies = gate_arguments(plan), copy_arguments(plan)
     publish = NO_PUBLISH if problem.publishes is None else PublishArguments(Pointer("int32", 4), Pointer("int32", 4), 1)
-    return arguments.options, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish)
+    return arguments.options, arguments.fill(
+        (*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish, copies
+    )
 
 
 def no_gpu() -> None:
@@ -124,7 +131,7 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
     "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "ordered", "published", "static",
-    "stealing", "table", "weight", "parted",
+    "stealing", "table", "weight", "parted", "copied", "copied weight",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
@@ -174,6 +181,8 @@ QUICK = (
     (("single", 64, 64), False, "bfloat16", "worst", "nt"),
     (("cooperative", 128, 256), False, "bfloat16", "rows", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "weight", "nt"),
+    (("cooperative", 128, 128), False, "bfloat16", "copied", "nt"),
+    (("single", 64, 64), False, "bfloat16", "copied weight", "nt"),
     (("single", 64, 32), False, "bfloat16", "split", "nt"),
     (("single", 64, 64), False, "bfloat16", "arriving", "nt"),
     (("cooperative", 128, 192), False, "bfloat16", "ordered", "nt"),
@@ -212,8 +221,10 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     full = how in ("worst", "direct", "wide", "split", "arriving", "ordered")
     batch = 2 if how in ("worst", "split", "arriving", "ordered") else 1
     rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving") else None
+    rows = Incoming(Chunks.uniform(_SIZE, 512), 0, 16) if how == "copied" else rows
     rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how in ("split", "ordered") else rows
     columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
+    columns = Incoming(Chunks((0, 5, 5, _SIZE)), 0, 2) if how == "copied weight" else columns
     scales = "row" if full else "tensor" if dtype in FP8 else "none"
     publishes = Incoming(Chunks.uniform(_SIZE, 500), 3) if how in ("published", "parted") else None
     out = "bfloat16" if batch == 1 and inputs != "tf32" else "float32"
@@ -231,7 +242,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     if not found:
         return None
     chosen = found[0]
-    if how in ("rows", "weight", "ordered"):
+    if how in ("rows", "weight", "ordered", "copied", "copied weight"):
         chosen, _ = in_arrival_order(problem, "hopper", chosen, False, "arrival", None)
     plan = of_candidate(problem, DEVICE, "hopper", chosen, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
@@ -285,6 +296,8 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
         "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
         "naps": len(re.findall(r"\bnanosleep\.", ptx)),
         "fences": len(re.findall(r"\bfence\.proxy\.async\.global\b", ptx)),
+        # Copies that the kernel makes: a thread's loads of a round, by their width.
+        "rounds": dict(Counter(re.findall(r"\bLDG\.E\.(U8|U16|64|128)\.STRONG\.GPU\b", code))),
         "shared": kernel.metadata.shared,
         "expected": expected(configuration),
     }
@@ -331,6 +344,9 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "naps": 2 * arriving + (plan.schedule.split == "chunks"),
         # The load warp's behind the gate; each math loop's behind its stores, where it publishes.
         "fences": row.loops if problem.publishes is not None else min(1, arriving),
+        "round": {{16: "128", 2: "U16"}[one.copied]: WORDS_A_THREAD for one in (problem.rows, problem.columns) if one}
+        if plan.copies != "none"
+        else {},
         "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),
     }
 

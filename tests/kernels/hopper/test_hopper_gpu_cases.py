@@ -110,7 +110,6 @@ def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
         assert plan.schedule.grid.tiles > 2, "more than the item ring has slots"
         assert plan.schedule.grid.k_steps > 3
         assert plan.workers == 1
-    assert {bug for _, bug in attention.SEEDED} == set(attention.BUGS)
     for case in attention.CASES.values():
         plan = case.plan(cases._ANY)
         assert (plan.block, plan.stages, plan.variant, plan.shares) == ((128, 32), 1, case.variant, case.shares)

@@ -11,6 +11,7 @@ What is compiled of each tile of `tilestream.plan.portable.TILES`, for each devi
 * ``static`` and ``stealing``: the rest of the schedules;
 * ``arriving``: ``worst``, with A's rows in uniform chunks and B's columns in ragged ones;
 * ``ordered``: ``worst`` of a queue, with A's rows in ragged chunks, in arrival order;
+* ``copied``: ``ordered``, with copies of those rows that the kernel makes itself;
 
 each in the four layouts of the operands (the last four in one).
 """
@@ -60,11 +61,11 @@ from tilestream.schedule.schedule import Schedule
 
 DEVICES = {arch: named(name) for arch, name in NAMES.items()}
 LAYOUTS = ("nn", "nt", "tn", "tt")
-HOWS = ("worst", "plain", "static", "stealing", "arriving", "ordered")
+HOWS = ("worst", "plain", "static", "stealing", "arriving", "ordered", "copied")
 #: What a sample has of each tile: how, layout, aligned. Of 8-bit operands, both kinds of scales.
 SAMPLE = (
     ("worst", "nt", True), ("static", "nt", True), ("arriving", "nt", True), ("ordered", "nt", True),
-    ("worst", "nn", False),
+    ("copied", "nt", True), ("worst", "nn", False),
 )  # fmt: skip
 SAMPLE_8_BIT = (("worst", "nt", True), ("plain", "nt", True), ("worst", "nn", False))
 #: The tiles of the quick one.
@@ -122,7 +123,7 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     narrow = inputs in QUICK_8_BIT
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
-    if what == "quick" and how in ("ordered", "static"):
+    if what == "quick" and how in ("ordered", "copied", "static"):
         return block == QUICK[-1]
     if what == "quick":
         if "fnuz" in inputs and how != "worst":
@@ -135,7 +136,7 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
     size = 4096 + (0 if aligned else 1)
     strides = {"n": (0, size, 1), "t": (0, 1, size)}
     a, b, out = strides[layout[0]], strides[layout[1]], (0, 4096, 1)
-    if how not in ("worst", "arriving", "ordered"):
+    if how not in ("worst", "arriving", "ordered", "copied"):
         return plan, Layout(a, b, out)
     # Uneven K, and an offset past 31 bits: rows of 2**20, as in a view of something wider. A schedule with a remainder.
     problem = replace(plan.problem, k=plan.problem.k + 16, out_dtype="float32", scales="row")
@@ -144,14 +145,16 @@ def _make(plan: Plan, how: str, layout: str, aligned: bool) -> tuple[Plan, Layou
         problem = replace(problem, rows=rows, columns=columns)
     wide = (0, 2**20, 1)
     old = plan.schedule
-    if how == "ordered":
-        problem = replace(problem, rows=Incoming(Chunks((0, 5, 5, problem.m))))
+    if how in ("ordered", "copied"):
+        word = 0 if how == "ordered" else 16 if aligned else 2
+        problem = replace(problem, rows=Incoming(Chunks((0, 5, 5, problem.m)), 0, word))
         made = Schedule("dynamic", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers)
         gate = gate_of(problem, plan.tile)
         assert gate is not None
         ends = arrival_order(made, gate)
         made = replace(made, split="chunks", queues=len(ends), ends=ends)
-        return replace(plan, problem=problem, schedule=made), Layout(a, b, wide, residual=wide, **FULL)
+        plan = replace(plan, problem=problem, schedule=made, copiers=int(how == "copied"))
+        return plan, Layout(a, b, wide, residual=wide, **FULL)
     schedule = Schedule("stream_k", replace(old.grid, k_steps=old.grid.k_steps + 1), old.raster, old.workers - 1)
     return replace(plan, problem=problem, schedule=schedule), Layout(a, b, wide, residual=wide, **FULL)
 

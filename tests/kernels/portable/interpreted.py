@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from error_rule import Maths, check
+from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
 from tilestream.arrival.device import GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.plan import portable
@@ -91,3 +93,33 @@ class Words:
 
     def use(self) -> GateWords:
         return GateWords(self.words, self.quarantine, self.epoch, self.key)
+
+
+@dataclass
+class Copied(Words):
+    """Signals of rows that the kernel copies from ``source`` to ``target``, as `KernelCopies` offers them."""
+
+    source: torch.Tensor = field(kw_only=True)
+    target: torch.Tensor = field(kw_only=True)
+    pieces: Pieces = field(kw_only=True)
+    copiers: int = field(default=99, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.counts = torch.zeros(COUNTERS + self.chunks, dtype=torch.int32)
+        self.table = torch.tensor(self.pieces.table(), dtype=torch.int32)
+        self.takers = 0
+
+    @property
+    def word(self) -> int:
+        """Bytes of a word."""
+        return self.source.shape[1] * self.source.element_size() // self.pieces.row_words
+
+    def copying(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def take_copies(self, copiers: int) -> CopyArguments:
+        self.takers += 1
+        dtype = getattr(torch, word_dtype(self.word))
+        words = (x.view(-1).view(dtype) for x in (self.source, self.target))
+        return CopyArguments(*words, self.table, self.counts, min(copiers, self.copiers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from tilestream.arrival.copy_items import NO_COPIES, CopyArguments
 from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.cdna_tiles import (
@@ -136,11 +137,12 @@ class Arguments:
         self.options = {"num_warps": plan.warps, "waves_per_eu": 2}
 
     def fill(
-        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None)
-    ) -> tuple[Any, ...]:
+        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None),
+        copies: CopyArguments = NO_COPIES,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """All of them, in the kernel's order: as `tilestream.kernels.portable.arguments.Arguments.fill`.
 
-        This kernel knows no arrival order, and is given no table of its queues.
+        This kernel knows no arrival order, and is given no table of its queues; and there are no copies that it makes.
         """
         base, reset, alpha, beta = operands[10:]
         return (

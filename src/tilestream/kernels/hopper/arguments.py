@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.kernels.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_kinds, chunk_numbers
+from tilestream.arrival.copy_items import NO_COPIES, CopyArguments
+from tilestream.kernels.gate import (
+    NO_GATE,
+    NO_PUBLISH,
+    GateArguments,
+    PublishArguments,
+    chunk_kinds,
+    chunk_numbers,
+    copy_constants,
+)
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
@@ -111,7 +120,7 @@ class Arguments:
 
     def fill(
         self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,
-        publish: PublishArguments = NO_PUBLISH,
+        publish: PublishArguments = NO_PUBLISH, copies: CopyArguments = NO_COPIES,
     ) -> tuple[Any, ...]:  # fmt: skip
         """All of them, in the kernel's order.
 
@@ -124,8 +133,9 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[15:]
         return (
-            *operands[:15], *gate.pointers, *publish[:2], base, reset, *gate.numbers, publish.epoch, *self._published,
-            *self._chunks, *self._extents, alpha, beta, *self._schedule, capacity, *self._constants,
+            *operands[:15], *gate.pointers, *copies.pointers, *publish[:2], base, reset, *gate.numbers, copies.copiers,
+            publish.epoch, *self._published, *self._chunks, *self._extents, alpha, beta, *self._schedule, capacity,
+            *self._constants,
         )  # fmt: skip
 
     def _made(self, probe: bool, trace: bool) -> dict[str, Any]:
@@ -167,6 +177,7 @@ class Arguments:
             "CHAINED": self._chained,
             "ROW_CHUNKS": row_chunks,
             "COLUMN_CHUNKS": column_chunks,
+            **copy_constants(plan),
             "PROBE": probe,
             "TRACE": trace,
             "PUBLISH": "none" if problem.publishes is None else "columns" if plan.swapped else "rows",

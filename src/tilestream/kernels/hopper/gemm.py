@@ -10,6 +10,8 @@
 
 The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Where an operand arrives (``ROW_CHUNKS``,
 ``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
+Where the kernel makes such an operand's copies itself (``COPIES``), it does so before its warps part:
+`tilestream.kernels.portable.copy_items`.
 Where the output is published (``PUBLISH``: its rows are the accumulator's, or its columns), a consumer does so behind
 an item's epilogue: `tilestream.kernels.hopper.publish`.
 
@@ -63,6 +65,7 @@ from tilestream.kernels.hopper.publish import UNSPECIALISED as PUBLISH_UNSPECIAL
 from tilestream.kernels.hopper.publish import Publishing, publish
 from tilestream.kernels.hopper.queues import EARLY, ask, look_at_many, told
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
+from tilestream.kernels.portable.copy_items import copy_items
 from tilestream.kernels.portable.schedule import add, enter, home_queue, leave, source_queue, take
 from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
@@ -70,8 +73,8 @@ from tilestream.kernels.portable.spans import begin_span, end_span, place_of, re
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
     "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
-    "stride_sb", "stride_tb", "alpha", "beta", *GATE_UNSPECIALISED,
-    *PUBLISH_UNSPECIALISED,
+    "stride_sb", "stride_tb", "alpha", "beta", "copiers",
+    *GATE_UNSPECIALISED, *PUBLISH_UNSPECIALISED,
 )  # fmt: skip
 
 
@@ -368,9 +371,9 @@ def gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    queue_table, out_signals, out_counts, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key,
-    allowed: tl.int64, op, out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch,
-    row_tiles_per_batch,
+    queue_table, copy_source, copy_target, copy_table, copy_words, out_signals, out_counts,
+    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op, copiers,
+    out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
@@ -385,6 +388,7 @@ def gemm(
     EIGHTS: gl.constexpr,
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
+    COPIES: gl.constexpr, COPY_BLOCK: gl.constexpr, COPY_VECTOR: gl.constexpr,
     PROBE: gl.constexpr, TRACE: gl.constexpr, PUBLISH: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
@@ -426,6 +430,14 @@ def gemm(
         queue_table, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
     publishing = Publishing(out_signals, out_counts, out_epoch, out_per_chunk, out_times)
+    if COPIES != "none":
+        # Before the warps part: all that math has, and their registers.
+        LANES: gl.constexpr = gl.BlockedLayout([COPY_VECTOR], [32], [gl.num_warps()], [0])
+        copy_items(
+            copy_source, copy_target, copy_table, copy_words, row_signals if COPIES == "rows" else column_signals,
+            row_epoch if COPIES == "rows" else column_epoch, copiers, gl.num_programs(0),
+            gl.arange(0, COPY_BLOCK, LANES), COPY_BLOCK, COPY_VECTOR,
+        )  # fmt: skip
     if LOOPS == 2:
         gl.warp_specialize([
             (math_loop, (

@@ -9,6 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilestream.arrival.copy_items import NO_COPIES, CopyArguments
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.kernels.hopper.arguments import Arguments, Map
@@ -66,13 +67,17 @@ class GemmLaunch(Launch):
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words,
         )  # fmt: skip
-        gate = self.gate(a.device, incoming)
+        copies, gate = self.copies(incoming), self.gate(a.device, incoming)
         launcher = self._launchers.get(type(probe))
         if launcher is None:
-            launcher = self._launchers[type(probe)] = self._compiled(a, b, out, given, gate, epilogue, probe)
+            launcher = self._launchers[type(probe)] = self._compiled(
+                a, b, out, given, gate, copies, epilogue, probe
+            )  # fmt: skip
         x, y = (b, a) if swapped else (a, b)
         maps = (out.data_ptr(),) if self._stored_by_map else ()
         pointers, numbers = (given, ()) if incoming is None else ((*given, *gate.pointers), gate.numbers)
+        if copies is not NO_COPIES:
+            pointers, numbers = (*pointers, *copies.pointers), (*numbers, copies.copiers)
         if (publish := epilogue.publish) is not None:
             pointers, numbers = (*pointers, *publish[:2]), (*numbers, publish.epoch)
         launcher(
@@ -83,7 +88,7 @@ class GemmLaunch(Launch):
 
     def _compiled(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
-        gate: GateArguments, epilogue: Epilogue, probe: Probe | SpanLog | None,
+        gate: GateArguments, copies: CopyArguments, epilogue: Epilogue, probe: Probe | SpanLog | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         arguments, capacity = self._arguments, 0
@@ -100,7 +105,9 @@ class GemmLaunch(Launch):
                 f"publishes={self.plan.problem.publishes}; there are both or none"
             )
         described = [None if made is None else described_by(made, dtype) for made, dtype in maps]
-        filled = arguments.fill((*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish)
+        filled = arguments.fill(
+            (*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish, copies
+        )
         grid = (self.plan.schedule.workers, 1, 1)
         kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
         problem = self.plan.problem
@@ -116,9 +123,11 @@ class GemmLaunch(Launch):
         varying += [None if tensor is None else VARIES for tensor in given]
         if gate is not NO_GATE:
             gate = GateArguments._make(None if x is None else VARIES for x in gate)
+        if copies is not NO_COPIES:
+            copies = CopyArguments._make([VARIES] * 5)
         if publish is not NO_PUBLISH:
             publish = PublishArguments(VARIES, VARIES, VARIES)
-        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish)
+        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies)
         return Launcher(kernel, grid, filled)
 
 

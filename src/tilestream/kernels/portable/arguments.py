@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
+from tilestream.arrival.copy_items import NO_COPIES, CopyArguments
+from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers, copy_constants
 from tilestream.plan.plan import Plan
 from tilestream.plan.portable import STRIP, converts
 
@@ -85,8 +86,9 @@ class Arguments:
         self.options = options(plan)
 
     def fill(
-        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None)
-    ) -> tuple[Any, ...]:
+        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None),
+        copies: CopyArguments = NO_COPIES,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """All of them, in the kernel's order.
 
         Parameters
@@ -99,7 +101,8 @@ class Arguments:
         """
         base, reset, alpha, beta = operands[10:]
         return (
-            *operands[:5], *scales, *operands[5:10], *gate.pointers, base, reset, *gate.numbers, *self._numbers,
+            *operands[:5], *scales, *operands[5:10], *gate.pointers, *copies.pointers, base, reset,
+            *gate.numbers, copies.copiers, *self._numbers,
             alpha, beta, *self._schedule, capacity, *self._constants,
         )  # fmt: skip
 
@@ -148,6 +151,7 @@ def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = Fal
         "ACTIVATION": layout.activation,
         "ROWS": rows,
         "COLUMNS": columns,
+        **copy_constants(plan),
         "PROBE": probe,
         "TRACE": trace,
     }

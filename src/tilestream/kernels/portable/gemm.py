@@ -2,6 +2,7 @@
 
 ::
 
+    take a copy item, if the kernel makes the copies of what arrives, and copy until no piece is left     # copy_items
     for item in schedule:                        # items.next_item, shared with the CDNA kernel:
         gate.wait(item)                          # schedule.take or arrival_order.take_ready; gate.pass_gate
         acc = 0;  for step in item: acc += A[rows, step] @ B[step, columns]        # over: acc = NaN
@@ -17,9 +18,11 @@ import triton
 import triton.language as tl
 
 from tilestream.kernels.portable.convert import to_float16
+from tilestream.kernels.portable.copy_items import copy_items
 from tilestream.kernels.portable.epilogue import finish
 from tilestream.kernels.portable.items import begin, end, next_item
 from tilestream.kernels.portable.queues import look_at_many
+from tilestream.kernels.portable.schedule import count_in
 from tilestream.kernels.portable.spans import end_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
@@ -28,6 +31,7 @@ UNSPECIALISED = (
     "first", "band", "first_batch", "capacity", "stride_bias", "stride_sab", "stride_sam", "stride_sbb", "stride_sbn",
     "alpha", "beta", "row_epoch", "row_key", "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch",
     "column_epoch", "column_key", "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
+    "copiers",
 )  # fmt: skip
 #: Words and scales that lie anywhere: a caller's own, or slices of ours.
 UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine", "scale_a", "scale_b")
@@ -101,21 +105,6 @@ def hand_in(acc, at, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.const
 
 
 @triton.jit
-def count_in(count, parts):
-    """Count a partial result that was handed in; whether it was the last. He restores the count.
-
-    The barriers make one thread's add (a release at the device's scope, and an acquire) speak for the whole worker:
-    for its stores before, for its loads after.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
-    tl.debug_barrier()
-    if last:
-        tl.store(count, 0)
-    return last
-
-
-@triton.jit
 def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
     """One strip of a tile's partial results, added in K order; past the first-level cache, which may be stale."""
     at = at + tl.arange(0, BLOCK_M)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
@@ -130,7 +119,8 @@ def add_up(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
 def gemm(
     a, b, out, bias, residual, scale_a, scale_b, partials, counts, counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
-    queue_table, base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
+    queue_table, copy_source, copy_target, copy_table, copy_words,
+    base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op, copiers,
     row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
     column_chunks, columns_per_chunk, column_unread,
     m, n, k, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob, stride_om, stride_on,
@@ -142,7 +132,8 @@ def gemm(
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
     A_KIND: tl.constexpr, B_KIND: tl.constexpr,
     SCALED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr, TRACE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPIES: tl.constexpr, COPY_BLOCK: tl.constexpr,
+    COPY_VECTOR: tl.constexpr, PROBE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * scale_a * scale_b * a @ b + bias + beta * residual)``, one resident program a worker.
 
@@ -169,6 +160,9 @@ def gemm(
         `tilestream.kernels.portable.gate`. The same for B's columns.
     queue_table
         Where ``SPLIT`` is ``"chunks"``, arrival order: see `tilestream.kernels.portable.arrival_order`.
+    copy_source, copy_target, copy_table, copy_words, copiers
+        Where ``COPIES`` says that the kernel copies A's rows (``"rows"``) or B's columns (``"columns"``) itself: see
+        `tilestream.kernels.portable.copy_items`.
     rows_per_batch, row_tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives; 0 where the batches share A.
     allowed
@@ -192,6 +186,12 @@ def gemm(
     )  # fmt: skip
     batched = (rows_per_batch, row_tiles_per_batch)
     channel = (records, claims, op, allowed)
+    if COPIES != "none":
+        copy_items(
+            copy_source, copy_target, copy_table, copy_words, row_signals if COPIES == "rows" else column_signals,
+            row_epoch if COPIES == "rows" else column_epoch, copiers, tl.num_programs(0), tl.arange(0, COPY_BLOCK),
+            COPY_BLOCK, COPY_VECTOR,
+        )  # fmt: skip
     at, waiting = begin(launch, row_chunking, column_chunking, channel, KIND, ROWS, COLUMNS)
     found = tl.cast(1, tl.int32)
     while found != 0:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilestream.arrival.copy_items import CopyArguments
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import NO_GATE, GateArguments
 from tilestream.kernels.launch import Incoming, Launch, Probe, address
@@ -44,7 +45,7 @@ class GemmLaunch(Launch):
         incoming: Incoming | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
-        gate = self.gate(a.device, incoming)
+        copies, gate = self.copies(incoming), self.gate(a.device, incoming)
         operands = (
             a, b, out, epilogue.bias, epilogue.residual, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words, words.base, words.reset,
@@ -56,16 +57,18 @@ class GemmLaunch(Launch):
             arguments = self.arguments(probe=not traced, trace=traced)
             capacity = 0 if isinstance(probe, SpanLog) else probe.capacity
             self.kernel[self._grid](
-                *arguments.fill(*operands, capacity=capacity, gate=gate, scales=scales), **arguments.options
+                *arguments.fill(*operands, capacity=capacity, gate=gate, scales=scales, copies=copies),
+                **arguments.options,
             )
         elif self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             if gate is not NO_GATE:
                 gate = GateArguments(*map(address, gate))
             there = address(scales[0]), address(scales[1])
-            self._compiled(stream, self._arguments.fill(*map(address, operands), gate=gate, scales=there))
+            made = CopyArguments(*map(address, copies))
+            self._compiled(stream, self._arguments.fill(*map(address, operands), gate=gate, scales=there, copies=made))
         else:
-            filled = self._arguments.fill(*operands, gate=gate, scales=scales)
+            filled = self._arguments.fill(*operands, gate=gate, scales=scales, copies=copies)
             kernel = self.kernel[self._grid](*filled, **self._arguments.options)
             self._compiled = None if INTERPRETED else direct(kernel, self._grid)
 

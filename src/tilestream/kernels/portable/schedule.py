@@ -187,6 +187,21 @@ def count_out(counters, queues, base, workers):
 
 
 @triton.jit
+def count_in(count, parts):
+    """Count a part that this worker has stored, of so many; whether it was the last. He restores the count.
+
+    The barriers make one thread's add (a release at the device's scope, and an acquire) speak for the whole worker:
+    for its stores before, for its loads after.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(count, 0)
+    return last
+
+
+@triton.jit
 def restore(counters, queues, GATED: tl.constexpr):
     """Zero a captured launch's words: the counters, the count of those who left, and the abort word behind them."""
     words = queues + 1

@@ -1,0 +1,147 @@
+"""Copy items: which words a piece is made of, and the text of a worker before its first tile, in every order."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies import chunkings
+from tilestream.arrival.chunks import Chunks
+from tilestream.arrival.copy_items import (
+    HEAD,
+    PIECE_BYTES,
+    Copy,
+    CountPiece,
+    Draw,
+    Pieces,
+    Restore,
+    RestorePieces,
+    Signal,
+    block,
+    copy_items,
+    vector,
+    word_bytes,
+)
+
+
+@st.composite
+def cut(draw) -> Pieces:
+    chunks = draw(chunkings(draw(st.integers(0, 30))))
+    pivot = draw(st.integers(0, chunks.count - 1))
+    return Pieces(chunks, pivot, draw(st.integers(0, 9)), draw(st.integers(1, 7)))
+
+
+@given(cut())
+def test_every_word_is_in_one_piece_and_chunks_go_in_order_from_the_pivot(pieces):
+    seen: list[int] = []
+    for piece in range(pieces.count):
+        begin, end = pieces.chunks.range_of(pieces.chunk(piece))
+        words = pieces.words(piece)
+        assert begin * pieces.row_words <= words.start <= words.stop <= end * pieces.row_words
+        seen += words
+    assert sorted(seen) == list(range(pieces.chunks.rows * pieces.row_words))
+    order = [pieces.chunk(piece) for piece in range(0, pieces.count, pieces.per_chunk)]
+    assert order == [(pieces.pivot + i) % pieces.chunks.count for i in range(pieces.chunks.count)]
+    assert all(pieces.chunk(piece) == order[piece // pieces.per_chunk] for piece in range(pieces.count))
+
+
+@given(cut())
+def test_the_table_says_all_of_it(pieces):
+    table = pieces.table()
+    bounds = table[HEAD:]
+    again = Pieces(Chunks(tuple(bounds)), table[3], table[4], table[1])
+    assert (again.count, again.chunks.count) == (table[0], table[2])
+    assert [again.words(piece) for piece in range(again.count)] == [pieces.words(p) for p in range(pieces.count)]
+
+
+class Words:
+    """What workers count with, and what has happened."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.counts = {"items": 0, "pieces": 0}
+        self.chunks = [0] * pieces.chunks.count
+        self.copied: list[int] = []
+        self.signalled: list[int] = []
+
+    def perform(self, op) -> int:
+        answer = 0
+        match op:
+            case Draw(what):
+                answer = self.counts[what]
+                self.counts[what] += 1
+            case Restore(what):
+                self.counts[what] = 0
+            case Copy(piece):
+                self.copied.append(piece)
+            case CountPiece(chunk):
+                answer = self.chunks[chunk]
+                self.chunks[chunk] += 1
+            case RestorePieces(chunk):
+                self.chunks[chunk] = 0
+            case Signal(chunk):
+                self.signalled.append(chunk)
+        return answer
+
+
+@given(cut(), st.integers(1, 6), st.data())
+def test_whoever_runs_when_each_piece_is_copied_once_and_all_counts_end_at_zero(pieces, workers, data):
+    copiers = data.draw(st.integers(1, workers))
+    rng = random.Random(data.draw(st.integers(0, 10**6)))
+    words = Words(pieces)
+    for launch in (1, 2):
+        running = {w: (copy_items(pieces, copiers, workers), None) for w in range(workers)}
+        while running:
+            worker = rng.choice(list(running))
+            turn, answer = running[worker]
+            try:
+                op = next(turn) if answer is None else turn.send(answer)
+                running[worker] = turn, words.perform(op)
+            except StopIteration:
+                del running[worker]
+        assert sorted(words.copied) == sorted(launch * list(range(pieces.count)))
+        assert sorted(words.signalled) == sorted(launch * list(range(pieces.chunks.count)))
+        assert words.counts == {"items": 0, "pieces": 0}
+        assert not any(words.chunks)
+
+
+def test_one_worker_alone_does_it_all_before_it_leaves_its_copy_item():
+    """Whoever is the first to run: nobody after it waits for anybody that has not begun."""
+    pieces = Pieces(Chunks.uniform(10, 3), 2, 4, 3)
+    words = Words(pieces)
+    turn = copy_items(pieces, copiers=3, workers=8)
+    answer = None
+    while True:
+        try:
+            answer = words.perform(next(turn) if answer is None else turn.send(answer))
+        except StopIteration:
+            break
+    assert words.copied == list(range(pieces.count))
+    assert words.signalled == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "size"), [(16384, 16), (0, 16), (1000, 8), (404, 4), (406, 2), (7, 1)],
+)  # fmt: skip
+def test_the_widest_word(row_bytes, size):
+    assert word_bytes(row_bytes) == size
+    assert block(4, size) % (32 * 4 * vector(size)) == 0
+
+
+def test_pieces_of_about_their_size():
+    chunks = Chunks.uniform(16384, 512)
+    pieces = Pieces.of(chunks, 0, 16384 // 16, 16)
+    assert pieces.per_chunk == 64
+    assert len(pieces.words(0)) * 16 == PIECE_BYTES
+    assert Pieces.of(Chunks((0, 0)), 0, 8, 16).count == 1, "a chunk without rows is signalled, too"
+
+
+@pytest.mark.parametrize("rows", [2**30, 2**31 - 1])
+def test_what_is_counted_in_31_bits(rows):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'rows_per_chunk: a chunk of {rows} rows has {rows * 2} words')}"
+    ):
+        Pieces(Chunks.uniform(rows, rows), 0, 2, 1)

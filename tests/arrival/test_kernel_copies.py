@@ -1,0 +1,296 @@
+"""Who makes a stream's copies, and when, on a fake GPU: a launch that can, once an epoch; else the copy engine.
+
+What a kernel does with what it is told is in `tests/kernels/portable/test_portable_copy_items.py`, and on a GPU in
+`tests/gpu/test_gpu_copy_items.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+
+import tilestream as ts
+from fake_cuda import DEVICE, FakeCuda, Until
+from tilestream.arrival import kernel_copies
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.copy_items import CopyArguments
+from tilestream.arrival.device import DeviceSignals, GateWords
+from tilestream.arrival.landing import DeviceLanding
+from tilestream.arrival.sources import TensorSource
+from tilestream.arrival.stream import Stream
+
+ROWS, K, PER_CHUNK = 10, 8, 4
+
+
+@pytest.fixture(autouse=True)
+def _captured(monkeypatch):
+    monkeypatch.setattr(kernel_copies, "_captured", [])
+
+
+def offered(cuda: FakeCuda, source: torch.Tensor | None = None, pivot: int = 1) -> tuple[Stream, torch.Tensor]:
+    """A stream that a kernel may copy; its source."""
+    source = torch.randn(ROWS, K) if source is None else source
+    arrival = Arrival.uniform(PER_CHUNK, -(-ROWS // PER_CHUNK), pivot)
+    arrival._signals = DeviceSignals(arrival.num_chunks, DEVICE)
+    made = TensorSource(cuda.pin(source), onward=True)
+    stream = Stream(arrival, made, DeviceLanding(made.tensor, DEVICE), by_kernel=True)
+    stream.tensor.fill_(float("nan"))
+    return stream, source
+
+
+def launch(cuda: FakeCuda, x: Stream, fails: bool = False) -> tuple[CopyArguments, GateWords]:
+    """A launch on the current stream of a kernel that makes copies: what it is told, and its work in the stream."""
+    signals = x.arrival._signals
+    with signals.copying():
+        copies = signals.take_copies(4)
+        words = signals.use()
+        if fails:
+            raise RuntimeError("out of shared memory")
+        cuda.current.give((lambda: kernel(copies, words)) if copies.copiers else waiting(words))
+    return copies, words
+
+
+def kernel(copies: CopyArguments, words: GateWords) -> None:
+    """Makes the copies, and has seen them all: words that it is to reset are 0 again."""
+    copies.target.copy_(copies.source)
+    words.words.fill_(words.epoch)
+
+
+def waiting(words: GateWords) -> Until:
+    """A kernel at its gates."""
+    return Until(lambda: bool((words.words >= words.epoch).all()))
+
+
+def other_launch(cuda: FakeCuda, x: Stream) -> GateWords:
+    """A launch of a kernel that makes none."""
+    words = x.arrival._signals.use()
+    cuda.current.give(waiting(words))
+    return words
+
+
+def check_there(x: Stream, source: torch.Tensor) -> None:
+    assert torch.equal(x.tensor, source)
+    assert all(x.arrival._signals.state())
+    assert x.done
+
+
+def test_nothing_happens_before_somebody_reads_and_the_first_launch_copies(cuda):
+    x, source = offered(cuda)
+    assert all(stream.query() for stream in cuda.streams)
+    assert not x.done
+    assert "by the kernel that reads it first" in x.explain()
+    first, second = launch(cuda, x)[0], launch(cuda, x)[0]
+    assert (first.copiers, second.copiers) == (4, 0)
+    assert not x.done
+    cuda.run()
+    check_there(x, source)
+    assert x.wait(0.1) is x.tensor
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_each_epoch_is_copied_once(cuda, restarts):
+    x, source = offered(cuda)
+    for _ in range(restarts):
+        launch(cuda, x)
+        x.restart()
+        assert not x.done
+    source.fill_(5.0)
+    assert launch(cuda, x)[0].copiers == 4
+    cuda.run()
+    check_there(x, source)
+
+
+def test_a_launch_elsewhere_waits_for_the_one_that_copies(cuda):
+    x, source = offered(cuda)
+    first, second = cuda.stream(), cuda.stream()
+    with cuda.on(first):
+        launch(cuda, x)
+    with cuda.on(second):
+        assert launch(cuda, x)[0].copiers == 0
+    assert second.run() == 1, "its words are zeroed, and then it waits"
+    first.run()
+    second.run()
+    assert second.query()
+    check_there(x, source)
+    x.restart()
+    with cuda.on(second):  # the next epoch's copies come after the last one's
+        x.tensor.fill_(float("nan"))
+        assert launch(cuda, x)[0].copiers == 4
+        third = cuda.stream()
+    with cuda.on(third):
+        other_launch(cuda, x)
+    third.run()
+    assert not third.query()
+    cuda.run()
+    check_there(x, source)
+
+
+def test_copies_come_after_what_the_stream_was_given_that_read_the_tensor(cuda):
+    x, source = offered(cuda)
+    launch(cuda, x)
+    cuda.run()
+    reader, other, read = cuda.stream(), cuda.stream(), []
+    with cuda.on(reader):
+        reader.give(lambda: read.append(x.tensor.clone()))
+        x.restart()
+    old = source.clone()
+    source.fill_(3.0)
+    with cuda.on(other):
+        launch(cuda, x)
+    other.run()
+    assert not other.query()
+    cuda.run()
+    assert torch.equal(read[0], old)
+    check_there(x, source)
+
+
+@pytest.mark.parametrize("who", ["wait", "another kernel"])
+def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who):
+    x, source = offered(cuda)
+    if who == "wait":
+        assert x.wait() is x.tensor
+    else:
+        other_launch(cuda, x)
+    cuda.run()
+    check_there(x, source)
+    assert launch(cuda, x)[0].copiers == 0
+    x.restart()  # the engine's late signals of the first epoch come before the second's
+    source.fill_(2.0)
+    x.tensor.fill_(float("nan"))
+    assert launch(cuda, x)[0].copiers == 4
+    cuda.run()
+    check_there(x, source)
+
+
+def test_a_kernels_copies_come_after_an_engines_of_the_epoch_before(cuda):
+    x, source = offered(cuda)
+    other_launch(cuda, x)  # the engine has not begun
+    x.restart()
+    reader = cuda.stream()
+    with cuda.on(reader):
+        launch(cuda, x)
+    reader.run()
+    assert not reader.query()
+    cuda.run()
+    check_there(x, source)
+
+
+def test_a_launch_that_fails_has_taken_nothing(cuda):
+    x, source = offered(cuda)
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        launch(cuda, x, fails=True)
+    assert launch(cuda, x)[0].copiers == 4
+    cuda.run()
+    check_there(x, source)
+
+
+def test_a_graph_copies_at_each_replay_and_keeps_what_it_reads(cuda):
+    x, source = offered(cuda)
+    with cuda.capture() as graph:
+        copies, words = launch(cuda, x)
+    assert (copies.copiers, words.epoch) == (4, 0)
+    assert copies.words.data_ptr() != launch(cuda, x)[0].words.data_ptr(), "counts of its own"
+    kept = {id(tensor) for tensor in kernel_copies._captured}
+    assert {id(tensor) for tensor in copies.pointers} <= kept
+    cuda.run()
+    for value in (1.0, 2.0):
+        source.fill_(value)
+        x.tensor.fill_(float("nan"))
+        graph.replay(cuda.streams[0])
+        cuda.run()
+        assert (x.tensor == value).all()
+        assert not words.words.any()
+
+
+def test_a_graph_of_a_kernel_that_makes_none_is_refused(cuda):
+    x, _ = offered(cuda)
+    with (
+        cuda.capture(),
+        pytest.raises(RuntimeError, match="or take copies='kernel' and a matmul whose plan makes them"),
+    ):
+        other_launch(cuda, x)
+    with cuda.capture():
+        launch(cuda, x)
+        with pytest.raises(RuntimeError, match="a launch of this graph waits for these signals already"):
+            launch(cuda, x)
+
+
+def test_the_source_is_marked_behind_the_launch(cuda, monkeypatch):
+    """Torch's allocator of pinned memory knows of copies alone."""
+    x, source = offered(cuda)
+    marks, copy = [], torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_",
+        lambda to, other, non_blocking=False: marks.append((other.data_ptr(), cuda.current.issued)) or copy(to, other),
+    )  # fmt: skip
+    issued = cuda.current.issued
+    launch(cuda, x)
+    assert marks[-1][0] == source.data_ptr()
+    assert marks[-1][1] > issued
+
+
+def test_nothing_keeps_the_tensor_alive_but_who_holds_it(cuda):
+    x, _ = offered(cuda)
+    launch(cuda, x)
+    cuda.run()
+    gone = [weakref.ref(x.tensor), weakref.ref(x.arrival._signals)]
+    cuda.streams[0]._work.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        del x
+        assert [ref() for ref in gone] == [None, None], "a cycle holds the GPU's memory"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("close_first", [False, True])
+def test_closed_it_can_still_be_read(cuda, close_first):
+    x, source = offered(cuda)
+    if close_first:
+        assert x.close()
+    launch(cuda, x)
+    cuda.run()
+    assert x.close()
+    check_there(x, source)
+
+
+def test_of_nothing_there_is_nothing_to_offer(cuda):
+    arrival = Arrival.uniform(4, 1)
+    arrival._signals = DeviceSignals(1, DEVICE)
+    made = TensorSource(torch.zeros(0, K), onward=True)
+    x = Stream(arrival, made, DeviceLanding(made.tensor, DEVICE), by_kernel=True)
+    assert arrival._signals.copied == 0
+    x.wait()
+
+
+def test_what_no_kernel_can_read_is_refused(cuda):
+    base = torch.zeros(4, 3, 8)
+    odd = torch.zeros(12 * 8 + 1)[1:].view(12, 8)
+    cases = [
+        (TensorSource(cuda.pin(base.transpose(0, 1)), onward=True), "strides"),
+        (TensorSource(cuda.pin(odd), onward=True), "a kernel copies from a multiple of 16 on"),
+        (TensorSource(torch.zeros(12, 8), onward=True), "from memory that is not pinned"),
+    ]
+    for source, text in cases:
+        arrival = Arrival.uniform(6, 2)
+        arrival._signals = DeviceSignals(2, DEVICE)
+        with pytest.raises(ValueError, match=re.escape("or copies='engine'")) as caught:
+            Stream(arrival, source, DeviceLanding(source.tensor, DEVICE), by_kernel=True)
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"copies": "sm"}, "stream_in: copies='sm'; it is 'engine' or 'kernel'"),
+        ({"copies": "kernel"}, "stream_in: copies='kernel' of a Tensor to cpu; a kernel copies a pinned CPU tensor"),
+    ],
+)
+def test_bad_arguments(how, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        ts.stream_in(torch.zeros(8, 8), **how)

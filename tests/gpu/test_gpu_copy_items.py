@@ -1,0 +1,273 @@
+"""Copy items on a GPU: the matmul fills the operand that it reads, from pinned memory; graphs, neighbours, streams.
+
+Of the kernel that the plan picks, and of the portable one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from gpu_cases import BOUNDS, BOUNDS_N, KINDS, UNIFORM, K, M, N
+from test_gpu_arrival import BF16, BLOCKING, pinned, weight
+
+import tilestream as ts
+from error_rule import Maths, check
+from tilestream.runtime.properties import cuda_properties
+from tilestream.sweep.takers import Neighbour
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True, params=["picked", "portable"])
+def backend(request):
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _nothing_reported():
+    yield
+    torch.cuda.synchronize()
+    ts.check()
+
+
+def offered(source: torch.Tensor, chunking: str = "uniform", pivot: int = 0) -> ts.Stream:
+    """A stream of NaN that a kernel fills."""
+    cut = {"bounds": BOUNDS} if chunking == "ragged" else {"rows_per_chunk": UNIFORM[chunking]}
+    x = ts.stream_in(source, pivot=pivot, copies="kernel", **cut)
+    x.tensor.fill_(float("nan"))
+    return x
+
+
+def check_copied(x: ts.Stream, source: torch.Tensor) -> None:
+    """All is there and signalled, and what the launch counted with is 0 again."""
+    torch.cuda.synchronize()
+    assert torch.equal(x.tensor.cpu(), source)
+    assert all(x.arrival.arrived(chunk) for chunk in range(x.arrival.num_chunks))
+    copies = x.arrival._signals._copies
+    assert not copies._eager.any()
+    assert not copies._captured.any()
+    assert x.done
+
+
+def nan() -> torch.Tensor:
+    return torch.full((M, N), float("nan"), dtype=BF16, device="cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunking", ["uniform", "odd", "ragged"])
+def test_every_pivot(chunking, kind):
+    source, b = pinned(M, K), weight()
+    maths = Maths(source.cuda(), b)
+    for pivot in range(len(BOUNDS) - 1 if chunking == "ragged" else -(-M // UNIFORM[chunking])):
+        x, out = offered(source, chunking, pivot), nan()
+        ts.matmul(x.tensor, b, out=out, arrival=x.arrival, schedule=kind)
+        check_copied(x, source)
+        check(out, maths)
+
+
+@pytest.mark.parametrize("workers", [None, 37, 3, 1])
+def test_workers(workers):
+    source, b = pinned(M, K), weight()
+    x = offered(source, "odd", 2)
+    plan = ts.plan(M, N, K, dtype=BF16, device="cuda", workers=workers, arrival=x.arrival)
+    assert "rows by the kernel" in plan.explain()
+    out = plan.run(x.tensor, b, out=nan(), arrival=x.arrival)
+    check_copied(x, source)
+    check(out, Maths(source.cuda(), b))
+
+
+def test_many_epochs_of_one_stream_and_launches_after_the_first():
+    source, b = pinned(M, K), weight()
+    x = offered(source, "odd", 1)
+    for epoch in range(50):
+        out, again = nan(), nan()
+        ts.matmul(x.tensor, b, out=out, arrival=x.arrival)
+        ts.matmul(x.tensor, b, out=again, arrival=x.arrival)
+        if epoch % 10 == 0:
+            check_copied(x, source)
+            check(out, Maths(source.cuda(), b))
+            source.normal_()
+        x.restart()
+        x.tensor.fill_(float("nan"))
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(out, again)
+
+
+def test_a_weights_rows():
+    source, a, bias = pinned(N, K), torch.randn(210, K, device="cuda").to(BF16), torch.randn(N, device="cuda").to(BF16)
+    want = Maths(a, source.cuda().t(), bias=bias)
+    for cut in ({"rows_per_chunk": 256}, {"bounds": BOUNDS_N}):
+        x = ts.stream_in(source, copies="kernel", pivot=1, **cut)
+        x.tensor.fill_(float("nan"))
+        out = ts.linear(a, x.tensor, bias, weight_arrival=x.arrival)
+        check_copied(x, source)
+        check(out, want)
+
+
+@pytest.mark.parametrize("k", [500, 203])
+def test_rows_that_are_no_multiple_of_sixteen_bytes(k):
+    source, b = pinned(300, k), weight(k, 136)
+    x = ts.stream_in(source, rows_per_chunk=77, copies="kernel")
+    x.tensor.fill_(float("nan"))
+    out = ts.matmul(x.tensor, b, arrival=x.arrival)
+    check_copied(x, source)
+    check(out, Maths(source.cuda(), b))
+
+
+def test_a_later_launch_in_another_stream_waits_for_the_one_that_copies():
+    source, b = pinned(M, K), weight()
+    other = torch.cuda.Stream()
+    for _ in range(10):
+        x = offered(source)
+        other.wait_stream(torch.cuda.current_stream())
+        first = ts.matmul(x.tensor, b, arrival=x.arrival)
+        with torch.cuda.stream(other):
+            second = ts.matmul(x.tensor, b, arrival=x.arrival)
+        torch.cuda.current_stream().wait_stream(other)
+        check_copied(x, source)
+        check(first, Maths(source.cuda(), b))
+        assert torch.equal(first, second)
+
+
+def test_who_reads_without_a_kernel_that_copies_has_the_engine_copy():
+    source, b = pinned(M, K), weight()
+    x = offered(source)
+    assert not x.done
+    assert torch.equal(x.wait(10).cpu(), source)
+    x.restart()  # and the next epoch's copies are a kernel's again
+    x.tensor.fill_(float("nan"))
+    out = ts.matmul(x.tensor, b, arrival=x.arrival)
+    check_copied(x, source)
+    check(out, Maths(source.cuda(), b))
+    x.restart()
+    plan = ts.plan(M, N, K, dtype=BF16, device="cuda", arrival=x.arrival)
+    assert "rows by the kernel" in plan.explain()
+    begun = ts.stream_in(source, rows_per_chunk=UNIFORM["uniform"])  # chunks as the plan's, but an engine's
+    with pytest.raises(ValueError, match="make a plan with this arrival"):
+        plan.run(begun.tensor, b, arrival=begun.arrival)
+    begun.wait(10)
+
+
+def test_both_operands_the_second_by_an_engine():
+    source, weights = pinned(M, K), pinned(N, K)
+    x, w = offered(source), ts.stream_in(weights, rows_per_chunk=256, copies="kernel")
+    w.tensor.fill_(float("nan"))
+    plan = ts.plan(M, N, K, dtype=BF16, device="cuda", layout="nt", arrival=x.arrival, weight_arrival=w.arrival)
+    assert "a copy engine copies the columns" in plan.explain()
+    out = plan.run(x.tensor, w.tensor.mT, arrival=x.arrival, weight_arrival=w.arrival)
+    check_copied(x, source)
+    check(out, Maths(source.cuda(), weights.cuda().mT))
+
+
+def test_the_operand_is_copied_to_its_end_where_the_launch_expires():
+    source, weights = pinned(M, K), pinned(N, K)
+    x, never = offered(source), ts.Arrival.uniform(N, 1, device="cuda")
+    plan = ts.plan(M, N, K, dtype=BF16, device="cuda", layout="nt", arrival=x.arrival, weight_arrival=never)
+    out = plan.run(x.tensor, weights.cuda().mT, arrival=x.arrival, weight_arrival=never, deadline=0.05)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(ts.ArrivalTimeout) as caught:
+        ts.check()
+    assert caught.value.argument == "weight_arrival"
+    check_copied(x, source)
+    b = weight()
+    check(ts.matmul(x.tensor, b, arrival=x.arrival), Maths(source.cuda(), b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_that_makes_its_own_copies(kind):
+    source, b = pinned(M, K), weight()
+    x = offered(source, "ragged", 3)
+    ts.matmul(x.tensor, b, arrival=x.arrival, schedule=kind)  # compiled before it is captured
+    torch.cuda.synchronize()
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.tensor.fill_(float("nan"))
+        out = ts.matmul(x.tensor, b, arrival=x.arrival, schedule=kind)
+    for i in range(50):
+        source.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(x.tensor.cpu(), source)
+        if i % 10 == 0:
+            check(out, Maths(source.cuda(), b))
+        assert not out.isnan().any()
+    for _ in range(20):  # one behind the other
+        graph.replay()
+    check_copied(x, source)
+    ts.check()
+    check(out, Maths(source.cuda(), b))
+
+
+def test_the_source_is_not_handed_out_again_while_a_launch_reads_it():
+    b, other = weight(1024, 256), torch.full((8192, 1024), float("nan"), dtype=BF16)
+    for _ in range(5):
+        source = torch.full((8192, 1024), 2.0, dtype=BF16).pin_memory()
+        x = ts.stream_in(source, rows_per_chunk=2048, copies="kernel")
+        torch.cuda._sleep(20_000_000)  # the launch begins 10 ms later
+        out = ts.matmul(x.tensor, b, arrival=x.arrival)
+        tensor = x.tensor
+        del x, source
+        gc.collect()
+        fresh = other.pin_memory()  # of the same size
+        torch.cuda.synchronize()
+        assert (tensor == 2).all()
+        assert not out.isnan().any()
+        del fresh
+
+
+@pytest.mark.skipif(BLOCKING, reason="a neighbour's launch would return when it has left")
+def test_with_a_neighbour_that_holds_sms():
+    """Of 132 workers most begin when others have ended, whoever is to copy among them."""
+    neighbour = Neighbour(cuda_properties(0))
+    m, n, k = 4096, 4096, 1024
+    source, b = pinned(m, k), weight(k, n)
+    maths = Maths(source.cuda(), b)
+    x = ts.stream_in(source, rows_per_chunk=256, copies="kernel")
+    out = ts.matmul(x.tensor, b, arrival=x.arrival)
+    torch.cuda.synchronize()
+    for taken in (1, 4, neighbour.units // 2, neighbour.units - 1):
+        x.restart()
+        for written in (x.tensor, out):
+            written.fill_(float("nan"))
+        torch.cuda.current_stream().synchronize()
+        done = torch.cuda.Event()
+        with neighbour.taking(taken):  # nothing is allocated meanwhile
+            ts.matmul(x.tensor, b, out=out, arrival=x.arrival, deadline=20.0)
+            done.record()
+            done.synchronize()
+        check_copied(x, source)
+        check(out, maths)
+
+
+@pytest.mark.parametrize("variables", [{"CUDA_LAUNCH_BLOCKING": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}], ids=str)
+def test_in_whatever_order_the_driver_runs_streams(variables, backend):
+    """Engine copies beside a kernel need a stream that runs beside it; the kernel's own need nothing."""
+    if backend == "portable":
+        pytest.skip("the process that is started takes the kernel that is picked")
+    code = "import sys; sys.path[:0] = ['tests', 'tests/gpu']; import test_gpu_copy_items as t; t.in_one_row()"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def in_one_row() -> None:
+    source, b = pinned(M, K), weight()
+    x = offered(source)
+    for _ in range(3):
+        out = ts.matmul(x.tensor, b, arrival=x.arrival, deadline=5.0)
+        check_copied(x, source)
+        ts.check()
+        check(out, Maths(source.cuda(), b))
+        x.restart()
+        x.tensor.fill_(float("nan"))
