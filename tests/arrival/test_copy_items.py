@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -139,9 +140,15 @@ def test_pieces_of_about_their_size():
     assert Pieces.of(Chunks((0, 0)), 0, 8, 16).count == 1, "a chunk without rows is signalled, too"
 
 
+@pytest.mark.parametrize("sizes", [(131072, *63 * (128,)), (262144, *512 * (64,)), (65536, *8 * (0,)), 4 * (1000,)])
+@pytest.mark.parametrize("row_bytes", [8192, 16])
+def test_chunks_of_unlike_sizes_make_no_crumbs(sizes, row_bytes):
+    chunks = Chunks(tuple(itertools.accumulate(sizes, initial=0)))
+    pieces = Pieces.of(chunks, 0, row_bytes // 16, 16)
+    assert pieces.count <= chunks.rows * row_bytes / PIECE_BYTES + chunks.count
+
+
 @pytest.mark.parametrize("rows", [2**30, 2**31 - 1])
 def test_what_is_counted_in_31_bits(rows):
-    with pytest.raises(
-        ValueError, match=f"^{re.escape(f'rows_per_chunk: a chunk of {rows} rows has {rows * 2} words')}"
-    ):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'chunks: one of {rows} rows has {rows * 2} words')}"):
         Pieces(Chunks.uniform(rows, rows), 0, 2, 1)

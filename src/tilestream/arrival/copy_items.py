@@ -139,15 +139,20 @@ class Pieces:
         largest = _largest(self.chunks)
         if largest * self.row_words >= INT31 or self.count >= INT31:
             raise ValueError(
-                f"rows_per_chunk: a chunk of {largest} rows has {largest * self.row_words} words, and there are "
-                f"{self.count} pieces; both are counted in 31 bits: take smaller chunks"
+                f"chunks: one of {largest} rows has {largest * self.row_words} words, and there are "
+                f"{self.count} pieces; both are counted in 31 bits: take smaller chunks, by "
+                "rows_per_chunk= or bounds="
             )
 
     @classmethod
     def of(cls, chunks: Chunks, pivot: int, row_words: int, word_bytes: int) -> Pieces:
-        """Pieces of about `PIECE_BYTES`."""
-        largest = _largest(chunks) * row_words * word_bytes
-        return cls(chunks, pivot, row_words, max(1, cdiv(largest, PIECE_BYTES)))
+        """Pieces of about `PIECE_BYTES` in the mean.
+
+        Larger in a chunk that is larger than others: cut by the largest chunk, the small ones would be in crumbs, each
+        of which costs a ticket and a count. So there are ``bytes / PIECE_BYTES + chunks.count`` of them at most.
+        """
+        size = chunks.rows * row_words * word_bytes
+        return cls(chunks, pivot, row_words, max(1, cdiv(size, chunks.count * PIECE_BYTES)))
 
     @property
     def count(self) -> int:
