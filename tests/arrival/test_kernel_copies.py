@@ -6,14 +6,18 @@ What a kernel does with what it is told is in `tests/kernels/portable/test_porta
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import re
+import threading
 import weakref
 
 import pytest
 import torch
 
 import tilestream as ts
+import tilestream.arrival.landing
 from fake_cuda import DEVICE, FakeCuda, Until
 from tilestream.arrival import kernel_copies
 from tilestream.arrival.arrival import Arrival
@@ -22,13 +26,15 @@ from tilestream.arrival.device import DeviceSignals, GateWords
 from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import TensorSource
 from tilestream.arrival.stream import Stream
+from tilestream.kernels.launch import Incoming
+from tilestream.kernels.launch import offered as offered_of
 
 ROWS, K, PER_CHUNK = 10, 8, 4
 
 
 @pytest.fixture(autouse=True)
 def _captured(monkeypatch):
-    monkeypatch.setattr(kernel_copies, "_captured", [])
+    monkeypatch.setattr(kernel_copies, "_captured_tables", [])
 
 
 def offered(cuda: FakeCuda, source: torch.Tensor | None = None, pivot: int = 1) -> tuple[Stream, torch.Tensor]:
@@ -50,8 +56,13 @@ def launch(cuda: FakeCuda, x: Stream, fails: bool = False) -> tuple[CopyArgument
         words = signals.use()
         if fails:
             raise RuntimeError("out of shared memory")
-        cuda.current.give((lambda: kernel(copies, words)) if copies.copiers else waiting(words))
+        give(cuda, copies, words)
     return copies, words
+
+
+def give(cuda: FakeCuda, copies: CopyArguments, words: GateWords) -> None:
+    """Issue the kernel."""
+    cuda.current.give((lambda: kernel(copies, words)) if copies.copiers else waiting(words))
 
 
 def kernel(copies: CopyArguments, words: GateWords) -> None:
@@ -188,14 +199,139 @@ def test_a_launch_that_fails_has_taken_nothing(cuda):
     check_there(x, source)
 
 
-def test_a_graph_copies_at_each_replay_and_keeps_what_it_reads(cuda):
+def test_a_launch_that_raises_after_it_was_issued_is_waited_for(cuda):
+    """By whoever copies next, with the same counts."""
+    x, source = offered(cuda)
+    first, second = cuda.stream(), cuda.stream()
+    signals = x.arrival._signals
+
+    def interrupted() -> None:
+        with signals.copying():
+            give(cuda, signals.take_copies(4), signals.use())
+            raise KeyboardInterrupt
+
+    with cuda.on(first), pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with cuda.on(second):
+        assert launch(cuda, x)[0].copiers == 4
+    second.run()
+    assert not second.query()
+    cuda.run()
+    check_there(x, source)
+
+
+@pytest.mark.parametrize("issued", [0, 1])
+@pytest.mark.parametrize("who", ["engine", "kernel"])
+def test_copies_that_the_engine_failed_to_begin_are_still_to_be_made(cuda, monkeypatch, issued, who):
+    """After ``issued`` copies the driver raises. Who copies next comes behind those."""
+    x, source = offered(cuda)
+    left = [issued]
+
+    def copy_in(*how):
+        if not left[0]:
+            raise RuntimeError("CUDA error: out of memory")
+        left[0] -= 1
+        cuda._copy(*how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tilestream.arrival.landing, "copy_in", copy_in)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            x.wait(0.01)
+    assert not x.done
+    if who == "kernel":
+        reader = cuda.stream()
+        with cuda.on(reader):
+            assert launch(cuda, x)[0].copiers == 4
+        cuda.streams[0].run()
+        reader.run()
+        assert not reader.query(), "behind what the engine was given"
+    else:
+        x.wait()
+    cuda.run()
+    check_there(x, source)
+
+
+def test_a_reader_behind_the_engine_waits_at_its_gates_alone(cuda):
+    """Not for the last copy: an engine needs none of its SMs."""
+    x, _ = offered(cuda)
+    other_launch(cuda, x)
+    reader = cuda.stream()
+    with cuda.on(reader):
+        launch(cuda, x)
+    assert not any(isinstance(work, tuple) and work[0] is x._landing._stream for work in reader._work)
+
+
+def test_what_the_launch_touches_is_known_to_the_allocator(cuda):
+    x, _ = offered(cuda)
+    stream = cuda.stream()
+    with cuda.on(stream):
+        copies, words = launch(cuda, x)
+    assert all(cuda.records(y, stream) for y in (x.tensor, copies.table, copies.words, words.words))
+    assert cuda.records(x._copies._mark, x._landing._stream)
+
+
+def threads(*work) -> list[threading.Thread]:
+    """Run all of this, each in a thread, for five seconds at most; those that have not ended."""
+    made = [threading.Thread(target=each, daemon=True) for each in work]
+    for thread in made:
+        thread.start()
+    for thread in made:
+        thread.join(5.0)
+    return [thread for thread in made if thread.is_alive()]
+
+
+def test_two_threads_that_launch_with_operands_swapped(cuda):
+    """Each launch's kernel copies one, and has the engine copy the other: neither waits for the other's launch."""
+    x, y = offered(cuda)[0], offered(cuda)[0]
+    met = threading.Barrier(2)
+
+    def multiply(rows: Stream, columns: Stream, stream) -> None:
+        incoming = Incoming(rows.arrival._signals, columns.arrival._signals, 1.0, "matmul")
+        with cuda.on(stream), contextlib.ExitStack() as around:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                met.wait(0.2)
+            for signals in offered_of(incoming):
+                around.enter_context(signals.copying())
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    met.wait(0.2)
+            copies, words = incoming.rows.take_copies(4), incoming.rows.use()
+            incoming.columns.use()
+            give(cuda, copies, words)
+
+    first, second = cuda.stream(), cuda.stream()
+    assert not threads(lambda: multiply(x, y, first), lambda: multiply(y, x, second))
+    cuda.run()
+    assert x.done
+    assert y.done
+
+
+def test_while_a_kernel_is_compiled_nothing_is_there_and_nobody_waits_for_longer_than_asked(cuda):
+    x, source = offered(cuda)
+    launch(cuda, x)
+    cuda.run()
+    x.restart()
+    signals = x.arrival._signals
+    found = []
+
+    def look() -> None:
+        found.extend((x.done, x.close(0.01)))
+        with pytest.raises(TimeoutError):
+            x.wait(0.01)
+
+    with signals.copying():
+        copies, words = signals.take_copies(4), signals.use()
+        assert not threads(look)
+        give(cuda, copies, words)
+    assert found == [False, False]
+    cuda.run()
+    check_there(x, source)
+
+
+def test_a_graph_copies_at_each_replay(cuda):
     x, source = offered(cuda)
     with cuda.capture() as graph:
         copies, words = launch(cuda, x)
     assert (copies.copiers, words.epoch) == (4, 0)
-    assert copies.words.data_ptr() != launch(cuda, x)[0].words.data_ptr(), "counts of its own"
-    kept = {id(tensor) for tensor in kernel_copies._captured}
-    assert {id(tensor) for tensor in copies.pointers} <= kept
     cuda.run()
     for value in (1.0, 2.0):
         source.fill_(value)
@@ -204,6 +340,73 @@ def test_a_graph_copies_at_each_replay_and_keeps_what_it_reads(cuda):
         cuda.run()
         assert (x.tensor == value).all()
         assert not words.words.any()
+
+
+def test_graphs_and_eager_launches_count_and_signal_apart(cuda):
+    """They may run at the same time."""
+    x, _ = offered(cuda)
+    told = []
+    for _ in range(2):
+        with cuda.capture():
+            told.append(launch(cuda, x))
+    told.append(launch(cuda, x))
+    spans = sorted(
+        (y.data_ptr(), y.data_ptr() + y.nbytes) for copies, words in told for y in (copies.words, words.words)
+    )
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert not any(y.any() for copies, words in told[:2] for y in (copies.words, words.words)), "a replay begins at 0"
+
+
+def test_a_graph_keeps_no_operand_alive(cuda):
+    """Whoever keeps the graph keeps the stream."""
+    x, source = offered(cuda)
+    with cuda.capture() as graph:
+        table = launch(cuda, x)[0].table
+    kept = {y.data_ptr() for y in kernel_copies._captured_tables}
+    assert kept == {table.data_ptr()}
+    gone = weakref.ref(x._copies)
+    graph.work.clear()
+    del x, source
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_captured_launch_that_fails_has_brought_nothing_in(cuda):
+    x, source = offered(cuda)
+    with cuda.capture() as graph:
+        with pytest.raises(RuntimeError, match="out of shared memory"):
+            launch(cuda, x, fails=True)
+        with pytest.raises(RuntimeError, match=r"what ts\.stream_in copies is not in it"):
+            other_launch(cuda, x)
+        launch(cuda, x)  # with a smaller ring
+    graph.replay(cuda.streams[0])
+    cuda.run()
+    assert torch.equal(x.tensor, source)
+
+
+def test_restart_while_a_graph_is_captured(cuda):
+    x, source = offered(cuda)
+    epoch = x.arrival.epoch
+    with cuda.capture() as graph, pytest.raises(RuntimeError, match="the graph makes the copies at each replay"):
+        x.restart()
+    assert not graph.work
+    assert x.arrival.epoch == epoch
+    launch(cuda, x)
+    cuda.run()
+    check_there(x, source)
+
+
+def test_reset_zeroes_what_is_counted_with(cuda):
+    x, source = offered(cuda)
+    copies, _ = launch(cuda, x)
+    cuda.run()
+    copies.words.fill_(7)
+    x.arrival.reset()
+    assert not copies.words.any()
+    x.restart()
+    launch(cuda, x)
+    cuda.run()
+    check_there(x, source)
 
 
 def test_a_graph_of_a_kernel_that_makes_none_is_refused(cuda):
@@ -225,12 +428,17 @@ def test_the_source_is_marked_behind_the_launch(cuda, monkeypatch):
     marks, copy = [], torch.Tensor.copy_
     monkeypatch.setattr(
         torch.Tensor, "copy_",
-        lambda to, other, non_blocking=False: marks.append((other.data_ptr(), cuda.current.issued)) or copy(to, other),
+        lambda to, other, non_blocking=False: marks.append((other.data_ptr(), cuda.current)) or copy(to, other),
     )  # fmt: skip
-    issued = cuda.current.issued
-    launch(cuda, x)
-    assert marks[-1][0] == source.data_ptr()
-    assert marks[-1][1] > issued
+    stream = cuda.stream()
+    with cuda.on(stream):
+        launch(cuda, x)
+    assert marks[-1] == (source.data_ptr(), x._landing._stream), "not in the caller's, which would wait for an engine"
+    x._landing._stream.run()
+    assert not x._landing._stream.query()
+    stream.run()
+    x._landing._stream.run()
+    assert x._landing._stream.query()
 
 
 def test_nothing_keeps_the_tensor_alive_but_who_holds_it(cuda):

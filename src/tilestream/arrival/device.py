@@ -18,8 +18,7 @@ come to its end. Where one launch is not all of it, the reader's stream waits fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -188,14 +187,29 @@ class DeviceSignals(Signals):
             self._theirs.record_stream(stream)
             return GateWords(self._theirs, self._quarantine, 0, self.key)
         if captured:
-            return GateWords(self._captured, self._quarantine, 0, self.key)
+            copied = None if self._copies is None else self._copies.signals_in(capture_id(stream.cuda_stream))
+            return GateWords(self._captured if copied is None else copied, self._quarantine, 0, self.key)
         self._waiting[stream.cuda_stream] = self.epoch
         self._users[stream.cuda_stream] = stream
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
-    def copying(self) -> AbstractContextManager[None]:
-        """See `KernelCopies.launching`: around a launch whose kernel makes these copies."""
-        return contextlib.nullcontext() if self._copies is None else self._copies.launching()
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """See `KernelCopies.launching`: around a launch whose kernel may make these copies."""
+        if self._copies is None:
+            yield
+            return
+        captures = set(self._captures)
+        with self._copies.launching() as taking:
+            try:
+                yield
+            except BaseException:
+                self._captures = captures
+                raise
+        if taking.end is not None:
+            with self._bell:
+                self._issued = [self._epoch] * self._count
+                self._last = [_Last(torch.cuda.current_stream(self._device).cuda_stream, taking.end)] * self._count
 
     def take_copies(self, copiers: int) -> CopyArguments:
         """What a launch on the current stream copies, before `use`: see `KernelCopies.take`."""
@@ -207,7 +221,7 @@ class DeviceSignals(Signals):
 
     def _enter_graph(self, stream: torch.cuda.Stream) -> None:
         graph = capture_id(stream.cuda_stream)
-        if self._streamed and not (self._copies is not None and self._copies.brought_in(graph)):
+        if self._streamed and not (self._copies is not None and self._copies.signals_in(graph) is not None):
             raise RuntimeError(
                 "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it; capture copies of "
                 "your own, and arrival.signal() of an Arrival behind each; or take copies='kernel' and a matmul whose "
@@ -473,6 +487,8 @@ class DeviceSignals(Signals):
     def reset(self) -> None:
         """End the quarantine: zero what captured launches look at, on the current stream."""
         self._zero(self._quarantine, self._captured if self._theirs is None else self._theirs)
+        if self._copies is not None:
+            self._copies.reset()
 
     def _zero(self, *words: torch.Tensor) -> None:
         with torch.cuda.device(self._device), torch.inference_mode():

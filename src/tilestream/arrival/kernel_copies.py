@@ -5,15 +5,18 @@ and makes them itself, see `tilestream.arrival.copy_items`; launches after it in
 those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). Whoever reads and
 cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
 
-A captured launch makes them at each replay, so its graph needs nobody outside.
+A captured launch makes them at each replay, so its graph needs nobody outside. It has counts and signals of its own:
+graphs that copy the same rows may be replayed at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +27,21 @@ from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
 
-#: What captured launches know by address: a graph may live for ever.
-_captured: list[torch.Tensor] = []
+#: Tables that captured launches know by address: a graph may live for ever.
+_captured_tables: list[torch.Tensor] = []
+
+
+@dataclass
+class Taking:
+    """What became of the copies in a `KernelCopies.launching`.
+
+    Attributes
+    ----------
+    end
+        Behind the launch that makes this epoch's copies; None where it makes none.
+    """
+
+    end: torch.cuda.Event | None = None
 
 
 class KernelCopies:
@@ -35,12 +51,16 @@ class KernelCopies:
     ----------
     source, target
         ``[rows, K]`` each, contiguous, from an address on that is a multiple of 16: pinned memory, or what else the
-        kernel may read by its address; and the GPU's.
+        kernel may read by its address; and the GPU's. A captured launch keeps neither alive: whoever keeps the graph
+        keeps them.
     chunks, pivot
         How they arrive.
     by_engine
         Has the present epoch's copies made by the copy engine, beginning behind what the current stream was given; the
-        event behind the last. It is told the signals, which nothing here may hold on to: they hold this.
+        event behind the last. It is told the signals, which nothing here may hold on to: they hold this. Where it
+        raises, the current stream comes behind what it had issued.
+    beside
+        The stream that the copy engine copies in. It knows of its use of the target.
 
     Raises
     ------
@@ -55,25 +75,29 @@ class KernelCopies:
         chunks: Chunks,
         pivot: int,
         by_engine: Callable[[DeviceSignals], torch.cuda.Event],
+        beside: torch.cuda.Stream,
     ) -> None:
         row_bytes = source.shape[1] * source.element_size()
         #: Bytes of a word.
         self.width = word_bytes(row_bytes)
         pieces = Pieces.of(chunks, pivot, row_bytes // self.width, self.width)
         dtype: torch.dtype = getattr(torch, word_dtype(self.width))
-        self._by_engine = by_engine
+        self._by_engine, self._beside = by_engine, beside
         self._lock = threading.RLock()
+        self._chunks = chunks.count
         with torch.inference_mode(False):
-            words = torch.zeros(2 * (COUNTERS + chunks.count), dtype=torch.int32, device=target.device)
+            self._words = torch.zeros(COUNTERS + chunks.count, dtype=torch.int32, device=target.device)
             self._table = torch.tensor(pieces.table(), dtype=torch.int32, device="cpu").to(target.device)
             self._source, self._target = (x.detach().view(-1).view(dtype) for x in (source, target))
             self._mark = torch.empty_like(self._target[:1])
-        self._eager, self._captured = words.tensor_split(2)
+        self._mark.record_stream(beside)
         self._device = target.device
         self._made = torch.cuda.Event()
         self._made.record(torch.cuda.current_stream(self._device))
         self._known = {torch.cuda.current_stream(self._device).cuda_stream}
-        self._graph = 0
+        self._graph: tuple[int, torch.Tensor] | None = None  # the last that was captured, and its signals
+        self._launching: Taking | None = None
+        self._took = False
         self._taken: torch.cuda.Event | None = None
         self._taker: torch.cuda.Stream | None = None
         self.pending = False
@@ -87,17 +111,23 @@ class KernelCopies:
             self.pending = True
 
     @contextlib.contextmanager
-    def launching(self) -> Iterator[None]:
-        """Around a launch that may `take` the copies. One that was not issued has not taken them."""
+    def launching(self) -> Iterator[Taking]:
+        """Around a launch that may `take` the copies. One that raised has not taken them."""
         with self._lock:
-            before, stream = self.pending, torch.cuda.current_stream(self._device)
+            graph, stream = self._graph, torch.cuda.current_stream(self._device)
+            self._took, taking = False, Taking()
             try:
-                yield
+                yield taking
             except BaseException:
-                self.pending = before
+                self._graph = graph
+                if self._took:
+                    try:
+                        self._issued(stream)  # perhaps it was: who copies next comes behind it
+                    finally:
+                        self.pending = True
                 raise
-            if before and not self.pending:
-                self._issued(stream)
+            if self._took:
+                taking.end = self._issued(stream)
 
     def take(self, copiers: int, graph: int = 0) -> CopyArguments:
         """What a launch on the current stream copies; nothing where an earlier launch of the epoch took it all.
@@ -110,65 +140,101 @@ class KernelCopies:
         with self._lock:
             stream = torch.cuda.current_stream(self._device)
             if graph:
-                self._graph = graph
-                _captured.extend((self._source, self._target, self._table, self._captured))
-                return CopyArguments(self._source, self._target, self._table, self._captured, copiers)
+                # In the graph's memory, and zeroed at each replay.
+                store = torch.zeros(COUNTERS + 2 * self._chunks, dtype=torch.int32, device=self._device)
+                words, signals = store.split([COUNTERS + self._chunks, self._chunks])
+                self._graph = graph, signals
+                _captured_tables.append(self._table)
+                return CopyArguments(self._source, self._target, self._table, words, copiers)
             if self.pending:
-                self.pending = False
                 self._settle(stream)
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
-                self._taker = stream
+                # In this order, as `settled` looks at them.
+                self._taken, self._taker, self._took = None, stream, True
+                self.pending = False
             else:
                 copiers = 0
-            return CopyArguments(self._source, self._target, self._table, self._eager, copiers)
+            return CopyArguments(self._source, self._target, self._table, self._words, copiers)
 
-    def brought_in(self, graph: int) -> bool:
-        """Whether a launch of this graph makes the copies."""
-        return self._graph == graph
+    def signals_in(self, graph: int) -> torch.Tensor | None:
+        """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
+        return self._graph[1] if self._graph is not None and self._graph[0] == graph else None
 
     def follow(self, stream: torch.cuda.Stream, signals: DeviceSignals) -> None:
         """A launch on ``stream``, which is current, waits for these chunks: see that they come."""
         with self._lock:
             if self.pending:
                 self.by_engine(signals)
-            else:
+            elif self._taker is not None:  # an engine needs no SM: its chunks are waited for at the gates
                 self._wait_for_taker(stream)
 
-    def by_engine(self, signals: DeviceSignals) -> None:
-        """Have the copies made by the copy engine, where nobody has taken them."""
-        with self._lock:
+    def by_engine(self, signals: DeviceSignals, timeout: float | None = None) -> bool:
+        """Have the copies made by the copy engine, where nobody has taken them.
+
+        Returns
+        -------
+        bool
+            False if another thread has been launching a kernel for ``timeout`` seconds, which perhaps takes them.
+        """
+        if not self._lock.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)):
+            return False
+        try:
             if self.pending:
-                self.pending = False
                 stream = torch.cuda.current_stream(self._device)
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
-                self._taker, self._taken = None, self._by_engine(signals)
+                try:
+                    end = self._by_engine(signals)
+                except BaseException:
+                    self.begin()  # behind what was issued
+                    raise
+                self._taken, self._taker = end, None
+                self.pending = False
+        finally:
+            self._lock.release()
+        return True
+
+    def reset(self) -> None:
+        """Zero what eager launches count with, on the current stream; what a graph counts with is, at each replay."""
+        with self._lock:
+            stream = torch.cuda.current_stream(self._device)
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._settle(stream)
+            self._wait_for_taker(stream)
+            with torch.inference_mode():
+                self._words.zero_()
+            self._made.record(stream)
+            self._known = {stream.cuda_stream}
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait until what a launch has taken is there, at most ``timeout`` seconds; whether it is."""
-        taken = self._taken
-        if self.pending or taken is None:
-            return False
-        if timeout is None:
-            taken.synchronize()
-            return True
-        end = time.perf_counter() + timeout
-        while not taken.query():
+        """Wait until what was taken is there, at most ``timeout`` seconds; whether it is. Not, if nobody took it."""
+        end = math.inf if timeout is None else time.perf_counter() + timeout
+        while not self.pending:  # asked before `_taken`: a new epoch's launch changes them the other way round
+            taken = self._taken
+            if taken is not None and timeout is None:
+                taken.synchronize()
+                return True
+            if taken is not None and taken.query():
+                return True
             if time.perf_counter() >= end:
                 return False
             time.sleep(0.0002)
-        return True
+        return False
 
-    def _issued(self, stream: torch.cuda.Stream) -> None:
-        """The launch that took the copies was issued on ``stream``."""
-        # torch's allocator of pinned memory learns of what torch copies, and of nothing else: behind the launch, a word
-        # that nobody reads. So the source is not handed out again while the launch may read it (invariant 9).
-        if self._source.numel():
-            with torch.cuda.stream(stream), torch.inference_mode():
-                self._mark.copy_(self._source[:1], non_blocking=True)
+    def _issued(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """The launch that took the copies was issued on ``stream``; the event behind it."""
         self._taken = torch.cuda.Event()
         self._taken.record(stream)
+        # torch's allocator of pinned memory learns of what torch copies, and of nothing else: behind the launch, a word
+        # that nobody reads. So the source is not handed out again while the launch may read it (invariant 9). Not in
+        # the caller's stream, which would then wait for the copy engine.
+        if self._source.numel():
+            self._beside.wait_event(self._taken)
+            with torch.cuda.stream(self._beside), torch.inference_mode():
+                self._mark.copy_(self._source[:1], non_blocking=True)
+        return self._taken
 
     def _wait_for_taker(self, stream: torch.cuda.Stream) -> None:
         """Come after the copies of this epoch or, before they are taken, of the one before."""
@@ -180,6 +246,6 @@ class KernelCopies:
         if stream.cuda_stream in self._known:
             return
         stream.wait_event(self._made)
-        for store in (self._eager, self._table, self._mark):
+        for store in (self._words, self._table, self._target):
             store.record_stream(stream)
         self._known.add(stream.cuda_stream)

@@ -143,12 +143,16 @@ class DeviceLanding(Landing):
 
         def by_engine(signals: DeviceSignals) -> torch.cuda.Event:
             self.begin()
-            with self.issuing():
-                self.land_all(chunks, order, signals)
+            try:
+                with self.issuing():
+                    self.land_all(chunks, order, signals)
+            except BaseException:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                raise
             self.end()
             return self._landed
 
-        return KernelCopies(rows, as_rows(self.tensor), chunks, pivot, by_engine)
+        return KernelCopies(rows, as_rows(self.tensor), chunks, pivot, by_engine, self._stream)
 
     def settled(self, timeout: float | None) -> bool:
         """See `Landing`."""

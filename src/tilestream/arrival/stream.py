@@ -226,9 +226,9 @@ class Stream:
         Exception
             What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
-        if self._copies is not None:
-            self._copies.by_engine(cast("DeviceSignals", self.arrival._signals))  # if nobody has begun
-        if not self._joined(timeout):
+        end = math.inf if timeout is None else time.perf_counter() + timeout
+        begun = self._copies is None or self._copies.by_engine(cast("DeviceSignals", self.arrival._signals), timeout)
+        if not begun or not self._joined(None if timeout is None else max(0.0, end - time.perf_counter())):
             missing = [c for c, there in enumerate(self.arrival._signals.state()) if not there]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
@@ -250,12 +250,17 @@ class Stream:
         Raises
         ------
         RuntimeError
-            If the producer is still at work.
+            If the producer is still at work, or a CUDA graph is captured.
         ValueError
             If the source can be read only once (an iterator).
         """
         if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
+        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the copies "
+                "at each replay, without it; else capture copies of your own, and arrival.signal() behind each"
+            )
         self._source.rewind()
         self.arrival.advance()
         if self._copies is not None:
@@ -324,7 +329,8 @@ def stream_in(
         To a GPU: ``"engine"``, its copy engine, beside the kernel that waits for the chunks: it costs no SM.
         ``"kernel"``, of a pinned tensor: the matmul that reads the tensor first copies it itself, before its tiles,
         with a few of its workers. Right where the engine is taken by others, where streams may be run one after the
-        other, and in a CUDA graph, which then needs no copies from outside and makes them at each replay.
+        other, and in a CUDA graph, which then needs no copies from outside and makes them at each replay; keep the
+        `Stream` for as long as the graph.
         ``plan(...).explain()`` says which it is; a kernel that cannot, or the host by `Stream.wait`, has the engine
         copy.
     direct

@@ -31,12 +31,18 @@ _captured_tables: list[torch.Tensor] = []
 class Signals(Protocol):
     """What a launch needs of signals: see `tilestream.arrival.device.DeviceSignals`."""
 
+    key: int
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the words in which a kernel may copy what they signal; 0 where no copies are offered."""
+
     def use(self) -> GateWords:
         """Words for a launch on the current stream."""
 
 
 class Copied(Signals, Protocol):
-    """Of an operand whose copies the kernel makes: see `tilestream.arrival.device.DeviceSignals`."""
+    """Of an operand whose copies the kernel may make: see `tilestream.arrival.device.DeviceSignals`."""
 
     def copying(self) -> AbstractContextManager[None]:
         """Around a launch."""
@@ -62,6 +68,17 @@ class Incoming(NamedTuple):
     columns: Signals | None
     deadline: float
     op: str
+
+
+def offered(incoming: Incoming | None) -> list[Copied]:
+    """The operands whose copies are offered to kernels, in an order that all launches share.
+
+    Each is locked while a launch is made that may take them: two launches whose operands are swapped, in two threads,
+    would else wait for each other.
+    """
+    operands = () if incoming is None else (incoming.rows, incoming.columns)
+    found = {signals.key: signals for signals in operands if signals is not None and signals.copied}
+    return [cast("Copied", found[key]) for key in sorted(found)]
 
 
 class Probe:
@@ -107,10 +124,12 @@ class Launch:
         incoming: Incoming | None = None, probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
-        coming = self._copied(incoming)
+        coming = () if self._copied(incoming) is None else offered(incoming)
 
         def issue(stream: int, words: Words) -> None:
-            with contextlib.nullcontext() if coming is None else coming.copying():
+            with contextlib.ExitStack() as around:
+                for signals in coming:
+                    around.enter_context(signals.copying())
                 self.issue(stream, a, b, out, epilogue, words, incoming, probe)
 
         with_words(a.device, None if self._wordless else self.plan.schedule, self.plan.block, issue)

@@ -91,6 +91,10 @@ class Words:
         self.words[list(but)] = 0
         return self
 
+    @property
+    def copied(self) -> int:
+        return 0
+
     def use(self) -> GateWords:
         return GateWords(self.words, self.quarantine, self.epoch, self.key)
 
@@ -114,6 +118,10 @@ class Copied(Words):
     def word(self) -> int:
         """Bytes of a word."""
         return self.source.shape[1] * self.source.element_size() // self.pieces.row_words
+
+    @property
+    def copied(self) -> int:
+        return self.word
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
