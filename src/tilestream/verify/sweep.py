@@ -424,6 +424,8 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(epochs=4, expires=((0, 2),))
         yield GatherCase(epochs=5, strided=True, expires=((0, 2),))
         yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
+        yield GatherCase(epochs=3, expires=((0, 2),), streams=2, ways=("pull", "push"))
+        yield GatherCase(epochs=4, strided=True, expires=((0, 1), (0, 2)), ways=("pull", "push"))
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
 
 
