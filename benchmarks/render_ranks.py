@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from render_gemm import table
-from render_timeline import Timelines
+from render_timeline import Lanes, Timelines
 from tilestream.trace import LaunchTrace
 
 PEERS = ("nccl + mm", "torch fused", "torch native")
@@ -22,7 +22,7 @@ def sections(folder: Path) -> list[str]:
     tables = [
         text for data in records for op in NAMES if (text := one(data, op, [x for x in data["rows"] if x["op"] == op]))
     ]
-    return tables + TIMELINES.sections(folder)
+    return tables + TIMELINES.sections(folder) + LANES.sections(folder)
 
 
 def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
@@ -42,6 +42,8 @@ def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
 
 #: Of `gather_timeline`.
 TIMELINES = Timelines("gpu_trace_gather", "gather", 230, timeline)
+#: Of `mlp_timeline`.
+LANES = Lanes("gpu_mlp_timeline", "mlp")
 
 
 def mean(ratios: Iterable[float]) -> float:

@@ -141,6 +141,7 @@ class FakeCuda:
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._record(x, stream))
         patch.setattr(torch.Tensor, "is_pinned", lambda x: _storage(x) in map(_storage, self._pinned))
         patch.setattr(device, "stream_write", self._write)
+        patch.setattr(device, "stream_wait", self._wait)
         patch.setattr(device, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
         patch.setattr(device, "_captured_stores", [])
         patch.setattr(DeviceSignals, "_failed", {})
@@ -154,6 +155,9 @@ class FakeCuda:
 
     def _write(self, stream: int, address: int, value: int) -> None:
         self.streams[stream].give(lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
+
+    def _wait(self, stream: int, address: int, value: int) -> None:
+        self.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
 
     def _copy(self, stream: int, to: int, source: int, size: int) -> None:
         self.streams[stream].give(lambda: ctypes.memmove(to, source, size))

@@ -37,7 +37,7 @@ def polling_faults(parsed: amdgcn.Kernel) -> list[str]:
 def _by_one_lane(look: amdgcn.Instruction, code: Sequence[amdgcn.Instruction], parsed: amdgcn.Kernel) -> bool:
     """Whether the lanes that an instruction runs for were last cut down to one.
 
-    To the first of those that ran before, or to the worker's first thread: by a mask that nothing else is ever in.
+    To the first of those that ran before, or to the worker's first thread: by a mask that is made once.
     """
     before = [one for one in code if one.line < look.line]
     masks = [i for i, one in enumerate(before) if one.mnemonic == "s_and_saveexec_b64"]
@@ -46,7 +46,12 @@ def _by_one_lane(look: amdgcn.Instruction, code: Sequence[amdgcn.Instruction], p
     since = before[masks[-2] if len(masks) > 1 else 0 : masks[-1]]
     counted = any(one.mnemonic.startswith("v_mbcnt_hi") for one in since)
     mask = before[masks[-1]].operands.split(",")[-1].strip()
-    made = [one for one in parsed.instructions if one.operands.split(",")[0].strip() == mask]
+    # The mask is what it was made last before the loops around the look, unless they make another: before that, and
+    # behind them, the register may have other uses.
+    around = [one.line for loop in parsed.loops if look in loop.instructions for one in loop.instructions]
+    every = [one for one in parsed.instructions if one.operands.split(",")[0].strip() == mask]
+    made = [one for one in every if one.line < min(around)][-1:]
+    made += [one for one in every if min(around) <= one.line <= max(around)]
     first = (
         len(made) == 1 and made[0].mnemonic.startswith("v_cmp_eq_u32") and made[0].operands.split(",")[1].strip() == "0"
     )

@@ -50,6 +50,47 @@ def test_no_record(render: ModuleType, tmp_path: Path) -> None:
     assert render.sections(tmp_path) == []
 
 
+def block(timelines: ModuleType, gather: ModuleType) -> dict[str, object]:
+    """A block's activities on a GPU, sorted into lanes: names and streams as torch's profiler has them."""
+    activity = gather.Activity
+    found = [
+        activity("spin_kernel", 7, -90e3, -20e3, 0), activity("ncclDevKernel_AllReduce", 9, -20e3, -1e3, 0),
+        activity("Memcpy DtoD", 7, 0, 30e3, 1 << 26), activity("Memcpy PtoP", 20, 10e3, 200e3, 1 << 26),
+        activity("gemm", 7, 30e3, 400e3, 0), activity("gemm", 7, 400e3, 700e3, 0),
+        activity("silu_kernel", 7, 700e3, 720e3, 0), activity("mul_kernel", 7, 720e3, 740e3, 0),
+        activity("gemm", 7, 740e3, 1100e3, 0), activity("Memcpy PtoP", 22, 900e3, 1150e3, 1 << 25),
+        activity("add_parts", 7, 1150e3, 1200e3, 0), activity("Memcpy HtoD", 7, 1, 2, 64),
+    ]  # fmt: skip
+    return timelines.lanes(found, 0)
+
+
+def test_the_timeline_of_a_block(render: ModuleType, tmp_path: Path) -> None:
+    timelines, gather = importlib.import_module("mlp_timeline"), importlib.import_module("gather_timeline")
+    lanes = block(timelines, gather)
+    assert {lane: len(of) for lane, of in lanes.items()} == {
+        "gather: w1, w3": 2, "w2, and publish": 1, "silu, sum": 3, "own rows": 1, "rows of others": 1,
+        "sums of others": 1,
+    }  # fmt: skip
+    rows = [
+        {"rank": rank, "lane": lane, "spans": [timelines._microseconds(one, 0) for one in of]}
+        for rank in range(2) for lane, of in lanes.items()
+    ]  # fmt: skip
+    data = {**ABOUT, "tokens": 8192, "ms": timelines._end(lanes) / 1e6, "rows": rows}
+    (tmp_path / "gpu_mlp_timeline_x2_h200.json").write_text(json.dumps(data), encoding="utf-8")
+    (text,) = render.sections(tmp_path)
+    assert text.startswith("## The timeline of an MLP block, 2 x H200")
+    assert "8192 tokens, in 1.200 ms, as profiled" in text
+    assert "Of rank 0's 0.440 ms of copies from its peers 84% lie beside a matmul" in text  # 170 + 200 of 440
+    render.LANES.plots(tmp_path, tmp_path / "images")
+    assert (tmp_path / "images" / "mlp_x2_h200.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_block_is_said_aloud(render: ModuleType) -> None:
+    timelines, gather = importlib.import_module("mlp_timeline"), importlib.import_module("gather_timeline")
+    with pytest.raises(RuntimeError, match=r"rank 3: 1 matmuls and 0 copies of rows; a block has 3, and some. Kernels"):
+        timelines.lanes([gather.Activity("gemm", 7, 0, 1, 0)], 3)
+
+
 def event(kind: str, stream: int, begin: float, length: float, size: int = 0) -> dict[str, object]:
     """As torch's profiler writes it: microseconds."""
     more = {"stream": stream} | ({"bytes": size} if kind == "gpu_memcpy" else {})

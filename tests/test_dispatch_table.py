@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import dispatch_table as made_by  # noqa: E402
 
-RECORDS = sorted((BENCHMARKS / "results").glob("gpu_all_gather_x*.json"))
+RECORDS = [x for op in ("gather", "reduce") for x in sorted((BENCHMARKS / "results").glob(f"gpu_all_{op}_x*.json"))]
 
 
 def record(op="all_gather_matmul", **ms):

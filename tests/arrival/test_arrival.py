@@ -67,10 +67,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("signals", "error", "message"),
         [
-            ([0, 0, 0], TypeError, "signals: list; it is a torch tensor of int32"),
-            (words.long(), TypeError, "signals: dtype torch.int64; signal words are torch.int32"),
-            (words.float(), TypeError, "signals: dtype torch.float32; signal words are torch.int32"),
-            (words.bool(), TypeError, "signals: dtype torch.bool; signal words are torch.int32"),
+            ([0, 0, 0], TypeError, "signals: list; it is a torch tensor of int32 or uint32"),
+            (words.long(), TypeError, "signals: dtype torch.int64; signal words are torch.int32 or torch.uint32"),
+            (words.float(), TypeError, "signals: dtype torch.float32; signal words are torch.int32 or torch.uint32"),
+            (words.bool(), TypeError, "signals: dtype torch.bool; signal words are torch.int32 or torch.uint32"),
             (words[:2], ValueError, "signals: shape (2,); there is one word a chunk: (3,)"),
             (words.view(1, 3), ValueError, "signals: shape (1, 3); there is one word a chunk: (3,)"),
             (words[0], ValueError, "signals: shape (); there is one word a chunk: (3,)"),

@@ -32,7 +32,7 @@ def raised(call) -> str:
     return "nothing"
 
 
-def gathers(rank, world, cases):
+def gathers(rank, world, cases, group=None):
     """Each case against all shards side by side, multiplied by torch."""
     for shape, dim, columns, dtype, form, extra in cases:
         dtype = getattr(torch, dtype)
@@ -51,7 +51,7 @@ def gathers(rank, world, cases):
             scale_b = [random(80 + i, 1 if one else n).abs() + 0.5 for i, n in enumerate(columns)]
         a, outs = tsd.all_gather_matmul(
             shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form, return_a=True,
-            **options,
+            group=group, **options,
         )  # fmt: skip
         assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
         for i, out in enumerate(outs):
@@ -66,7 +66,7 @@ def gathers(rank, world, cases):
     return True
 
 
-def scatters(rank, world, cases):
+def scatters(rank, world, cases, group=None):
     """Each case against the sum of all ranks' products in float64; twice, with the same bits."""
     for rows, dim, k, n, dtype, form, reduce_op, bias in cases:
         dtype = getattr(torch, dtype)
@@ -80,7 +80,7 @@ def scatters(rank, world, cases):
         if a.dim() > 2:  # as torch's compiler has what was gathered along a later dimension: no view has its rows
             a = a.transpose(0, 1).contiguous().transpose(0, 1)
         outs = [
-            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form)
+            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form, group=group)
             for _ in range(2)
         ]
         assert outs[0].equal(outs[1]), "other bits the second time"
@@ -99,6 +99,70 @@ def scatters(rank, world, cases):
             scale = 1 if norm is torch.amax else own[0].numel() ** 0.5
             assert norm(error) <= 2 * norm(theirs) + ulp * scale, (rows, dim, dtype, form)
     return True
+
+
+def reduces(rank, world, cases, group=None):
+    """Each case against the sum of all ranks' products in float64; every rank has the same."""
+    for rows, k, n, dtype, reduce_op, bias, scaled in cases:
+        dtype = getattr(torch, dtype)
+        inputs = [
+            (random(10 * r + 3, *rows, k).to(dtype), random(10 * r + 4, k, n).to(dtype)) for r in range(world)
+        ]  # fmt: skip
+        added = random(5, n) if bias else None
+        scales = (random(7, *rows, 1).abs() + 0.5, random(8, n).abs() + 0.5) if scaled else (None, None)
+        a, b = inputs[rank]
+        out = tsd.matmul_all_reduce(
+            a, b, reduce_op=reduce_op, bias=added, scale_a=scales[0], scale_b=scales[1], group=group
+        )
+        products = [x.double() @ y.double() for x, y in inputs]
+        if scaled:
+            products = [x * scales[0].double() * scales[1].double() for x in products]
+        over = world if reduce_op == "avg" else 1
+        exact = sum(products) / over + (added.double() if bias else 0)
+        travels = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        theirs = (sum(x.to(travels).float() for x in products) / over + (added if bias else 0)).to(travels)
+        assert out.dtype == travels
+        assert out.shape == exact.shape
+        if exact.numel():
+            ulp = torch.finfo(travels).eps * exact.abs().max()
+            error = (out.double() - exact).abs().max()
+            assert error <= 2 * (theirs.double() - exact).abs().max() + ulp, (rows, dtype, reduce_op)
+        everybody = [torch.empty_like(out) for _ in range(world)]
+        dist.all_gather(everybody, out)
+        assert all(x.equal(out) for x in everybody), "ranks have other bits"
+    return True
+
+
+def reduce_gradients(rank, world, group=None):
+    """Gradients against torch's own on all ranks' data at once; and compiled to one graph."""
+    operands = [[x.double().requires_grad_() for x in (random(r, 3, 4, 6), random(50 + r, 6, 5))] for r in range(world)]
+    bias = random(9, 5).double().requires_grad_()
+    a, b, own = (x.detach().clone().requires_grad_() for x in (*operands[rank], bias))
+    factors = [random(200 + r, 1).double() for r in range(world)]
+    compiled = torch.compile(
+        lambda a, b, bias: tsd.matmul_all_reduce(a, b, bias=bias, reduce_op="avg", group=group),
+        backend="aot_eager", fullgraph=True, disable=group is not None,
+    )  # fmt: skip
+    (factors[rank] * compiled(a, b, own).square().sum()).backward()
+    out = sum(x @ w for x, w in operands) / world + bias
+    expected = torch.autograd.grad(sum(factors) * out.square().sum(), operands[rank])
+    for x, y in zip((a, b), expected, strict=True):
+        assert torch.allclose(x.grad, y)
+    (of_bias,) = torch.autograd.grad(factors[rank] * (out.detach() - bias.detach() + bias).square().sum(), bias)
+    return torch.allclose(own.grad, of_bias)
+
+
+def reduce_refuses(rank, world):
+    a, b = torch.ones(4, 8), torch.ones(8, 6)
+    texts = [
+        raised(lambda: tsd.matmul_all_reduce(a, b, reduce_op="max")),
+        raised(lambda: tsd.matmul_all_reduce(a, [b])),
+        raised(lambda: tsd.matmul_all_reduce(a, torch.ones(7, 6))),
+        raised(lambda: tsd.matmul_all_reduce(a[0], b)),
+        raised(lambda: tsd.matmul_all_reduce(torch.ones(4 + rank, 8), b)),
+    ]
+    assert tsd.matmul_all_reduce(a, b).eq(8 * world).all(), "the group works on"
+    return texts, tsd.plan_matmul_all_reduce(a, b).explain()
 
 
 def iterates(rank, world, count):
@@ -173,7 +237,7 @@ def forgets(rank, world):
     return member() is None
 
 
-def gradients(rank, world, dim):
+def gradients(rank, world, dim, group=None):
     """Gradients against torch's own on all ranks' data at once."""
     shape = (3, 4, 6)
     for activation in (None, "relu", "silu"):
@@ -183,7 +247,7 @@ def gradients(rank, world, dim):
         mine = shards[rank].detach().clone().requires_grad_()
         ours = [w.detach().clone().requires_grad_() for w in (*weights, bias)]
         a, outs = tsd.all_gather_matmul(
-            mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True
+            mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True, group=group
         )
         # What each rank makes of the result is another thing, and they add up.
         factors = [random(200 + r, 1).double() for r in range(world)]
@@ -198,7 +262,7 @@ def gradients(rank, world, dim):
             assert torch.allclose(x.grad, factors[rank] * y)
         scattered = random(300 + rank, 4 * world, 6).double().requires_grad_()
         weight = random(400 + rank, 6, 5).double().requires_grad_()
-        out = tsd.matmul_reduce_scatter(scattered, weight, reduce_op="avg")
+        out = tsd.matmul_reduce_scatter(scattered, weight, reduce_op="avg", group=group)
         (factors[rank] * out).sum().backward()
         grad = torch.cat([factors[r].expand(4, 5) for r in range(world)]) / world
         assert torch.allclose(scattered.grad, grad @ weight.detach().T)

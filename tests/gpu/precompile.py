@@ -279,13 +279,27 @@ def gathered(
     return job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
 
 
-def published(device: DeviceProperties, m: int, n: int, k: int, rows: int, layout: str = "nt") -> Job | None:
+def of_publish(device: DeviceProperties) -> Iterator[Job | None]:
+    """Of `test_gpu_publish`: what publishes, and what reads it."""
+    import test_gpu_publish as publish
+
+    for m, n, k, rows, _ in publish.CASES:
+        yield published(device, m, n, k, rows)
+    others = [(4096, 1024, 512, 512, 512), (2048, 1024, 512, 512, 512)]  # two readers; words of the caller's
+    for m, hidden, n, k, rows in (*(chain[:5] for chain in publish.CHAINS), *others):
+        yield published(device, m, hidden, k, rows, schedule="dynamic")
+        yield job(device, Case(m, n, hidden, layout="nt"), rows=Chunks.uniform(m, rows))
+
+
+def published(
+    device: DeviceProperties, m: int, n: int, k: int, rows: int, layout: str = "nt", schedule: str = "auto"
+) -> Job | None:
     """What a matmul launches that publishes chunks of so many rows."""
     made = job(device, Case(m, n, k, layout=layout))
     if made is None:
         return None
     problem = replace(made.plan.problem, publishes=Incoming(Chunks.uniform(m, rows)))
-    plan = plan_problem(problem, device=device)
+    plan = plan_problem(problem, schedule=schedule, device=device)
     return made._replace(plan=plan) if plan.backend == "hopper" else None  # else: a launch a chunk
 
 
@@ -295,6 +309,7 @@ SECTIONS = {
     "arrival": (of_arrival_tests, of_hopper_arrival_tests),
     "copies": (of_copy_tests,),
     "benchmarks": (of_benchmarks,),
+    "publish": (of_publish,),
     "distributed": (of_distributed,),
 }
 

@@ -1,4 +1,7 @@
-"""Published outputs: a chunk that is signalled is there, whoever reads it; counts are left as they were found."""
+"""Published outputs: a chunk that is signalled is there, whoever reads it; counts are left as they were found.
+
+PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_publish.py
+"""
 
 from __future__ import annotations
 
@@ -69,3 +72,154 @@ def test_more_chunks_than_signals_are_refused():
     a, b = operands(256, 64, 64)
     with pytest.raises(ValueError, match="4 chunks to publish; there are signals for 2"):
         matmul_published(a, b, torch.empty(256, 64, device="cuda", dtype=a.dtype), Publication(2, a.device), 1, 64)
+
+
+# Public: publish=, and a matmul on another stream that reads ---------------------------------------------------------
+
+#: M, hidden, N, K, rows of a chunk, pivot: many waves, one wave, tails, chunks smaller than a tile.
+CHAINS = [
+    (8192, 4096, 1024, 1024, 1024, 3), (1024, 512, 256, 512, 256, 1), (1000, 776, 264, 512, 250, 2),
+    (300, 256, 256, 256, 40, 5),
+]  # fmt: skip
+
+
+def weight(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(n, k, device="cuda").to(dtype).t() / k**0.5
+
+
+def streams(count: int) -> list[torch.cuda.Stream]:
+    torch.cuda.synchronize()
+    return [torch.cuda.Stream() for _ in range(count)]
+
+
+@pytest.mark.parametrize(("m", "hidden", "n", "k", "rows", "pivot"), CHAINS)
+def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
+    a, w, w2 = torch.randn(m, k, device="cuda").bfloat16(), weight(k, hidden), weight(hidden, n)
+    publish = ts.Arrival.uniform(rows, -(-m // rows), pivot, device="cuda")
+    h, (producer, consumer) = torch.empty(m, hidden, device="cuda", dtype=a.dtype), streams(2)
+    inputs = [a, -2 * a]
+    expected, wrong = [(x @ w) @ w2 for x in inputs], torch.zeros((), device="cuda")
+    torch.cuda.synchronize()
+    for i in range(40):
+        a = inputs[i // 2 % 2]
+        with torch.cuda.stream(producer):
+            if i % 2:  # else what the reader of the epoch before still reads is written by the matmul alone
+                producer.wait_stream(consumer)
+                h.fill_(float("nan"))
+            if i % 4 == 1:
+                torch.cuda._sleep(2_000_000)  # the reader is issued long before the matmul begins
+            assert ts.matmul(a, w, out=h, publish=publish) is h
+        with torch.cuda.stream(consumer):
+            if i % 4 == 2:
+                torch.cuda._sleep(2_000_000)
+            y = ts.matmul(h, w2, arrival=publish, deadline=10)
+            wrong = torch.maximum(wrong, (y.float() - expected[i // 2 % 2].float()).abs().nan_to_num(torch.inf).max())
+        publish.advance()
+    torch.cuda.synchronize()
+    ts.check()
+    assert wrong < 0.25, wrong
+    check(h, Maths(a, w))
+    check(y, Maths(h, w2))
+
+
+def test_two_readers_and_a_neighbour():
+    a, w, w2 = torch.randn(4096, 512, device="cuda").bfloat16(), weight(512, 1024), weight(1024, 512)
+    publish = ts.Arrival.uniform(512, 8, device="cuda")
+    (first, second, other), x = streams(3), torch.randn(4096, 4096, device="cuda").bfloat16()
+    for _ in range(20):
+        with torch.cuda.stream(other):
+            x @ x
+        h = ts.matmul(a, w, publish=publish)
+        ys = []
+        for stream in (first, second):
+            with torch.cuda.stream(stream):
+                ys.append(ts.matmul(h, w2, arrival=publish, deadline=10))
+        publish.advance()
+    torch.cuda.synchronize()
+    ts.check()
+    for y in ys:
+        check(y, Maths(h, w2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32], ids=str)
+def test_words_of_the_callers(dtype):
+    a, w, w2 = torch.randn(2048, 512, device="cuda").bfloat16(), weight(512, 1024), weight(1024, 512)
+    words = torch.zeros(4, dtype=dtype, device="cuda")
+    publish, (producer, consumer) = ts.Arrival.uniform(512, 4, signals=words), streams(2)
+    for _ in range(20):
+        with torch.cuda.stream(producer):
+            h = ts.matmul(a, w, publish=publish)
+        with torch.cuda.stream(consumer):
+            y = ts.matmul(h, w2, arrival=publish, deadline=10)
+    torch.cuda.synchronize()
+    ts.check()
+    assert words.view(torch.int32).tolist() == [0] * 4, "the reader has seen them, and zeroed them"
+    check(y, Maths(h, w2))
+    ts.matmul(a, w, publish=publish)
+    torch.cuda.synchronize()
+    assert words.view(torch.int32).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("kind", ["ragged", "batches", "odd", "float32"])
+def test_what_is_published_a_launch_a_chunk_is_read_behind_the_last(kind):
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    k, hidden = (129, 130) if kind == "odd" else (128, 128)
+    a = torch.randn(*((3, 100) if kind == "batches" else (300,)), k, device="cuda").to(dtype)
+    w, w2 = weight(k, hidden, dtype), weight(hidden, 64, dtype)
+    if kind == "batches":
+        w = w.expand(3, -1, -1) + torch.randn(3, 1, 1, device="cuda").to(dtype)
+    bounds = [0, 7, 7, 180, 300]
+    publish = (
+        ts.Arrival.ragged(bounds, 2, device="cuda") if kind == "ragged"
+        else ts.Arrival.uniform(90, 4, 1, device="cuda")
+    )  # fmt: skip
+    residual = torch.randn(*a.shape[:-1], hidden, device="cuda").to(dtype)
+    producer, consumer = streams(2)
+    for _ in range(10):
+        with torch.cuda.stream(producer):
+            h = ts.matmul(a, w, residual=residual, activation="gelu", publish=publish)
+        with torch.cuda.stream(consumer):
+            y = ts.matmul(h, w2, arrival=publish, deadline=10)
+        publish.advance()
+    torch.cuda.synchronize()
+    ts.check()
+    check(h, Maths(a, w, residual=residual, activation="gelu"))
+    check(y, Maths(h, w2))
+
+
+def test_in_a_graph_the_reader_comes_behind_the_matmul():
+    a, w, w2 = torch.randn(2048, 512, device="cuda").bfloat16(), weight(512, 1024), weight(1024, 512)
+    publish, consumer = ts.Arrival.uniform(512, 4, device="cuda"), streams(1)[0]
+    h = ts.matmul(a, w, publish=publish)
+    with torch.cuda.stream(consumer):
+        ts.matmul(h, w2, arrival=publish, deadline=10)
+    publish.advance()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h = ts.matmul(a, w, publish=publish)
+        consumer.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(consumer):
+            y = ts.matmul(h, w2, arrival=publish, deadline=10)
+        torch.cuda.current_stream().wait_stream(consumer)
+    for _ in range(5):
+        a.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        ts.check()
+        check(h, Maths(a, w))
+        check(y, Maths(h, w2))
+
+
+def test_a_reader_that_was_issued_first_is_refused_and_comes_to_its_end():
+    a, w, w2 = torch.randn(512, 256, device="cuda").bfloat16(), weight(256, 256), weight(256, 256)
+    publish, h = ts.Arrival.uniform(128, 4, device="cuda"), torch.zeros(512, 256, device="cuda").bfloat16()
+    producer, consumer = streams(2)
+    with torch.cuda.stream(consumer):
+        y = ts.matmul(h, w2, arrival=publish, deadline=0.5)
+    with torch.cuda.stream(producer), pytest.raises(RuntimeError, match="was issued before the matmul that signals it"):
+        ts.matmul(a, w, out=h, publish=publish)
+    torch.cuda.synchronize()
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.check()
+    assert y.isnan().all()

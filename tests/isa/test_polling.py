@@ -31,6 +31,27 @@ def test_a_loop_as_it_should_be(look):
     assert not faults([*FIRST_LANE, f"{look} sc0 sc1", *LOOK[1:], *ALL_LANES, *REST])
 
 
+#: The worker's first thread looks: its mask is made before the loop, in registers that were used before.
+FIRST_THREAD = ["s_and_saveexec_b64 s[20:21], s[22:23]", "s_and_saveexec_b64 s[24:25], s[0:1]"]
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "right"),
+    [
+        (["v_cmp_eq_u32_e64 s[0:1], 0, v0"], [], True),
+        (["s_load_dwordx2 s[0:1], s[4:5], 0x130", "v_cmp_eq_u32_e64 s[0:1], 0, v0"], [], True),
+        (["v_cmp_eq_u32_e64 s[0:1], 0, v0", "s_mov_b64 s[0:1], -1"], [], False),
+        (["v_cmp_eq_u32_e64 s[0:1], 0, v0"], ["s_mov_b64 s[0:1], -1"], False),
+        ([], [], False),
+    ],
+)
+def test_the_mask_of_the_first_thread(before, inside, right):
+    loop = text([*FIRST_THREAD, *LOOK, *ALL_LANES, *REST, *inside])
+    head, rest = loop.split(".LBB", 1)
+    made = head + "".join(f"\t{line}\n" for line in before) + ".LBB" + rest
+    assert polling_faults(amdgcn.parse(made)) == ([] if right else ["many lanes: global_load_dword"])
+
+
 @pytest.mark.parametrize(
     ("lines", "fault"),
     [

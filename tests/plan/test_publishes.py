@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+import tilestream as ts
 from tilestream.arrival.chunks import Chunks, chunk_of, rows_in
 from tilestream.kernels.hopper.arguments import Arguments
 from tilestream.kernels.portable.arguments import Layout
@@ -77,9 +79,8 @@ def test_a_tile_in_two_chunks_comes_with_the_first_which_waits_for_it():
     ("change", "says"),
     [
         ({"rows": Incoming(Chunks.uniform(1000, 10))}, "an operand arrives, too"),
-        ({"batch": 2}, "for 2 outputs of 1000 rows"),
+        ({"batch": 2}, "chunks of 1000 rows for 2 outputs of 1000 rows"),
         ({"publishes": Incoming(Chunks.uniform(999, 10))}, "chunks of 999 rows"),
-        ({"publishes": Incoming(Chunks((0, 5, 1000)))}, "ragged chunks"),
     ],
 )
 def test_what_is_not_published_is_refused(change, says):
@@ -95,7 +96,44 @@ def test_more_than_the_kernel_counts_is_refused_by_it():
         plan_problem(asked, device=H100, backend="hopper")
 
 
-def test_no_other_backend_takes_such_a_problem_and_says_nothing():
-    for more in ({"device": H100, "backend": "portable"}, {}):
-        with pytest.raises(NotImplementedError, match=r"publishes: the (portable|cpu) kernel signals no chunk"):
-            plan_problem(problem(), **more)
+def test_no_other_kernel_takes_such_a_problem_and_says_nothing():
+    with pytest.raises(NotImplementedError, match=r"publishes: the portable kernel signals no chunk"):
+        plan_problem(problem(), device=H100, backend="portable")
+
+
+def test_chunks_that_the_kernel_does_not_publish_are_refused_by_it():
+    ragged = Problem(1000, 900, 512, dtype="bfloat16", publishes=Incoming(Chunks((0, 5, 1000))))
+    batches = Problem(100, 900, 512, 10, dtype="bfloat16", publishes=Incoming(Chunks.uniform(1000, 250)))
+    for asked, why in ((ragged, "these are ragged"), (batches, "there are 10")):
+        asked = replace(asked, out_dtype="bfloat16")
+        assert why in hopper.refusal(asked, H100)
+        with pytest.raises(NotImplementedError, match=why):
+            plan_problem(asked, device=H100)
+
+
+def test_where_no_kernel_publishes_the_plan_says_why_and_is_the_whole_s():
+    ragged = ts.Arrival.ragged([0, 5, 8192])
+    made = ts.plan(8192, 4096, 4096, dtype="bfloat16", device="h100", layout="nt", publish=ragged)
+    assert made.problem.publishes is None
+    assert "refused   one launch: publishes: " in made.explain()
+    assert "these are ragged): launch them one by one, each signalled behind it" in made.explain()
+
+
+def test_a_plan_that_publishes_is_run_by_the_op_alone():
+    torch = pytest.importorskip("torch")
+    made = ts.plan(50, 20, 30, publish=ts.Arrival.uniform(13, 4))
+    assert made.problem.publishes is not None
+    with pytest.raises(ValueError, match=r"plan.run: the plan signals the chunks of its result, for which nobody"):
+        made.run(torch.ones(50, 30), torch.ones(30, 20))
+
+
+def test_a_published_plan_is_dynamic_whatever_would_be_faster():
+    """One worker of it comes to the end; a static one waits for SMs that a reader may hold."""
+    for m in (512, 8192):
+        alone = ts.plan(m, 256, 4096, dtype="bfloat16", device="h100", layout="nt")
+        made = ts.plan(m, 256, 4096, dtype="bfloat16", device="h100", layout="nt", publish=ts.Arrival.uniform(m, 1))
+        assert made.schedule.kind == "dynamic"
+        if m == 512:
+            assert alone.schedule.kind != "dynamic"
+    with pytest.raises(ValueError, match=r"publish: 3 chunks of 100 rows bring 201 to 300 rows, the result has 512"):
+        ts.plan(512, 256, 256, publish=ts.Arrival.uniform(100, 3))

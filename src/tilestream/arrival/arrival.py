@@ -21,7 +21,8 @@ class Arrival:
     input seen as a matrix: an ``[B, M, K]`` activation has ``B * M`` of them.
 
     Whoever fills the input calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
-    each tile when its rows are there. The next epoch of the same buffers begins with `advance`.
+    each tile when its rows are there. Where it is another matmul that fills it, that one is given the same arrival as
+    ``publish=``, and signals. The next epoch of the same buffers begins with `advance`.
 
     Examples
     --------
@@ -76,7 +77,8 @@ class Arrival:
         pivot
             The chunk to start from; the others follow in order and wrap around.
         signals
-            Your own signal words, ``int32[num_chunks]`` on the input's device: 0 not arrived, anything else arrived.
+            Your own signal words, ``[num_chunks]`` of int32 or uint32 on the input's device: 0 not arrived, anything
+            else arrived.
             They are zeroed by the call that has seen them all, those of chunks without rows included. After an
             `ArrivalTimeout` they are left as they are: call `reset` when your producers have stopped. None: tilestream
             keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours.
@@ -246,21 +248,24 @@ class Arrival:
         return f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, {where}, epoch={self.epoch})"
 
 
-def chunks_of(rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int]) -> Chunks:
-    """The chunks described by an arrival's integers, checked against the rows of the input they are for."""
+def chunks_of(
+    rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int], argument: str = "arrival",
+    whose: str = "the input",
+) -> Chunks:  # fmt: skip
+    """The chunks described by an arrival's integers, checked against the rows that they are of."""
     if not rows_per_chunk:
         chunks = Chunks(tuple(bounds))
         if chunks.rows != rows:
             raise ValueError(
-                f"arrival: its bounds end at row {chunks.rows}, the input has {rows} rows; the last bound is the "
+                f"{argument}: its bounds end at row {chunks.rows}, {whose} has {rows} rows; the last bound is the "
                 "number of rows"
             )
         return chunks
     chunks = Chunks.uniform(rows, rows_per_chunk)
     if chunks.count != num_chunks:
         raise ValueError(
-            f"arrival: {num_chunks} chunks of {rows_per_chunk} rows bring {(num_chunks - 1) * rows_per_chunk + 1} to "
-            f"{num_chunks * rows_per_chunk} rows, the input has {rows}; it takes num_chunks={chunks.count}"
+            f"{argument}: {num_chunks} chunks of {rows_per_chunk} rows bring {(num_chunks - 1) * rows_per_chunk + 1} "
+            f"to {num_chunks * rows_per_chunk} rows, {whose} has {rows}; it takes num_chunks={chunks.count}"
         )
     return chunks
 
@@ -282,7 +287,7 @@ def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | tor
             raise NotImplementedError(f"device={str(device)!r}; torch sees no GPU here: leave device= away")
         if str(where) == "cuda":
             where = torch.device("cuda", torch.cuda.current_device())
-        return DeviceSignals(num_chunks, where, words)
+        return DeviceSignals(num_chunks, where, None if words is None else words.view(torch.int32))
     if where.type != "cpu":
         raise NotImplementedError(f"device={str(device)!r}; inputs arrive on the CPU and on CUDA and ROCm GPUs")
     return Signals(num_chunks, None if words is None else _words(words))
@@ -299,9 +304,9 @@ def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:
     import torch
 
     if not isinstance(signals, torch.Tensor):
-        raise TypeError(f"signals: {type(signals).__name__}; it is a torch tensor of int32")
-    if signals.dtype != torch.int32:
-        raise TypeError(f"signals: dtype {signals.dtype}; signal words are torch.int32")
+        raise TypeError(f"signals: {type(signals).__name__}; it is a torch tensor of int32 or uint32")
+    if signals.dtype not in (torch.int32, torch.uint32):
+        raise TypeError(f"signals: dtype {signals.dtype}; signal words are torch.int32 or torch.uint32")
     if signals.device.type == "meta":
         raise ValueError("signals: on the meta device, which has no memory; they are on the input's device")
     if tuple(signals.shape) != (num_chunks,):

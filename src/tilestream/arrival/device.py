@@ -8,6 +8,11 @@ signal goes to a second set of words, as the value 1, and the captured launch th
 (invariant 4): one launch a graph, then. So it is with a caller's own words. After a launch in which a chunk was missing
 such words may hold anything: it sets the quarantine word, and they are not to be had again before `reset`
 (invariant 6).
+
+Where a matmul on the same GPU signals the chunks (``publish=``), whoever reads them must not take the SMs that it still
+needs (invariant 10). So it is issued first, and a reader's stream goes on when it has begun: when its first chunk is
+signalled, before which there would be nothing to do. Its schedule is dynamic, so that one worker of it is enough to
+come to its end. Where one launch is not all of it, the reader's stream waits for the last one's end.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from tilestream.arrival.copy_items import CopyArguments
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import capture_id, stream_write
+from tilestream.runtime.driver import capture_id, stream_wait, stream_write
 from tilestream.runtime.streams import aside
 
 #: Words that captured launches and signals know by address: a graph may live for ever.
@@ -49,6 +54,43 @@ class GateWords(NamedTuple):
     quarantine: torch.Tensor
     epoch: int
     key: int
+
+
+class PublishWords(NamedTuple):
+    """What a launch is told that signals the chunks of its output.
+
+    Attributes
+    ----------
+    signals, counts
+        ``int32[chunks]`` each.
+    epoch
+        What a signal is written as.
+    """
+
+    signals: torch.Tensor
+    counts: torch.Tensor
+    epoch: int
+
+
+class _Published(NamedTuple):
+    """A matmul that signals the chunks of an epoch, as those who read them must know it.
+
+    Attributes
+    ----------
+    epoch, stream, end
+        Which, on which stream, and behind its last launch.
+    first
+        The address of the signal that says that it has begun, and what it is then at least; None where only the end
+        says so.
+    graph
+        The capture that it is in; 0 outside.
+    """
+
+    epoch: int
+    stream: int
+    end: torch.cuda.Event
+    first: tuple[int, int] | None
+    graph: int
 
 
 class _Last(NamedTuple):
@@ -99,6 +141,9 @@ class DeviceSignals(Signals):
         self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
         self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's launches
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
+        self._counts: torch.Tensor | None = None
+        self._published: _Published | None = None
+        self._readers: dict[int, torch.cuda.Stream] = {}  # of a caller's own words, since they were published
         self._captures: set[int] = set()
         self._streamed = False
         self._copies: KernelCopies | None = None
@@ -133,6 +178,7 @@ class DeviceSignals(Signals):
         """
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
+        self._come_behind(stream)
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)
@@ -188,6 +234,99 @@ class DeviceSignals(Signals):
                 return  # torch synchronises before it captures: they are zeroed
             stream.wait_event(self._zeroed)
             self._streams.add(stream.cuda_stream)
+
+    # A matmul that publishes ---------------------------------------------------------------------------------------
+
+    def publish(self) -> PublishWords:
+        """What a launch on the current stream is told that signals this epoch; `published` says that it was issued.
+
+        It comes behind the launches that wait for earlier epochs: it may write what they read.
+
+        Raises
+        ------
+        ValueError
+            If a chunk of this epoch is signalled already.
+        RuntimeError
+            If a launch waits for it already: it may hold the SMs that the matmul would need.
+        """
+        with self._bell:
+            stream, captured = torch.cuda.current_stream(self._device), torch.cuda.is_current_stream_capturing()
+            self._settle(stream)
+            if self._theirs is None and not captured:
+                if self._users:
+                    raise RuntimeError(
+                        f"publish: a launch that waits for epoch {self._epoch} was issued before the matmul that "
+                        "signals it, and may hold the SMs that this one needs; issue them in the other order"
+                    )
+                self._check_unpublished([chunk for chunk, epoch in enumerate(self._issued) if epoch >= self._epoch])
+            if captured:
+                # One set of counts a captured launch: a replay may run beside an eager one.
+                counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+                words = self._captured if self._theirs is None else self._theirs
+                _captured_stores.extend((counts, self._store, words))
+                return PublishWords(words, counts, 1)
+            if self._counts is None:
+                with torch.inference_mode(False):
+                    self._counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+            self._counts.record_stream(stream)
+            before = [self._published.end] if self._published is not None and not self._published.graph else []
+            before += {last.event for last in self._last if last is not None and last.stream != stream.cuda_stream}
+            for event in (*before, *self._over.values()):
+                stream.wait_event(event)
+            if self._theirs is None:
+                return PublishWords(self._eager, self._counts, self._epoch)
+            for reader in self._readers.values():  # it zeroes them at its end
+                stream.wait_stream(reader)
+            self._readers.clear()
+            self._theirs.record_stream(stream)
+            return PublishWords(self._theirs, self._counts, 1)
+
+    @property
+    def by_matmul(self) -> bool:
+        """Whether it is a matmul that signals."""
+        return self._published is not None
+
+    def published(self, first: int | None) -> None:
+        """The launch was issued, or the last of several, and nothing after it on this stream.
+
+        Parameters
+        ----------
+        first
+            The chunk that it begins with, where one launch with a dynamic schedule does it all; else None.
+        """
+        with self._bell:
+            stream, graph = torch.cuda.current_stream(self._device), 0
+            captured = torch.cuda.is_current_stream_capturing()
+            end = torch.cuda.Event()
+            end.record(stream)
+            begun = None
+            if captured:
+                graph = capture_id(stream.cuda_stream)
+            elif self._theirs is None:
+                self._issued = [self._epoch] * self._count
+                self._last = [_Last(stream.cuda_stream, end)] * self._count
+                begun = None if first is None else (self._eager.data_ptr() + 4 * first, self._epoch)
+            elif first is not None:
+                begun = self._theirs.data_ptr() + 4 * first, 1
+            self._published = _Published(self._epoch, stream.cuda_stream, end, begun, graph)
+
+    def _come_behind(self, stream: torch.cuda.Stream) -> None:
+        """Before a launch on ``stream`` that reads what a matmul of this GPU publishes: it has begun by then."""
+        found = self._published
+        if found is None or (self._theirs is None and found.epoch != self._epoch):
+            return
+        captured = torch.cuda.is_current_stream_capturing()
+        if bool(found.graph) != captured or (captured and found.graph != capture_id(stream.cuda_stream)):
+            return  # the other one's words are others, or another replay's
+        zeroed = bool(self._readers)  # by the reader before, perhaps: not a word to wait for without a bound
+        if self._theirs is not None and not captured:
+            self._readers[stream.cuda_stream] = stream
+        if found.stream == stream.cuda_stream:
+            return
+        if found.first is None or zeroed:
+            stream.wait_event(found.end)
+        else:
+            stream_wait(stream.cuda_stream, *found.first)
 
     # Producers -----------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,23 @@ class Signals:
         if not 0 <= chunk < self._count:
             raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
 
+    def begin_publishing(self) -> int:
+        """A matmul is about to signal each chunk of the present epoch. Returns the epoch that it signals.
+
+        Raises
+        ------
+        ValueError
+            If a chunk of it is signalled already: a reader would take what is being overwritten.
+        """
+        with self._bell:
+            self._check_unpublished([chunk for chunk, there in enumerate(self.state()) if there])
+            return self._epoch
+
+    def _check_unpublished(self, signalled: Sequence[int]) -> None:
+        if signalled:
+            way = "arrival.advance() begins the next one" if self._own else "zero your words: arrival.reset()"
+            raise ValueError(f"publish: chunk {signalled[0]} of epoch {self._epoch} is signalled already; {way}")
+
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
         with self._bell:

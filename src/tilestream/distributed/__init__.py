@@ -12,6 +12,7 @@ from tilestream.runtime.errors import GroupBroken
 
 if TYPE_CHECKING:
     from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
+    from tilestream.distributed.all_reduce import matmul_all_reduce, plan_matmul_all_reduce
     from tilestream.distributed.async_tp import AsyncTP, async_tp
     from tilestream.distributed.modules import ColumnParallelLinear, RowParallelLinear
     from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
@@ -22,6 +23,8 @@ _LAZY = {
     "AsyncTP": "tilestream.distributed.async_tp",
     "async_tp": "tilestream.distributed.async_tp",
     "all_gather_matmul": "tilestream.distributed.all_gather",
+    "matmul_all_reduce": "tilestream.distributed.all_reduce",
+    "plan_matmul_all_reduce": "tilestream.distributed.all_reduce",
     "matmul_reduce_scatter": "tilestream.distributed.reduce_scatter",
     "plan_all_gather_matmul": "tilestream.distributed.all_gather",
     "plan_matmul_reduce_scatter": "tilestream.distributed.reduce_scatter",
@@ -34,8 +37,10 @@ __all__ = [
     "RowParallelLinear",
     "all_gather_matmul",
     "async_tp",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "plan_all_gather_matmul",
+    "plan_matmul_all_reduce",
     "plan_matmul_reduce_scatter",
 ]
 

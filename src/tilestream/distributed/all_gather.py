@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
 from tilestream.distributed.collective import gather_whole
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.members import Member, member_of, name_of
+from tilestream.distributed.members import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.whole import Product, Whole
@@ -32,7 +31,7 @@ def all_gather_matmul(
     b: torch.Tensor | Sequence[torch.Tensor],
     *,
     gather_dim: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     bias: torch.Tensor | Tensors | None = None,
     activation: str | Sequence[str | None] | None = None,
     scale_a: torch.Tensor | None = None,
@@ -58,7 +57,9 @@ def all_gather_matmul(
     gather_dim
         The dimension that is cut. Any before the last overlaps, and is gathered without a copy; the last does not.
     group
-        The process group; None: the default one. Of at most 8 ranks.
+        The process group; None: the default one. Of at most 8 ranks. Or a `torch.distributed.DeviceMesh`: of one
+        dimension its group; of two, for ranks on several nodes, all its ranks in its order, ``(nodes, ranks of one)``.
+        Then what comes from other nodes is sent there once, and passed on inside the node: see the guide.
     bias, activation, scale_b
         As for `tilestream.matmul`; a list with one for each ``b``, or one activation for all.
     scale_a
@@ -111,7 +112,7 @@ def plan_all_gather_matmul(
     b: torch.Tensor | Sequence[torch.Tensor],
     *,
     gather_dim: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     scale_a: torch.Tensor | None = None,
     form: Form = "auto",
 ) -> DistributedPlan:
@@ -121,7 +122,9 @@ def plan_all_gather_matmul(
     checks.check_form(OP, form)
     checks.check_devices(OP, a_shard, b=operands.bs, scale_a=[scale_a])
     a_shard, *bs = autocast(Options(OP), a_shard, *operands.bs)
-    return prepare(member_of(OP, group), a_shard, operands._replace(bs=bs), gather_dim, scale_a, None, True, form).plan
+    *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
+    plan = prepare(inside, a_shard, operands._replace(bs=bs), gather_dim, scale_a, None, True, form).plan
+    return plan.over(between[0].world) if between else plan
 
 
 def _plan(
@@ -165,9 +168,12 @@ def _scales_of_rows(a_shard: torch.Tensor, scale_a: torch.Tensor | None, shards:
 
 def prepare(
     member: Member, a_shard: torch.Tensor, operands: Operands, dim: int, scale_a: torch.Tensor | None,
-    out_dtype: torch.dtype | None, fast_accum: bool, form: Form,
+    out_dtype: torch.dtype | None, fast_accum: bool, form: Form, into: Sequence[torch.Tensor] = (),
 ) -> Call:  # fmt: skip
-    """Check a call, and say how it is run. Nothing is sent."""
+    """Check a call, and say how it is run. Nothing is sent.
+
+    ``into``: where the products are written, ``[rows of all ranks, N]``; where it is empty, to new tensors.
+    """
     last = dim == a_shard.dim() - 1
     if last and scale_a is not None and scale_a.numel() > 1:
         raise ValueError(f"{OP}: scale_a has {scale_a.numel()} elements; with K cut (gather_dim={dim}) it has one")
@@ -182,12 +188,15 @@ def prepare(
         shards = Shards(1, member.world, math.prod(a_shard.shape[:-1]), a_shard.shape[-1])
     scales = None if last else _scales_of_rows(a_shard, scale_a, shards)
 
-    def product(b: torch.Tensor, bias: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str) -> Product:
+    def product(
+        b: torch.Tensor, bias: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str,
+        out: torch.Tensor | None,
+    ) -> Product:  # fmt: skip
         def compute(
             a: torch.Tensor, scale: torch.Tensor | None, arrival: Arrival | None, deadline: float
         ) -> torch.Tensor:
             options = Options(
-                OP, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
+                OP, out=out, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
                 scale_a=scale_a if last else scale, scale_b=scale_b, arrival=arrival,
                 deadline=None if arrival is None else deadline, fast_accum=fast_accum,
             )  # fmt: skip
@@ -195,7 +204,8 @@ def prepare(
 
         return compute
 
-    products = [product(*of) for of in zip(*operands, strict=True)]
+    places: Sequence[torch.Tensor | None] = into or [None] * len(operands.bs)
+    products = [product(*of) for of in zip(*operands, places, strict=True)]
     shard = Whole(a_shard.reshape(shards.batches, shards.rows, shards.width), scales)
     return Call(plan, shards, tuple(shape), shard, products)
 
@@ -203,19 +213,20 @@ def prepare(
 def run(
     member: Member, a_shard: torch.Tensor, operands: Operands, dim: int, scale_a: torch.Tensor | None,
     out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool, form: Form, deadline: float | None,
+    into: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """What the registered op does."""
+    """What the registered op does; ``into``: see `prepare`."""
     if a_shard.is_cuda:
         check_device(a_shard.device.index)  # an expiry says more than that the group is broken since
     member.check()
     seconds = checks.seconds_of(deadline, member, a_shard.device.type)
-    call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
+    call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form, into)
     with exit.call(), member.call(), torch.no_grad(), torch.autocast(a_shard.device.type, enabled=False):
         if a_shard.is_cuda:
             from tilestream.distributed.symmetric import reach
 
             if reach(member, call.plan, a_shard.device):
-                call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form)
+                call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form, into)
         if call.plan.transport == "symmetric memory" and call.plan.fused:
             from tilestream.distributed.copy_engines import gather_matmul
 

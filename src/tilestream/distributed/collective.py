@@ -6,7 +6,7 @@ By the group's own methods: what `torch.distributed` calls them changes from ver
 from __future__ import annotations
 
 import torch
-from torch.distributed import ReduceScatterOptions
+from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from tilestream.distributed.greeting import GREETING_BYTES, differ
 from tilestream.distributed.members import Member
@@ -87,6 +87,21 @@ def reduce_parts(member: Member, plan: DistributedPlan, parts: torch.Tensor) -> 
     """``[world, ...]`` on each rank to the sum over all ranks of this rank's part, by the group's reduce-scatter."""
     agree(member, plan, parts.device)
     return sum_of_parts(member, parts)
+
+
+def all_reduce(member: Member, plan: DistributedPlan, x: torch.Tensor) -> torch.Tensor:
+    """The sum of ``x`` over all ranks, by the group's all-reduce, into ``x`` where that can be."""
+    agree(member, plan, x.device)
+    return reduced(member, x.contiguous())
+
+
+def reduced(member: Member, x: torch.Tensor) -> torch.Tensor:
+    """As `all_reduce`, between ranks that know that they agree."""
+    if not x.numel() or member.world == 1:
+        return x
+    sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _by_the_cpu(member, x) else x
+    member.group.allreduce([sent], AllreduceOptions()).wait()
+    return sent.to(x)
 
 
 def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:

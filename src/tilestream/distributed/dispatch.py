@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from tilestream.distributed.protocol import Way
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Form = Literal["auto", "fused", "unfused"]
 #: What a caller may ask for as ``form=``.
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -101,7 +101,7 @@ def gather_matmul(
         return [product(data, scales, arrival, max(end - time.perf_counter(), 1e-3)) for product in products]
 
     try:
-        return _exchanging(member, exchange, compute)
+        return exchanging(member, exchange, compute)
     except ArrivalTimeout as error:
         if error.rank is not None:
             raise
@@ -112,7 +112,7 @@ def gather_matmul(
         ) from error.__cause__
 
 
-def _exchanging(member: Member, exchange: Exchange, compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+def exchanging(member: Member, exchange: Exchange, compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
     """``compute``, and the exchange that it goes with; whatever happens, no thread is left when this returns."""
     try:
         exchange.start()
@@ -214,7 +214,7 @@ def matmul_scatter(
             raise
         return []
 
-    _exchanging(member, exchange, compute)
+    exchanging(member, exchange, compute)
     total = torch.zeros_like(own)
     for peer in range(world):  # in the order of the ranks, on each rank: the same bits each time
         total += own if peer == rank else received[:, peer]

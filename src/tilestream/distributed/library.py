@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tilestream.distributed import all_gather, reduce_scatter
+from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.checks import Operands
-from tilestream.distributed.collective import sum_of_parts
-from tilestream.distributed.members import member_by_name, resolve
+from tilestream.distributed.hierarchy import Hierarchy, of_name, sum_of_shards
+from tilestream.distributed.members import world_of
 from tilestream.ops.library import _activation_backward, _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import worker_limit as limited
 
@@ -31,10 +31,19 @@ library.define(
     "int worker_limit) -> Tensor",
     tags=_alone,
 )
+library.define(
+    "matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group, Tensor? bias, Tensor? scale_a, Tensor? scale_b, "
+    "ScalarType? out_dtype, bool fast_accum, str form, float deadline, int worker_limit) -> Tensor",
+)
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
 
-GATHER, SCATTER = all_gather.OP, reduce_scatter.OP
+library.define("sum_over_ranks(Tensor x, str group) -> Tensor")
+library.impl("sum_over_ranks", lambda x, group: all_reduce.sum_over(group, x), "CompositeExplicitAutograd")
+torch.library.register_fake("tilestream::sum_over_ranks", lambda x, group: x.new_empty(x.shape), lib=library)
+matmul_all_reduce_op = torch.ops.tilestream.matmul_all_reduce.default
+
+GATHER, SCATTER, ALL = all_gather.OP, reduce_scatter.OP, all_reduce.OP
 
 
 def _deadline(seconds: float) -> float | None:
@@ -54,11 +63,12 @@ def _all_gather_matmul(
     deadline: float, worker_limit: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     operands = Operands(b, [x if x.numel() else None for x in bias], scale_b, activation)
+    more = (operands, gather_dim, scale_a, out_dtype, fast_accum, return_a, form, _deadline(deadline))
+    found = of_name(GATHER, group)
     with _limited(worker_limit):
-        return all_gather.run(
-            member_by_name(GATHER, group), a_shard, operands, gather_dim, scale_a, out_dtype, fast_accum, return_a,
-            form, _deadline(deadline),  # type: ignore[arg-type]
-        )  # fmt: skip
+        if isinstance(found, Hierarchy):
+            return hierarchy.all_gather_matmul(found, a_shard, *more)  # type: ignore[arg-type]
+        return all_gather.run(found, a_shard, *more)  # type: ignore[arg-type]
 
 
 def _matmul_reduce_scatter(
@@ -66,27 +76,35 @@ def _matmul_reduce_scatter(
     scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
     fast_accum: bool, form: str, deadline: float, worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
+    more = (reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum, form, _deadline(deadline))
+    found = of_name(SCATTER, group)
     with _limited(worker_limit):
-        return reduce_scatter.run(
-            member_by_name(SCATTER, group), a, b, scatter_dim, reduce_op, bias, scale_a, scale_b, out_dtype,
-            fast_accum, form, _deadline(deadline),  # type: ignore[arg-type]
-        )  # fmt: skip
+        if isinstance(found, Hierarchy):
+            return hierarchy.matmul_reduce_scatter(found, a, b, scatter_dim, *more)  # type: ignore[arg-type]
+        return reduce_scatter.run(found, a, b, scatter_dim, *more)  # type: ignore[arg-type]
+
+
+def _matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
+    form: str, deadline: float, worker_limit: int,
+) -> torch.Tensor:  # fmt: skip
+    more = (reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum, form, _deadline(deadline))
+    with _limited(worker_limit):
+        return all_reduce.run(of_name(ALL, group), a, b, *more)  # type: ignore[arg-type]
 
 
 for _device in ("CPU", "CUDA"):
+    library.impl("matmul_all_reduce", _matmul_all_reduce, _device)
     library.impl("all_gather_matmul", _all_gather_matmul, _device)
     library.impl("matmul_reduce_scatter", _matmul_reduce_scatter, _device)
-
-
-def _world(group: str) -> int:
-    return resolve(group).size()
 
 
 @torch.library.register_fake("tilestream::all_gather_matmul", lib=library)  # type: ignore[untyped-decorator]
 def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
     out_dtype, return_a = others[4], others[6]
     shape = list(a_shard.shape)
-    shape[gather_dim] *= _world(group)
+    shape[gather_dim] *= world_of(group)
     a = a_shard.new_empty(shape if return_a else 0)
     return a, [a_shard.new_empty((*shape[:-1], x.shape[1]), dtype=result_dtype(a_shard, out_dtype)) for x in b]
 
@@ -94,8 +112,13 @@ def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: 
 @torch.library.register_fake("tilestream::matmul_reduce_scatter", lib=library)  # type: ignore[untyped-decorator]
 def _(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, *others: Any) -> torch.Tensor:
     shape = [*a.shape[:-1], b.shape[1]]
-    shape[scatter_dim] //= _world(group)
+    shape[scatter_dim] //= world_of(group)
     return a.new_empty(shape, dtype=result_dtype(a, others[3]))
+
+
+@torch.library.register_fake("tilestream::matmul_all_reduce", lib=library)  # type: ignore[untyped-decorator]
+def _(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=result_dtype(a, others[5]))
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
@@ -140,7 +163,7 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
         summed, weights.mT, ctx.dim, "sum", ctx.group, None, None, None, None, True, *ctx.how
     )  # fmt: skip
     if ctx.return_a:
-        shard = shard + _scattered(grad_a, ctx.dim, ctx.group)
+        shard = shard + sum_of_shards(GATHER, ctx.group, grad_a, ctx.dim)
     of_b = [None] * len(b) if whole is None else [_weight(whole, grad, ctx.how[-1]) for grad in before]
     of_bias = [
         g.sum(dim=tuple(range(g.dim() - 1))).to(x.dtype) if x.numel() else torch.zeros_like(x)
@@ -174,12 +197,6 @@ def _weight(a: torch.Tensor, grad: torch.Tensor, worker_limit: int) -> torch.Ten
     return of_b
 
 
-def _scattered(whole: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """The sum over ranks of this rank's part."""
-    member = member_by_name(GATHER, group)
-    return sum_of_parts(member, torch.stack(whole.chunk(member.world, dim)))
-
-
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
     if scale_a is not None or scale_b is not None:
@@ -193,7 +210,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
     if ctx.reduce_op == "avg":
-        grad = grad / _world(ctx.group)
+        grad = grad / world_of(ctx.group)
     narrow, no_bias = grad.to(a.dtype), grad.new_empty(0)
     whole, (of_a,) = all_gather_matmul_op(
         narrow, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
@@ -201,6 +218,29 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return (of_a, _weight(a, whole, ctx.how[-1]), None, None, None, of_bias, *[None] * 7)
 
 
+def _all_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, reduce_op, group, bias, scale_a, scale_b, *_, worker_limit = inputs
+    if scale_a is not None or scale_b is not None:
+        _refuse(ALL, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+    ctx.save_for_backward(a, b)
+    ctx.reduce_op, ctx.group, ctx.worker_limit = reduce_op, group, worker_limit
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
+    # What each rank makes of the sum adds up, as its parts did.
+    total = torch.ops.tilestream.sum_over_ranks.default(grad, ctx.group)
+    if ctx.reduce_op == "avg":
+        total = total / world_of(ctx.group)
+    narrow = total.to(a.dtype)
+    rows = narrow.reshape(-1, narrow.shape[-1])
+    of_a = gemm_op(rows, b.mT, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, ctx.worker_limit)
+    return (of_a.view(a.shape), _weight(a, narrow, ctx.worker_limit), None, None, of_bias, *[None] * 7)
+
+
+torch.library.register_autograd("tilestream::matmul_all_reduce", _all_backward, setup_context=_all_context, lib=library)
 torch.library.register_autograd(
     "tilestream::all_gather_matmul", _gather_backward, setup_context=_gather_context, lib=library
 )

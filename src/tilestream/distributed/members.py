@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tilestream.runtime.errors import GroupBroken
 
 if TYPE_CHECKING:
     from tilestream.distributed.copy_engines import Gatherer
+    from tilestream.distributed.one_shot import Reducer
     from tilestream.distributed.plan import DistributedPlan
     from tilestream.distributed.sums import Scatterer
 
+#: What ops take: a group (None: the default one), or a mesh, of two dimensions where ranks are on several nodes.
+Group = dist.ProcessGroup | DeviceMesh | None
+#: Between the names of a mesh's groups.
+_BETWEEN = " in each of "
 #: Worlds that the ops are for: more ranks than this are not in one NVLink domain, or on one host.
 MOST_RANKS = 8
 
@@ -52,6 +58,8 @@ class Member:
         self.gatherer: Gatherer | None = None
         #: As `gatherer`, a `tilestream.distributed.sums.Scatterer`.
         self.scatterer: Scatterer | None = None
+        #: As `gatherer`, a `tilestream.distributed.one_shot.Reducer`.
+        self.reducer: Reducer | None = None
         #: Greetings of calls that all ranks are known to make alike.
         self.agreed: set[bytes] = set()
         #: Plans made so far, by all that they depend on.
@@ -168,10 +176,50 @@ def resolve(name: str) -> dist.ProcessGroup:
     return found
 
 
-def name_of(op: str, group: dist.ProcessGroup | None) -> str:
-    """The name of ``group`` (None: of the default group), checked; while a compiler looks on, as it is."""
-    if not torch.compiler.is_compiling():
-        return member_of(op, group).name
-    found = dist.group.WORLD if group is None else group
-    assert found is not None, "torch.distributed is not initialised"
-    return str(found.group_name)
+def name_of(op: str, group: Group) -> str:
+    """The name of ``group`` (None: of the default group), checked; while a compiler looks on, as it is.
+
+    Of a mesh of two dimensions both: of the group between nodes, and of that inside the node.
+    """
+    return _BETWEEN.join(
+        member_of(op, x).name if not torch.compiler.is_compiling() else str((x or dist.group.WORLD).group_name)  # type: ignore[union-attr]
+        for x in groups_of(op, group)
+    )
+
+
+def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:
+    """One group; or of several nodes two: that of this rank's like in all nodes, and that of this node.
+
+    Raises
+    ------
+    ValueError
+        If a mesh has more dimensions than two.
+    """
+    if not isinstance(group, DeviceMesh):
+        return (group,)
+    if group.ndim > 2:
+        raise ValueError(
+            f"{op}: group: a mesh of {group.ndim} dimensions; it has one, or two for nodes and the ranks of each: give "
+            "a part of it, mesh['node', 'tp']"
+        )
+    several = [dim for dim in range(group.ndim) if group.size(dim) > 1]
+    return tuple(group.get_group(dim) for dim in several or [group.ndim - 1])
+
+
+def place_of(op: str, group: Group) -> tuple[int, int]:
+    """Of this process the rank among all of ``group``, and how many they are."""
+    rank, world = 0, 1
+    for x in groups_of(op, group):
+        member = member_of(op, x)
+        rank, world = rank * member.world + member.rank, world * member.world
+    return rank, world
+
+
+def member_names(name: str) -> tuple[str, ...]:
+    """What `name_of` has made one name of."""
+    return tuple(name.split(_BETWEEN))
+
+
+def world_of(name: str) -> int:
+    """Ranks of a group, or of all nodes together."""
+    return math.prod(resolve(x).size() for x in member_names(name))

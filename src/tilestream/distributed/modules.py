@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tilestream.distributed.all_gather import all_gather_matmul
-from tilestream.distributed.members import member_of
+from tilestream.distributed.members import Group, place_of
 from tilestream.distributed.reduce_scatter import matmul_reduce_scatter
 
 
@@ -25,7 +24,7 @@ class _ParallelLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, rows: int, columns: int, bias: int, dim: int, group: dist.ProcessGroup | None,
+        self, rows: int, columns: int, bias: int, dim: int, group: Group,
         device: torch.device | str | None, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -68,26 +67,26 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, dim: int = 0,
-        group: dist.ProcessGroup | None = None, activation: str | None = None,
+        group: Group = None, activation: str | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        world = member_of("ColumnParallelLinear", group).world
+        _, world = place_of("ColumnParallelLinear", group)
         share = _share("ColumnParallelLinear", "out_features", out_features, world)
         super().__init__(share, in_features, share if bias else 0, dim, group, device, dtype)
         self.activation = activation
 
     @classmethod
     def of(
-        cls, linear: nn.Linear, *, dim: int = 0, group: dist.ProcessGroup | None = None, activation: str | None = None
+        cls, linear: nn.Linear, *, dim: int = 0, group: Group = None, activation: str | None = None
     ) -> ColumnParallelLinear:
         """Of ``linear``, this rank's share."""
-        member, weight, bias = member_of("ColumnParallelLinear", group), linear.weight, linear.bias
+        (rank, world), weight, bias = place_of("ColumnParallelLinear", group), linear.weight, linear.bias
         made = cls(
             linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, activation=activation,
             device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
-        own = None if bias is None else bias.chunk(member.world)[member.rank]
-        made._copy(weight.chunk(member.world)[member.rank], own)
+        own = None if bias is None else bias.chunk(world)[rank]
+        made._copy(weight.chunk(world)[rank], own)
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,22 +120,22 @@ class RowParallelLinear(_ParallelLinear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, dim: int = 0,
-        group: dist.ProcessGroup | None = None, device: torch.device | str | None = None,
+        group: Group = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        world = member_of("RowParallelLinear", group).world
+        _, world = place_of("RowParallelLinear", group)
         share = _share("RowParallelLinear", "in_features", in_features, world)
         super().__init__(out_features, share, out_features if bias else 0, dim, group, device, dtype)
 
     @classmethod
-    def of(cls, linear: nn.Linear, *, dim: int = 0, group: dist.ProcessGroup | None = None) -> RowParallelLinear:
+    def of(cls, linear: nn.Linear, *, dim: int = 0, group: Group = None) -> RowParallelLinear:
         """Of ``linear``, this rank's share."""
-        member, weight, bias = member_of("RowParallelLinear", group), linear.weight, linear.bias
+        (rank, world), weight, bias = place_of("RowParallelLinear", group), linear.weight, linear.bias
         made = cls(
             linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, device=weight.device,
             dtype=weight.dtype,
         )  # fmt: skip
-        made._copy(weight.chunk(member.world, 1)[member.rank], bias)
+        made._copy(weight.chunk(world, 1)[rank], bias)
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

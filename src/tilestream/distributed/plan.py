@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from tilestream.distributed import nodes as over_nodes
 from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
@@ -47,6 +48,8 @@ class DistributedPlan:
         Why not fused, where it is not.
     agreed
         What the ranks compare: see `tilestream.distributed.greeting`.
+    nodes
+        How often this is done, once for each node's rows: ``case`` is of the ranks of one.
     """
 
     case: Case
@@ -55,6 +58,7 @@ class DistributedPlan:
     transport: Transport
     refused: tuple[Refusal, ...]
     agreed: Mapping[str, object]
+    nodes: int = 1
 
     @functools.cached_property
     def greeting(self) -> bytes:
@@ -71,6 +75,10 @@ class DistributedPlan:
         """Chunks of a shard, in each batch."""
         return self.decision.chunks if self.fused else 1
 
+    def over(self, nodes: int) -> DistributedPlan:
+        """The plan of a call over as many nodes, of which this is a step."""
+        return replace(self, nodes=nodes)
+
     def explain(self) -> str:
         """What was chosen and what was refused, for people."""
         case = self.case
@@ -84,7 +92,10 @@ class DistributedPlan:
         if "way" in self.agreed:
             lines.insert(3, ("way", _WAYS[self.decision.way]))
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
-        head = f"{case.op}, {case.world} ranks on {case.device}: N {case.n}, K {case.k}"
+        if self.nodes > 1:
+            lines += over_nodes.explain(self.nodes, case)
+        ranks = f"{case.world} ranks" if self.nodes == 1 else f"{self.nodes} nodes of {case.world} ranks"
+        head = f"{case.op}, {ranks} on {case.device}: N {case.n}, K {case.k}"
         return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
 
 
@@ -98,6 +109,8 @@ def make_plan(
     k: int,
     form: Form,
     agreed: Mapping[str, object],
+    no_form: str = "",
+    unmeasured: str = "",
 ) -> DistributedPlan:
     """The plan of a call.
 
@@ -111,27 +124,36 @@ def make_plan(
         Columns of all B together, and the length of the sums that a rank computes.
     agreed
         What the ranks must call alike; the decision and the table's hash are added.
+    no_form
+        Why not fused, where that is known beforehand.
+    unmeasured
+        Of an op that is fused only where that was measured to be faster: what is said where it was not.
     """
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (
         op, shard, dim, x.dtype, x.device, n, k, form, tuple(agreed.items()), capturing, member.unreachable, on_trial(),
+        no_form,
     )  # fmt: skip
     found = member.plans.get(key)
     if found is None:
         if len(member.plans) >= _MOST_PLANS:
             member.plans.clear()
-        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed)
+        found = member.plans[key] = _make(op, member, shard, dim, x, n, k, form, agreed, no_form, unmeasured)
     return found
 
 
 def _make(
     op: Op, member: Member, shard: tuple[int, ...], dim: int, x: torch.Tensor, n: int, k: int, form: Form,
-    agreed: Mapping[str, object],
+    agreed: Mapping[str, object], no_form: str, unmeasured: str,
 ) -> DistributedPlan:  # fmt: skip
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
     transport, refused = _transport(member, x, dim == len(shard) - 1)
+    if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
+        no_form = no_form or unmeasured
+    if no_form:
+        decision, transport, refused = Decision(False, 1, no_form), "collective", (Refusal("fused", no_form),)
     if not refused and not all((rows, width, n, k)):
         refused = (Refusal("fused", "no rows, columns or K: there is nothing to overlap with"),)
     if not refused and member.world == 1:

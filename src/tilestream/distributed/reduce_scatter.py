@@ -6,13 +6,12 @@ import math
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import reduce_parts
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.members import Member, member_of, name_of
+from tilestream.distributed.members import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.ops.flat import check_deadline
@@ -32,7 +31,7 @@ def matmul_reduce_scatter(
     *,
     scatter_dim: int = 0,
     reduce_op: Literal["sum", "avg"] = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     bias: torch.Tensor | None = None,
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
@@ -76,9 +75,8 @@ def matmul_reduce_scatter(
     """
     scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
     checks.check_form(OP, form)
-    _check_one(b)
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"{OP}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+    check_one(OP, b)
+    check_reduce_op(OP, reduce_op)
     operands = checks.as_lists(OP, b, bias, scale_b, None)
     checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import matmul_reduce_scatter_op
@@ -96,29 +94,40 @@ def plan_matmul_reduce_scatter(
     b: torch.Tensor,
     *,
     scatter_dim: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     form: Form = "auto",
 ) -> DistributedPlan:
     """How `matmul_reduce_scatter` would run such a call: nothing is sent. ``print(plan.explain())`` says it."""
     scatter_dim = checks.check_dim(OP, "scatter_dim", scatter_dim, a)
     checks.check_form(OP, form)
-    _check_one(b)
+    check_one(OP, b)
     operands = checks.as_lists(OP, b, None, None, None)
     checks.check_devices(OP, a, b=operands.bs)
     a, b = autocast(Options(OP), a, b)
-    member = member_of(OP, group)
-    _rehearse(a, operands._replace(bs=[b]), None, None)
-    return _plan(member, a, b, scatter_dim, form)
+    *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
+    rehearse(a, operands._replace(bs=[b]), None, None)
+    if not between:
+        return plan_of(inside, a, b, scatter_dim, form)
+    part_shape(between[0].world * inside.world, a, b, scatter_dim)
+    of_node = a.narrow(scatter_dim, 0, a.shape[scatter_dim] // between[0].world)
+    return plan_of(inside, of_node, b, scatter_dim, form).over(between[0].world)
 
 
-def _check_one(b: object) -> None:
+def check_reduce_op(op: str, reduce_op: str) -> None:
+    """Raise unless it is one of `REDUCE_OPS`."""
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"{op}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+
+
+def check_one(op: str, b: object) -> None:
+    """Raise unless B is one tensor."""
     if not isinstance(b, torch.Tensor):
         raise TypeError(
-            f"{OP}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
+            f"{op}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
         )
 
 
-def _rehearse(
+def rehearse(
     a: torch.Tensor, operands: Operands, scale_a: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.dtype:
     """Raise what the matmul would; returns the dtype of what travels."""
@@ -127,25 +136,26 @@ def _rehearse(
     return travels
 
 
-def _part_shape(member: Member, a: torch.Tensor, b: torch.Tensor, dim: int) -> tuple[int, ...]:
+def part_shape(world: int, a: torch.Tensor, b: torch.Tensor, dim: int) -> tuple[int, ...]:
     """Of one rank's part of the result."""
     if dim == a.dim() - 1:
         raise ValueError(f"{OP}: scatter_dim={dim} is the last; one before it is cut: 0 to {a.dim() - 2}")
-    if a.shape[dim] % member.world:
+    if a.shape[dim] % world:
         raise ValueError(
             f"{OP}: a {list(a.shape)} has {a.shape[dim]} rows along scatter_dim={dim}; it is a multiple of the "
-            f"{member.world} ranks: pad it, and cut the padding off the result"
+            f"{world} ranks: pad it, and cut the padding off the result"
         )
     shape = [*a.shape[:-1], b.shape[-1]]
-    shape[dim] //= member.world
+    shape[dim] //= world
     return tuple(shape)
 
 
-def _plan(
+def plan_of(
     member: Member, a: torch.Tensor, b: torch.Tensor, dim: int, form: Form, **more: object
 ) -> DistributedPlan:  # fmt: skip
+    """The plan of a call; ``more``: what else ranks must call alike."""
     agreed = {"a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), "scatter_dim": dim, **more}
-    return make_plan(OP, member, _part_shape(member, a, b, dim), dim, a, b.shape[-1], a.shape[-1], form, agreed)
+    return make_plan(OP, member, part_shape(member.world, a, b, dim), dim, a, b.shape[-1], a.shape[-1], form, agreed)
 
 
 def run(
@@ -160,10 +170,10 @@ def run(
     seconds = checks.seconds_of(deadline, member, a.device.type)
     rows = math.prod(a.shape[:-1])
     operands = Operands([b], [bias], [scale_b], ["none"])
-    travels = _rehearse(a, operands, scale_a, out_dtype)
-    shape = _part_shape(member, a, b, dim)
+    travels = rehearse(a, operands, scale_a, out_dtype)
+    shape = part_shape(member.world, a, b, dim)
     more = {"travels": str(travels), "reduce_op": reduce_op}
-    plan = _plan(member, a, b, dim, form, **more)
+    plan = plan_of(member, a, b, dim, form, **more)
     wide = torch.float64 if travels == torch.float64 else torch.float32
     scales, of_b = canonical_scales(OP, scale_a, scale_b, a.shape[:-1], (), (rows, b.shape[-1]))
 
@@ -172,7 +182,7 @@ def run(
             from tilestream.distributed.symmetric import reach
 
             if reach(member, plan, a.device):
-                plan = _plan(member, a, b, dim, form, **more)
+                plan = plan_of(member, a, b, dim, form, **more)
         shards = Shards.of(shape, dim, member.world, plan.chunks)
         of_a = a.reshape(*shards.shape[:-1], a.shape[-1])
         if plan.transport == "symmetric memory" and plan.fused:

@@ -107,6 +107,7 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         or options.out is not None
         or options.residual is not None
         or options.arriving
+        or options.publish is not None
         or not unwatched(a.device)
         or (bias is not None and not is_plain(bias))
         or (scale_a is not None and not is_plain(scale_a))

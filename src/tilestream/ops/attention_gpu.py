@@ -62,7 +62,11 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
     if keys is not None:
         from tilestream.kernels.portable.attention_launch import IncomingKeys
 
-        incoming = IncomingKeys(cast("DeviceSignals", keys.signals("attention", device)), deadline)
+        signals = cast("DeviceSignals", keys.signals("attention", device))
+        if signals.by_matmul:  # on whose stream they were allocated
+            for operand in (operands.k, operands.v):
+                operand.record_stream(torch.cuda.current_stream(device))
+        incoming = IncomingKeys(signals, deadline)
     if device.index == torch.cuda.current_device():
         _issue(launch, operands, incoming)
     else:

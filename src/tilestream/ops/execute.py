@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.signals import Outcome
+from tilestream.arrival.signals import Outcome, Signals
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.kernels.cpu.launch import Awaited, Body, Launch
+from tilestream.kernels.cpu.publish import Publisher
 from tilestream.kernels.epilogue import ACTIVATIONS, Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
@@ -37,6 +39,7 @@ def problem_of(
     rows: FlatArrival | None = None,
     columns: FlatArrival | None = None,
     scales: Scales = "none",
+    publishes: FlatArrival | None = None,
 ) -> Problem:
     """The problem of canonical operands: ``a`` ``[B, M, K]``, ``b`` ``[B, K, N]``."""
     batch, m, k = a.shape
@@ -49,6 +52,7 @@ def problem_of(
         shared,
         b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
         scales=scales,
+        publishes=publishes.published(batch * m) if publishes is not None else None,
     )  # fmt: skip
 
 
@@ -62,8 +66,11 @@ def execute(
     columns: FlatArrival | None = None,
     deadline: float = DEFAULT_DEADLINE,
     op: str = "matmul",
+    publishes: FlatArrival | None = None,
 ) -> None:
     """Run ``plan`` on canonical operands; returns when ``out`` (``[B, M, N]``) is complete, or raises.
+
+    ``publishes``: where each chunk of its rows is signalled when it is there; if this raises, as one that has failed.
 
     Raises
     ------
@@ -73,6 +80,21 @@ def execute(
     incoming = tuple(Awaited(x.signals(op, a.device), x.epoch) if x is not None else None for x in (rows, columns))
     assert len(incoming) == 2
     end = time.perf_counter() + deadline
+    if publishes is not None:
+        with _publishing(plan, out, publishes.signals(op, a.device)) as publisher:
+            _launch(plan, a, b, out, epilogue, incoming, deadline, op, publisher)
+    else:
+        _launch(plan, a, b, out, epilogue, incoming, deadline, op)
+    arguments = ("arrival", "weight_arrival")
+    for argument, arrival, waiting in zip(arguments, (rows, columns), incoming, strict=True):
+        if arrival is not None and waiting is not None and waiting.signals.self_reset:
+            see_all(op, argument, arrival, waiting, end, deadline)
+
+
+def _launch(
+    plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
+    incoming: tuple[Awaited | None, Awaited | None], deadline: float, op: str, publisher: Publisher | None = None,
+) -> None:  # fmt: skip
     recorder = current_recorder()
     if plan.schedule.grid.tiles:
         with workspace() as scratch:
@@ -83,12 +105,26 @@ def execute(
                 threads = torch.get_num_threads() if plan.variant == "inline" else 1
                 Launch(
                     op, plan.schedule, plan.gate, body, scratch,
-                    incoming=incoming, deadline=deadline, threads=threads, recorder=recorder, label=plan.label,
+                    incoming=incoming, deadline=deadline, threads=threads, publisher=publisher, recorder=recorder,
+                    label=plan.label,
                 ).run()  # fmt: skip
-    arguments = ("arrival", "weight_arrival")
-    for argument, arrival, waiting in zip(arguments, (rows, columns), incoming, strict=True):
-        if arrival is not None and waiting is not None and waiting.signals.self_reset:
-            see_all(op, argument, arrival, waiting, end, deadline)
+
+
+@contextlib.contextmanager
+def _publishing(plan: Plan, out: torch.Tensor, signals: Signals) -> Iterator[Publisher]:
+    """Chunks are signalled inside, those without a tile at its end; where it raises, who waits for the rest is told."""
+    assert plan.problem.publishes is not None
+    epoch = signals.begin_publishing()
+    publisher = Publisher(
+        plan.problem.publishes.chunks, plan.schedule.grid, plan.block[0], out.shape[1],
+        lambda chunk: signals.set(chunk, epoch),
+    )  # fmt: skip
+    try:
+        yield publisher
+    except BaseException as error:
+        signals.fail(error, epoch=epoch)
+        raise
+    publisher.finish()
 
 
 def run_inline(schedule: Schedule, body: Body) -> None:
@@ -154,6 +190,11 @@ def run_plan(
             raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
     _check_limit(plan)
     problem = plan.problem
+    if problem.publishes is not None:
+        raise ValueError(
+            "plan.run: the plan signals the chunks of its result, for which nobody is given: call tilestream.matmul "
+            "with publish="
+        )
     ndim = 3 if problem.batch != 1 or a.dim() == 3 else 2
     out_dtype = getattr(torch, problem.out_dtype)
     shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "out": (problem.m, problem.n)}

@@ -59,6 +59,11 @@ class FlatArrival:
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
         return Incoming(chunks, self.pivot, self.copied)
 
+    def published(self, rows: int) -> Incoming:
+        """As `incoming`, of an output's rows, where its chunks are signalled by the matmul that computes them."""
+        chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds, "publish", "the result")
+        return Incoming(chunks, self.pivot)
+
     @property
     def chunking(self) -> tuple[object, ...]:
         """What does not change from epoch to epoch."""

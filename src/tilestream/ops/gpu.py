@@ -75,18 +75,21 @@ def run(
     chunking: tuple[object, ...] = ()
     if rows is not None or columns is not None:
         incoming = _incoming(a.device, rows, columns, deadline, op)
+        for operand, signals in ((a, incoming.rows), (b, incoming.columns)):
+            if signals is not None and cast("DeviceSignals", signals).by_matmul:  # on whose stream it was allocated
+                operand.record_stream(torch.cuda.current_stream(a.device))
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():
         return
     launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum, limit)
     if a.device.index == torch.cuda.current_device():
-        _issue(launch, a, b, out, epilogue, incoming, op)
+        issue(launch, a, b, out, epilogue, incoming, op)
     else:
         with torch.cuda.device(a.device):
-            _issue(launch, a, b, out, epilogue, incoming, op)
+            issue(launch, a, b, out, epilogue, incoming, op)
 
 
-def _issue(
+def issue(
     launch: Launch, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
     incoming: Incoming | None, op: str,
 ) -> None:  # fmt: skip

@@ -1,6 +1,7 @@
 """The registered ops: schemas, CPU and fake implementations, autograd, FLOP counts.
 
-Two ops, each with an ``out`` form: ``tilestream::gemm``, and ``tilestream::gemm_arriving`` for operands that come in.
+Two ops, each with an ``out`` form: ``tilestream::gemm``, and ``tilestream::gemm_arriving`` for operands that come in;
+and ``tilestream::gemm_published_out``, which signals each chunk of the output's rows.
 They take tensors and integers only: an `Arrival` travels as a list of integers (`FlatArrival`) beside its signal words.
 They are canonical: ``[M, K] @ [K, N]`` or ``[B, M, K] @ [B, K, N]``; torch's other forms are views, made by the callers
 in this package, so that their gradients are torch's own.
@@ -34,6 +35,7 @@ _HOW = "str schedule, int workers"
 _ARRIVING = (
     "Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, float deadline, str op"
 )
+_PUBLISH = "Tensor? signals, SymInt[] publish, str op"
 # Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
 # worker_limit: of the blocks of `tilestream.worker_limit` around the call; 0: none.
 _OPTIONAL = "Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
@@ -45,12 +47,14 @@ library.define(f"gemm_out({_OPERANDS}, {_HOW}, Tensor(a!) out, {_OPTIONAL}) -> (
 _alone = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 library.define(f"gemm_arriving({_OPERANDS}, {_HOW}, {_ARRIVING}, {_OPTIONAL}) -> Tensor", tags=_alone)
 library.define(f"gemm_arriving_out({_OPERANDS}, {_HOW}, {_ARRIVING}, Tensor(a!) out, {_OPTIONAL}) -> ()", tags=_alone)
+library.define(f"gemm_published_out({_OPERANDS}, {_HOW}, {_PUBLISH}, Tensor(a!) out, {_OPTIONAL}) -> ()", tags=_alone)
 library.define("clear_signals(Tensor(a!) signals) -> ()")
 
 gemm_op = torch.ops.tilestream.gemm.default
 gemm_out_op = torch.ops.tilestream.gemm_out.default
 gemm_arriving_op = torch.ops.tilestream.gemm_arriving.default
 gemm_arriving_out_op = torch.ops.tilestream.gemm_arriving_out.default
+gemm_published_out_op = torch.ops.tilestream.gemm_published_out.default
 clear_signals_op = torch.ops.tilestream.clear_signals.default
 
 
@@ -92,6 +96,14 @@ class _Arriving(NamedTuple):
     op: str = "matmul"
 
 
+class _Publish(NamedTuple):
+    """The schema's `_PUBLISH`; by default nothing is published."""
+
+    signals: torch.Tensor | None = None
+    publish: Sequence[int] = ()
+    op: str = "matmul"
+
+
 class _Optional(NamedTuple):
     """The schema's `_OPTIONAL`."""
 
@@ -117,6 +129,7 @@ def _run(
     *,
     arriving: _Arriving,
     optional: _Optional,
+    published: _Publish | None = None,
 ) -> None:
     """What every op does, given its arguments in the schema's order."""
     row_signals, row_arrival, column_signals, column_arrival, deadline, op = arriving
@@ -128,21 +141,28 @@ def _run(
         refuse_overlap(out, epilogue, a=a, b=b)
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
+    publishes = None if published is None else FlatArrival.from_ints(published.publish, published.signals)
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.
     bound = limits.tighter(worker_limit, limits.limit())
+    if out.is_cuda and published is not None and publishes is not None:
+        from tilestream.ops.publish import publish
+
+        publish(a, b, out, epilogue, publishes, schedule, workers, fast_accum, bound, published.op)
+        return
     if out.is_cuda:
         gpu.run(
             a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op, fast_accum, bound
         )
         return
     a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
-    problem = problem_of(a3, b3, out.dtype, rows, columns, epilogue.scales)
+    problem = problem_of(a3, b3, out.dtype, rows, columns, epilogue.scales, publishes)
     plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads(), limit=bound)
-    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op)
+    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op, publishes)
 
 
 # torch leaves out arguments that are the schema's defaults: those of `_Optional`, all or the last ones.
 _COMMON, _ALL = 8, 8 + len(_Arriving._fields)
+_PUBLISHED = _COMMON + len(_Publish._fields)
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -171,6 +191,14 @@ def _gemm_arriving_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
     _run(out, False, a, b, *others[:_COMMON], arriving=arriving, optional=_Optional(*others[_ALL + 1 :]))
 
 
+def _gemm_published_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
+    out = others[_PUBLISHED]
+    _check_out(out, a, b, others[5])
+    published = _Publish(*others[_COMMON:_PUBLISHED])
+    optional = _Optional(*others[_PUBLISHED + 1 :])
+    _run(out, False, a, b, *others[:_COMMON], arriving=_Arriving(), optional=optional, published=published)
+
+
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
     shape = (*a.shape[:-1], b.shape[-1])
     if tuple(out.shape) != shape:
@@ -192,6 +220,7 @@ for _device in ("CPU", "CUDA"):
     library.impl("gemm_out", _gemm_out, _device)
     library.impl("gemm_arriving", _gemm_arriving, _device)
     library.impl("gemm_arriving_out", _gemm_arriving_out, _device)
+    library.impl("gemm_published_out", _gemm_published_out, _device)
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
 
 
@@ -209,6 +238,11 @@ def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
 @torch.library.register_fake("tilestream::gemm_arriving_out", lib=library)
 def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
     _check_out(args[_ALL], a, b, args[5])
+
+
+@torch.library.register_fake("tilestream::gemm_published_out", lib=library)
+def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
+    _check_out(args[_PUBLISHED], a, b, args[5])
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
@@ -283,6 +317,7 @@ torch.library.register_autograd(
         torch.ops.tilestream.gemm_out,
         torch.ops.tilestream.gemm_arriving,
         torch.ops.tilestream.gemm_arriving_out,
+        torch.ops.tilestream.gemm_published_out,
     ]
 )
 def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:

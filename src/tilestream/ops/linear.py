@@ -23,6 +23,7 @@ def linear(
     use_fast_accum: bool = True,
     arrival: Arrival | None = None,
     weight_arrival: Arrival | None = None,
+    publish: Arrival | None = None,
     schedule: str = "auto",
     workers: int | None = None,
     deadline: float | None = None,
@@ -41,7 +42,7 @@ def linear(
         How ``weight``'s rows come in: a weight that is still being copied from the host or read from a file.
     scale_b
         float32: one element, or one a row of ``weight``: ``[N]``, ``[N, 1]`` or ``[1, N]``.
-    out, residual, beta, activation, out_dtype, scale_a, use_fast_accum, arrival, schedule, workers, deadline
+    out, residual, beta, activation, out_dtype, scale_a, use_fast_accum, arrival, publish, schedule, workers, deadline
         As for `tilestream.matmul`, whose exceptions are raised.
 
     Raises
@@ -67,6 +68,7 @@ def linear(
             fast_accum=use_fast_accum,
             arrival=arrival,
             weight_arrival=weight_arrival,
+            publish=publish,
             schedule=schedule,
             workers=workers,
             deadline=deadline,

@@ -22,6 +22,7 @@ def matmul(
     scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True,
     arrival: Arrival | None = None,
+    publish: Arrival | None = None,
     schedule: str = "auto",
     workers: int | None = None,
     deadline: float | None = None,
@@ -63,8 +64,14 @@ def matmul(
         How ``a``'s rows come in, where they are not there yet: chunks and signals. ``a``'s leading dimensions count as
         rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
         the chunks it reads are signalled.
+    publish
+        Chunks of the result's rows (leading dimensions count), each signalled when it is complete: whoever is given the
+        same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended. Issue
+        this call first. Of a GPU's readers it is made sure that they leave it the SMs that it needs; those with kernels
+        of their own see to that themselves. Not beside ``arrival``; no gradient flows through it.
     schedule
-        ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`.
+        ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`. With ``publish`` the second or
+        the last.
     workers
         Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM. No more than `tilestream.worker_limit`
         and TILESTREAM_WORKERS allow.
@@ -82,7 +89,8 @@ def matmul(
     ValueError, TypeError
         For arguments that do not fit, before anything is computed.
     RuntimeError
-        If an operand of 8 bits, or a scale, requires a gradient; or any operand of a call with ``out``.
+        If an operand of 8 bits, or a scale, requires a gradient; or any operand of a call with ``out`` or ``publish``.
+        If a launch on this GPU waits for what is to be published: it was to be issued behind this one.
     NotImplementedError
         For tensors on a device that this version has no backend for.
     ArrivalTimeout
@@ -112,6 +120,7 @@ def matmul(
             scale_b=scale_b,
             fast_accum=use_fast_accum,
             arrival=arrival,
+            publish=publish,
             schedule=schedule,
             workers=workers,
             deadline=deadline,

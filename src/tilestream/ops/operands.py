@@ -19,6 +19,7 @@ from tilestream.ops.library import (
     gemm_arriving_out_op,
     gemm_op,
     gemm_out_op,
+    gemm_published_out_op,
     result_dtype,
 )
 from tilestream.ops.limit import limit
@@ -48,6 +49,7 @@ class Options:
     out_dtype: torch.dtype | None = None
     arrival: Arrival | None = None
     weight_arrival: Arrival | None = None
+    publish: Arrival | None = None
     schedule: str = "auto"
     workers: int | None = None
     deadline: float | None = None
@@ -74,16 +76,31 @@ class Options:
             raise TypeError(f"{self.op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         if not isinstance(self.fast_accum, bool):
             raise TypeError(f"{self.op}: use_fast_accum={self.fast_accum!r}; it is True or False")
-        for name, arrival in (("arrival", self.arrival), ("weight_arrival", self.weight_arrival)):
+        arrivals = {"arrival": self.arrival, "weight_arrival": self.weight_arrival, "publish": self.publish}
+        for name, arrival in arrivals.items():
             if arrival is not None and not isinstance(arrival, Arrival):
                 raise TypeError(
                     f"{self.op}: {name} is a {type(arrival).__name__}; it is a tilestream.Arrival (a Stream's is "
                     "stream.arrival)"
                 )
+        if self.publish is not None:
+            self._check_publish()
         if self.deadline is not None:
             if not self.arriving:
                 raise ValueError(f"{self.op}: deadline={self.deadline} without arrival=; nothing is waited for")
             check_deadline(self.deadline)
+
+    def _check_publish(self) -> None:
+        if self.arriving:
+            raise ValueError(
+                f"{self.op}: publish= beside arrival=: what is NaN after an expiry would be signalled as if it were "
+                "there; leave publish= away, and signal behind the call"
+            )
+        if self.schedule not in ("auto", "dynamic"):
+            raise ValueError(
+                f"{self.op}: schedule={self.schedule!r} with publish=; it is 'auto' or 'dynamic', of which one worker "
+                "comes to the end whatever SMs a reader of the result holds"
+            )
 
     @property
     def arriving(self) -> bool:
@@ -234,17 +251,25 @@ def _call(
         a, b, options.bias, residual, float(options.alpha), float(options.beta), options.activation or "none",
         options.out_dtype, options.schedule, options.workers or 0,
     )  # fmt: skip
+    publish = FlatArrival.of(options.publish) if options.publish is not None else None
+    if publish is not None:
+        publish.published(math.prod(canonical[:-1]))
+        _refuse_published_gradients(options, a, b)
     optional = (*scales, options.fast_accum, limit())
     out = options.out
     into = None if out is None else _view(out, canonical)
-    if options.arriving:
+    result: torch.Tensor
+    if publish is not None:
+        result = a.new_empty(canonical, dtype=result_dtype(a, options.out_dtype)) if into is None else into
+        gemm_published_out_op(*operands, publish.words, publish.ints, options.op, result, *optional)
+    elif options.arriving:
         arriving: list[object] = []
         for arrival in (options.arrival, options.weight_arrival):
             flat = FlatArrival.of(arrival) if arrival is not None else None
             arriving += [flat.words, flat.ints] if flat is not None else [None, []]
         deadline = check_deadline(options.deadline)
         if into is None:
-            result: torch.Tensor = gemm_arriving_op(*operands, *arriving, deadline, options.op, *optional)
+            result = gemm_arriving_op(*operands, *arriving, deadline, options.op, *optional)
         else:
             gemm_arriving_out_op(*operands, *arriving, deadline, options.op, into, *optional)
             result = into
@@ -257,6 +282,15 @@ def _call(
         gemm_out_op(*operands, into, *optional)
         result = into
     return result
+
+
+def _refuse_published_gradients(options: Options, *operands: torch.Tensor) -> None:
+    tensors = (*operands, options.bias, options.residual)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{options.op}: publish= has no gradient, and an operand requires one; leave publish= away, or use "
+            "torch.no_grad()"
+        )
 
 
 def _view(out: torch.Tensor, canonical: tuple[int, ...]) -> torch.Tensor:

@@ -7,17 +7,25 @@ architecture, an operand that TMA cannot address), there is one launch a chunk, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from tilestream.arrival.chunks import Chunks
+from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import PublishArguments
 from tilestream.ops import gpu
 from tilestream.ops.execute import make_epilogue
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.flat import FlatArrival
 from tilestream.plan.problem import Incoming
+from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write
+
+if TYPE_CHECKING:
+    from tilestream.arrival.device import DeviceSignals
+    from tilestream.kernels.launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +57,107 @@ class Publication:
         """Signals and counts. Waits for the current stream."""
         words: list[int] = self._words.tolist()
         return words[: self.chunks], words[self.chunks :]
+
+
+def publish(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, flat: FlatArrival, schedule: str,
+    workers: int, fast_accum: bool, limit: int, op: str,
+) -> str:  # fmt: skip
+    """``out = epilogue(a @ b)``, each chunk of its rows signalled to whoever waits for that arrival's present epoch.
+
+    Returns when it is issued, on the current stream of the operands' device.
+
+    Parameters
+    ----------
+    a, b, out
+        Canonical: ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
+    flat
+        The arrival.
+    schedule, workers, fast_accum, limit, op
+        As of `tilestream.ops.gpu.run`.
+
+    Returns
+    -------
+    str
+        Why there is a launch a chunk; empty where the kernel publishes.
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As of `tilestream.arrival.device.DeviceSignals.publish`.
+    """
+    check_device(a.device.index)
+    signals = cast("DeviceSignals", flat.signals(op, a.device))
+    incoming = flat.published(out.shape[:-1].numel())
+    with torch.cuda.device(a.device):
+        launch, why = _kernel(a, b, out, epilogue, incoming, "dynamic", workers, fast_accum, limit)
+        words = signals.publish()
+        try:
+            if launch is not None:
+                gpu.issue(launch, a, b, out, replace(epilogue, publish=PublishArguments(*words)), None, op)
+                signals.published(incoming.pivot)
+            else:
+                logger.info("%s: a launch for each chunk that is published: %s", op, why)
+                for chunk in _chunk_by_chunk(a, b, out, epilogue, incoming, schedule, workers, fast_accum, limit, op):
+                    signals.set(chunk)
+                signals.published(None)
+        except BaseException as error:  # who waits for what is missing is told
+            signals.fail(error)
+            raise
+    return why
+
+
+def _kernel(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, publishes: Incoming, schedule: str,
+    workers: int, fast_accum: bool, limit: int,
+) -> tuple[Launch | None, str]:  # fmt: skip
+    """The launch that computes all and publishes; or why there is none."""
+    chunks = publishes.chunks
+    try:
+        found = gpu.find(
+            a, b, out, epilogue, schedule, workers, chunking=(chunks.rows_per_chunk or chunks.bounds, publishes.pivot),
+            fast_accum=fast_accum, limit=limit, publishes=publishes,
+        )  # fmt: skip
+    except NotImplementedError as error:  # the plan's refusal, before anything is launched
+        return None, str(error)
+    return found, ""
+
+
+def _chunk_by_chunk(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, publishes: Incoming, schedule: str,
+    workers: int, fast_accum: bool, limit: int, op: str,
+) -> Iterator[int]:  # fmt: skip
+    """Launch the chunks one by one, from the pivot on; yields each behind its last launch."""
+    chunks, m = publishes.chunks, out.shape[-2]
+    for i in range(chunks.count):
+        chunk = (publishes.pivot + i) % chunks.count
+        begin, end = chunks.range_of(chunk)
+        while begin < end:  # a batch at a time
+            batch, row = divmod(begin, m)
+            rows = slice(row, min(m, row + end - begin))
+            residual, scale_a, scale_b = epilogue.residual, epilogue.scale_a, epilogue.scale_b
+            own = replace(
+                epilogue,
+                residual=None if residual is None else _rows(residual, batch, rows).unsqueeze(0),
+                scale_a=scale_a if scale_a is None or scale_a.numel() == 1 else _rows(scale_a, batch, rows),
+                scale_b=None if scale_b is None else _of_batch(scale_b, batch),
+            )
+            operands = _rows(a, batch, rows), _of_batch(b, batch), _rows(out, batch, rows)
+            gpu.run(*operands, own, schedule, workers, op=op, fast_accum=fast_accum, limit=limit)
+            begin += rows.stop - rows.start
+        yield chunk
+
+
+def _of_batch(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """What of ``x`` (``[B, rows, columns]``, or without batches) is a batch's."""
+    if x.dim() < 3:
+        return x
+    return x[batch if x.shape[0] > 1 else 0]
+
+
+def _rows(x: torch.Tensor, batch: int, rows: slice) -> torch.Tensor:
+    """These rows of a batch."""
+    return _of_batch(x, batch)[rows]
 
 
 def matmul_published(
@@ -91,24 +200,12 @@ def matmul_published(
         raise ValueError(f"{op}: {chunks.count} chunks to publish; there are signals for {publication.chunks}")
     epilogue = make_epilogue(out, None, None, 1.0, 0.0, "none", scale_a, scale_b)
     publishes = Incoming(chunks, pivot)
-    try:
-        launch = gpu.find(
-            a, b, out, epilogue, "auto", 0, chunking=(rows_per_chunk, pivot), fast_accum=fast_accum, limit=limit,
-            publishes=publishes,
-        )  # fmt: skip
-    except NotImplementedError as error:  # the plan's refusal, before anything is launched
-        why = str(error)
-    else:
+    launch, why = _kernel(a, b, out, epilogue, publishes, "auto", 0, fast_accum, limit)
+    if launch is not None:
         launch(a, b, out, replace(epilogue, publish=publication.at(epoch)))
         return ""
     logger.info("%s: a launch for each chunk that is published: %s", op, why)
     stream = torch.cuda.current_stream(a.device).cuda_stream
-    for i in range(chunks.count):
-        begin, end = chunks.range_of((pivot + i) % chunks.count)
-        rows = scale_a if scale_a is None or scale_a.numel() == 1 else scale_a[begin:end]
-        options = Options(
-            op, out=out[begin:end], out_dtype=out.dtype, scale_a=rows, scale_b=scale_b, fast_accum=fast_accum
-        )
-        multiply(a[begin:end], b, options)
-        stream_write(stream, publication.address((pivot + i) % chunks.count), epoch)
+    for chunk in _chunk_by_chunk(a, b, out, epilogue, publishes, "auto", 0, fast_accum, limit, op):
+        stream_write(stream, publication.address(chunk), epoch)
     return why

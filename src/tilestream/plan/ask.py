@@ -5,16 +5,18 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
-from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.arrival import Arrival, chunks_of
+from tilestream.arrival.chunks import Chunks
 from tilestream.plan import cdna_tiles, hopper, tma
 from tilestream.plan.arrival_order import OrderName
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties, cpu_properties
 from tilestream.plan.known import KNOWN, named
 from tilestream.plan.limit import limit
-from tilestream.plan.plan import Plan
+from tilestream.plan.plan import Plan, Refusal
 from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
 from tilestream.schedule.order import TileOrder
 from tilestream.schedule.schedule import Kind
@@ -45,6 +47,7 @@ def plan(
     shares: int | None = None,
     arrival: Arrival | None = None,
     weight_arrival: Arrival | None = None,
+    publish: Arrival | None = None,
     layout: str | None = None,
     backend: str | None = None,
     variant: str | None = None,
@@ -84,6 +87,9 @@ def plan(
         Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
     arrival, weight_arrival
         How A's rows, and B's columns (a weight's rows), come in.
+    publish
+        The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. Where no
+        kernel does that, the plan is that of the whole without, and says why there is a launch a chunk.
     layout
         How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
         matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
@@ -119,7 +125,7 @@ def plan(
     for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
         if not _whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
-    for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival)):
+    for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arrival):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
     if isinstance(order, str):
@@ -177,7 +183,11 @@ def plan(
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
         no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
         b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
+        publishes=None if publish is None else Incoming(_published(publish, batch * m), publish.pivot),
     )  # fmt: skip
+    asked = schedule
+    if publish is not None and schedule == "auto" and properties.backend != "cpu":
+        schedule = "dynamic"
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
     if order is not None and not isinstance(order, str):
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
@@ -185,9 +195,20 @@ def plan(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
             limit(),
         )  # fmt: skip
-    return plan_problem(
-        problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages, limit()
-    )
+
+    def made(problem: Problem, schedule: str) -> Plan:
+        return plan_problem(
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
+            limit(),
+        )  # fmt: skip
+
+    if publish is None:
+        return made(problem, schedule)
+    try:
+        return made(problem, schedule)
+    except NotImplementedError as error:
+        whole = made(replace(problem, publishes=None), asked)
+        return replace(whole, refused=(*whole.refused, Refusal("one launch", f"{error}, each signalled behind it")))
 
 
 def default_workers(device: DeviceProperties) -> int | None:
@@ -230,6 +251,10 @@ def device_properties(device: object) -> DeviceProperties:
         f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
         f"torch.matmul there. Without the device there are plans for {', '.join(KNOWN)}"
     )
+
+
+def _published(publish: Arrival, rows: int) -> Chunks:
+    return chunks_of(rows, publish.num_chunks, publish.rows_per_chunk, publish.bounds, "publish", "the result")
 
 
 def _whole(x: object) -> bool:

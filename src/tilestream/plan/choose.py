@@ -68,14 +68,14 @@ def plan_problem(
     ]  # fmt: skip
     name, why = device.backend, "least of {} candidates in the cost model"
     if device.backend == "cpu":
-        inline = not arriving and not forced
+        inline = not arriving and problem.publishes is None and not forced
         found = list(
             cpu.candidates(
                 problem, device, count, kinds=kinds, inline=inline, tile=tile, order=order, queues=queues, shares=shares
             )
         )
         best = _best(found)
-        refused += (_other_variant(best, found, arriving, forced),)
+        refused += (_other_variant(best, found, problem, forced),)
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
         name, found, why_not = _on_gpu(
@@ -91,10 +91,10 @@ def plan_problem(
         refused += _other_tiles(best, found)
         if name == "portable" and not problem.aligned:
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
-        if name == "portable" and (why := portable.converted(problem, device)):
-            refused += (Refusal("8-bit matrix units", why),)
+        if name == "portable" and (converted := portable.converted(problem, device)):
+            refused += (Refusal("8-bit matrix units", converted),)
         elsewhere = why_not
-    if problem.publishes is not None and name != "hopper":
+    if problem.publishes is not None and name not in ("hopper", "cpu"):
         raise NotImplementedError(
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
         )
@@ -216,9 +216,11 @@ def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
     )
 
 
-def _other_variant(best: Candidate, found: list[Candidate], arriving: bool, forced: list[str]) -> Refusal:
-    if arriving:
+def _other_variant(best: Candidate, found: list[Candidate], problem: Problem, forced: list[str]) -> Refusal:
+    if problem.arriving:
         return Refusal("inline", "chunks are waited for by workers, not by the calling thread")
+    if problem.publishes is not None:
+        return Refusal("inline", "chunks are signalled by workers, which complete one after the other")
     if forced:
         return Refusal("inline", f"{', '.join(forced)} given")
     other = _best([c for c in found if c.variant != best.variant])

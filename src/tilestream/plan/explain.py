@@ -87,6 +87,8 @@ def _arrivals(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("copies", why))
     if (publishes := plan.problem.publishes) is not None:
         chunks = publishes.chunks
-        what = f"rows in {chunks.count} chunks of {chunks.rows_per_chunk}, from chunk {publishes.pivot} on"
-        lines.append(("publish", f"{what}; whoever completes a chunk signals it"))
+        size = f"of {chunks.rows_per_chunk}" if chunks.rows_per_chunk else "of uneven rows"
+        what = f"rows in {chunks.count} chunks {size}, from chunk {publishes.pivot} on"
+        begins = "" if plan.backend == "cpu" else "; a launch that reads them here begins behind the first"
+        lines.append(("publish", f"{what}; whoever completes a chunk signals it{begins}"))
     return lines

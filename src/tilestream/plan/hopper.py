@@ -200,6 +200,10 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     for name in ("m", "n", "k"):
         if getattr(problem, name) >= _MOST:
             return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    if problem.publishes is not None and not problem.publishes.chunks.rows_per_chunk:
+        return "it publishes chunks of one size, and these are ragged"
+    if problem.publishes is not None and problem.batch > 1:
+        return f"it publishes the rows of one output, and there are {problem.batch}"
     if problem.publishes is not None and _counted(problem) >= _MOST:
         return f"rows of a chunk that is published, by column tiles: {_counted(problem)}; it counts them in 31 bits"
     return problem.no_tma

@@ -113,8 +113,8 @@ class Problem:
         Whether the matrix units may add up 8-bit products in their own accumulator, which on Hopper keeps fewer bits
         than float32's; otherwise it is emptied into float32 at least every 128 of K.
     publishes
-        The chunks of the output's rows that are signalled when they are complete, and the one that the raster begins
-        with; None where the end of the launch says it all. Chunks are uniform, of one batch, and nothing arrives.
+        The chunks of the output's rows (of all batches) that are signalled when they are complete, and the one that the
+        raster begins with; None where the end of the launch says it all. Nothing arrives then.
     """
 
     m: int
@@ -149,13 +149,11 @@ class Problem:
             self._check_publishes(self.publishes.chunks)
 
     def _check_publishes(self, chunks: Chunks) -> None:
-        if chunks.rows != self.m or self.batch != 1:
+        if chunks.rows != self.m * self.batch:
             raise ValueError(
-                f"publishes: chunks of {chunks.rows} rows for {self.batch} outputs of {self.m} rows; there is one "
-                "output, and they are all its rows"
+                f"publishes: chunks of {chunks.rows} rows for {self.batch} outputs of {self.m} rows; they are all of "
+                "their rows"
             )
-        if not chunks.rows_per_chunk:
-            raise ValueError("publishes: ragged chunks; those that are published are of one size: Chunks.uniform")
         if self.arriving:
             raise ValueError("publishes: an operand arrives, too; what is NaN after an expiry would be published")
 

@@ -25,6 +25,8 @@ def raster_of(
         return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False)
     if problem.columns is not None and grid.num_n:
         return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, group, transposed=True)
+    if problem.publishes is not None and problem.batch > 1:
+        return Raster("chunk_major", group=group, band=1)
     if problem.publishes is not None and grid.num_m:
         return _by_chunks(
             problem.publishes, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False, first=True
@@ -34,9 +36,10 @@ def raster_of(
 
 def first_batch_of(problem: Problem) -> int:
     """The batch that a schedule begins with: the one in which the pivot's first row lies."""
-    if problem.rows is None or not problem.row_of_batch:
+    cut = problem.rows if problem.row_of_batch and problem.rows is not None else problem.publishes
+    if cut is None or not problem.m:
         return 0
-    row, _ = problem.rows.chunks.range_of(problem.rows.pivot)
+    row, _ = cut.chunks.range_of(cut.pivot)
     return min(row // problem.m, problem.batch - 1)
 
 

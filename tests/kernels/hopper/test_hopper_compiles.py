@@ -99,6 +99,7 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
         ({"looks": 3}, "looks at signals"),
         ({"naps": 0}, "naps"),
         ({"fences": 0}, "fences"),
+        ({"rounds": {"64": 32}}, "a round of copies"),
         ({"stores": 0}, "TMA stores"),
         ({"loads": 1}, "TMA loads"),
         ({"local": 1}, "spills"),
@@ -115,10 +116,11 @@ def test_each_rule_is_kept(change, fault):
         "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "notes": [], "shared": 1200,
         "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "looks": 4, "naps": 2,
         "fences": 1,
-        "k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}] * 2,
+        "k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}] * 2, "rounds": {"64": 11, "128": 16},
         "expected": {
             "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "k_loops": 2, "gmma": 4,
             "in_flight": 1, "shared": 1000, "looks": 4, "naps": 2, "fences": 1,
+            "round": {"128": 16},
         },
     }  # fmt: skip
     assert not faults(right)

@@ -19,9 +19,9 @@ TARGETS = ("sm_90a", "gfx942", "gfx950")
 #: AMD: scalar registers that are kept in lanes of vector ones, at most, by what is in the kernel: the recorded ceiling,
 #: the most of a sample of every tile on Triton 3.6, 3.7 and 3.9, and a little. What runs most has none; a gate's two
 #: operands have the most, outside the main loop. Of vector registers none goes to memory.
-IN_LANES = {"plain": 0, "static": 0, "stealing": 0, "worst": 64, "arriving": 160, "ordered": 160}
+IN_LANES = {"plain": 0, "static": 0, "stealing": 0, "worst": 64, "arriving": 160, "ordered": 160, "copied": 160}
 #: The same where operands of 8 bits are converted: each comparison is a mask in two of them.
-CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving": 224, "ordered": 224}
+CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving": 224, "ordered": 224, "copied": 224}
 
 
 def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *, matmul: bool = True) -> None:
@@ -39,7 +39,7 @@ def check(found: list[dict], least: int, spills: dict[str, int] | None = None, *
     assert all(one["shared"] <= limits[one["target"]] for one in found)
     amd = [one for one in found if one["target"].startswith("gfx") and matmul]
     assert all(len(one["mfma"]) == 1 for one in amd), "one kind of matrix instruction, in the main loop"
-    waits = (" arriving ", " ordered ")
+    waits = (" arriving ", " ordered ", " copied ")
     assert all(bool(one["sleeps"]) == any(how in one["name"] for how in waits) for one in amd), "a pause between looks"
     assert all(one["polling"] == ([] if one["sleeps"] else ["no polling loop"]) for one in amd), (
         "how chunks are awaited"

@@ -22,6 +22,7 @@ import torch
 
 from tilestream.arrival.gate import Needs, Wait, chunks_of
 from tilestream.arrival.signals import Outcome, Signals
+from tilestream.kernels.cpu.publish import Publisher
 from tilestream.kernels.cpu.threads import Pinning
 from tilestream.kernels.loop import Compute, Count, Operation, Poll, Reduce, WorkerState, work
 from tilestream.runtime import exit
@@ -67,6 +68,8 @@ class Launch:
         Seconds from now, for all waits together.
     threads
         Intra-op threads of each worker.
+    publisher
+        Told of each tile that is there; None where no chunk of the output is signalled.
     """
 
     def __init__(
@@ -80,9 +83,11 @@ class Launch:
         incoming: tuple[Awaited | None, Awaited | None] = (None, None),
         deadline: float,
         threads: int = 1,
+        publisher: Publisher | None = None,
         recorder: Recorder | None = None,
         label: str = "",
     ) -> None:
+        self._publisher = publisher
         self._op, self._schedule, self._gate, self._body = op, schedule, gate, body
         self._workspace, self._incoming = workspace, incoming
         self._waited = [0.0] * schedule.workers  # by worker: seconds for several queues, in vain
@@ -235,7 +240,7 @@ class Launch:
         if isinstance(operation, Compute):
             self._body.compute(item)
             if item.parts == 1:
-                self._done[item.tile] = 1
+                self._finished(item)
             self._span(me, "tile" if item.parts == 1 else "part", begin, item)
             return 0
         if isinstance(operation, Count):
@@ -244,9 +249,15 @@ class Launch:
         # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
         first = item.slot - item.part
         self._body.reduce(item, range(first, first + item.parts))
-        self._done[item.tile] = 1
+        self._finished(item)
         self._span(me, "reduce", begin, item)
         return 0
+
+    def _finished(self, item: WorkItem) -> None:
+        """The tile is there."""
+        self._done[item.tile] = 1
+        if self._publisher is not None:
+            self._publisher.stored(item)
 
     # Waiting and ending --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,146 @@
+"""What ranks do in the tests of several nodes: a host's ranks, as a mesh of ``(nodes, ranks of one)``."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import jobs
+import torch
+import torch.distributed as dist
+from jobs import raised, random
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilestream import distributed as tsd
+
+
+def mesh_of(world: int, nodes: int) -> DeviceMesh:
+    """The ranks of the default group, as so many nodes."""
+    return DeviceMesh("cpu", torch.arange(world).view(nodes, -1), mesh_dim_names=("node", "local"))
+
+
+def computes(rank, world, nodes, gathers, sums, dims):
+    """What one node of all ranks would."""
+    mesh = mesh_of(world, nodes)
+    jobs.gathers(rank, world, gathers, mesh)
+    jobs.scatters(rank, world, sums, mesh)
+    jobs.reduces(rank, world, [((2, 5), 24, 9, "bfloat16", "avg", True, False)], mesh)
+    for dim in dims:
+        jobs.gradients(rank, world, dim, mesh)
+    assert jobs.reduce_gradients(rank, world, mesh)
+    return True
+
+
+def iterates(rank, world, nodes, count):
+    """Many calls without a barrier between, on other data each time; now and then a rank is late."""
+    mesh, b = mesh_of(world, nodes), random(1, 24, 20)
+    for i in range(count):
+        if i % 10 == rank:
+            time.sleep(0.01)
+        whole = random(1000 + i, 7 * world, 24)
+        mine = whole[7 * rank : 7 * rank + 7]
+        out = tsd.all_gather_matmul(mine, b, group=mesh, form="fused" if i % 3 else "unfused")
+        assert torch.allclose(out, whole @ b, atol=1e-4), i
+        part = tsd.matmul_reduce_scatter(whole, b, group=mesh, form="fused")
+        assert torch.allclose(part, world * (mine @ b), atol=1e-3), i
+    return True
+
+
+def overlaps(rank, world, nodes, folder):
+    """The other node comes when this one has computed its own rows, and not before."""
+    from tilestream.distributed import all_gather
+
+    mesh, b, done = mesh_of(world, nodes), random(9, 8, 6), []
+    whole = random(3, 4 * world, 8)
+    tsd.all_gather_matmul(whole[4 * rank : 4 * rank + 4], b, group=mesh, deadline=10)  # everybody is here
+    local = world // nodes
+    run = all_gather.run
+
+    def told(member, *args, **how):
+        result = run(member, *args, **how)
+        done.append(time.monotonic())
+        (Path(folder) / f"{rank} {len(done)}").touch()
+        return result
+
+    all_gather.run = told
+    try:
+        if rank >= local:  # the last node waits for all ranks of the first to have done a step
+            end = time.monotonic() + 10
+            while len(list(Path(folder).glob("* 1"))) < local:
+                assert time.monotonic() < end, "nobody computes its own rows before the other node's are there"
+                time.sleep(0.002)
+        out = tsd.all_gather_matmul(whole[4 * rank : 4 * rank + 4], b, group=mesh, form="fused", deadline=15)
+    finally:
+        all_gather.run = run
+    return torch.allclose(out, whole @ b, atol=1e-4)
+
+
+def explains(rank, world, nodes):
+    mesh = mesh_of(world, nodes)
+    gather = tsd.plan_all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group=mesh)
+    total = tsd.plan_matmul_reduce_scatter(torch.ones(4 * world, 8), torch.ones(8, 6), group=mesh)
+    return gather.explain(), total.explain()
+
+
+def refuses(rank, world, nodes):
+    """Raised before anything is sent, on the rank that calls so."""
+    mesh, a, b = mesh_of(world, nodes), torch.ones(4, 8), torch.ones(8, 6)
+    cube = DeviceMesh("cpu", torch.arange(world).view(nodes, -1, 1))
+    texts = [
+        raised(lambda: tsd.all_gather_matmul(a, b, group=cube)),
+        raised(lambda: tsd.matmul_reduce_scatter(torch.ones(world + 1, 8), b, group=mesh)),
+        raised(lambda: tsd.all_gather_matmul(a, b, gather_dim=1, scale_a=torch.ones(4, 1), group=mesh)),
+        raised(lambda: tsd.all_gather_matmul(a, torch.ones(7, 6), group=mesh)),
+    ]
+    again = tsd.all_gather_matmul(a, b, group=mesh)
+    assert again.eq(8).all()
+    return texts
+
+
+def differs(rank, world, nodes):
+    """A node calls with something else: all raise."""
+    mesh = mesh_of(world, nodes)
+    rows = 5 if rank >= world // nodes else 4
+    return raised(lambda: tsd.all_gather_matmul(torch.ones(rows, 8), torch.ones(8, 6), group=mesh, deadline=5))
+
+
+def loses(rank, world, nodes):
+    """The last rank dies: all others raise, now and at each later call."""
+    mesh, a, b = mesh_of(world, nodes), torch.ones(4, 8), torch.ones(8, 6)
+    tsd.all_gather_matmul(a, b, group=mesh)
+    dist.barrier()
+    if rank == world - 1:
+        os._exit(0)
+    begin = time.monotonic()
+    first = raised(lambda: tsd.all_gather_matmul(a, b, group=mesh, form="fused", deadline=3))
+    waited = time.monotonic() - begin
+    return first, raised(lambda: tsd.all_gather_matmul(a, b, group=mesh, deadline=3)), waited
+
+
+def meshes_of_one(rank, world):
+    """A mesh of one dimension, or with one node, or with one rank a node, is its one group."""
+    from tilestream.distributed.members import groups_of
+
+    a, b = torch.full((4, 8), float(rank)), torch.ones(8, 6)
+    expected = 8 * torch.arange(world).repeat_interleave(4).float()
+    flat = DeviceMesh("cpu", torch.arange(world))
+    for mesh in (flat, mesh_of(world, 1), mesh_of(world, world)):
+        assert len(groups_of("test", mesh)) == 1
+        assert tsd.all_gather_matmul(a, b, group=mesh)[:, 0].equal(expected)
+        up = tsd.ColumnParallelLinear(8, 6 * world, group=mesh)
+        assert up(a).shape == (4 * world, 6)
+    return True
+
+
+def layers(rank, world, nodes):
+    """The two halves of a layer as modules, of a Linear's own weights."""
+    mesh = mesh_of(world, nodes)
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(8, 6 * world), torch.nn.Linear(6 * world, 8)
+    whole = random(5, 3 * world, 8)
+    ours = tsd.ColumnParallelLinear.of(up, group=mesh, activation="relu")
+    back = tsd.RowParallelLinear.of(down, group=mesh)
+    mine = back(ours(whole[3 * rank : 3 * rank + 3]))
+    expected = down(torch.relu(up(whole)))[3 * rank : 3 * rank + 3]
+    return torch.allclose(mine, expected, atol=1e-4)

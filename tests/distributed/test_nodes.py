@@ -1,0 +1,150 @@
+"""Several nodes: what travels between them and inside, as one node of all ranks would have it; and the model of it.
+
+Nodes are made of one host's ranks, over gloo: 2 x 2, 2 x 3 and 3 x 2.
+"""
+
+from __future__ import annotations
+
+import node_jobs
+import pytest
+
+from tilestream.distributed.dispatch import table
+from tilestream.distributed.nodes import NIC, NVLINK, NodeModel, columns_to_hide, model
+
+WORLDS = [(2, 2), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)]
+
+
+def gathers():
+    """(shape of a shard, gather_dim, N of each b, dtype, form, more)."""
+    yield (16, 24), 0, (20,), "float32", "fused", {}
+    yield (37, 24), 0, (33, 7), "float32", "auto", {"bias": True, "activation": "gelu"}
+    yield (2, 5, 24), 1, (9,), "float32", "fused", {}
+    yield (2, 5, 24), 0, (9,), "bfloat16", "unfused", {"activation": "silu"}
+    yield (3, 8), 1, (9,), "float32", "fused", {}
+    yield (2, 3, 8), 2, (9, 4), "float32", "auto", {"bias": True}
+    yield (6, 16), 0, (8, 8), "float8_e4m3fn", "fused", {"scaled": "row"}
+    yield (2, 3, 16), 1, (8,), "float8_e4m3fn", "fused", {"scaled": "tensor"}
+    yield (0, 8), 0, (3,), "float32", "fused", {}
+
+
+def sums():
+    """(a's rows, of which one dimension is multiplied by the world; scatter_dim, K, N, dtype, form, op, bias)."""
+    yield (16,), 0, 24, 20, "float32", "fused", "sum", False
+    yield (7,), 0, 24, 9, "float32", "unfused", "avg", True
+    yield (2, 5), 1, 24, 9, "float32", "fused", "sum", True
+    yield (2, 5), 0, 24, 9, "bfloat16", "fused", "sum", False
+    yield (4,), 0, 8, 4, "float64", "auto", "sum", False
+
+
+@pytest.mark.parametrize(("nodes", "local"), WORLDS)
+def test_computes_what_one_node_would(ranks, nodes, local):
+    world = nodes * local
+    answers = ranks.run(world, node_jobs.computes, nodes, list(gathers()), list(sums()), [0, 1])
+    assert answers == [True] * world
+
+
+@pytest.mark.slow
+def test_fifty_calls_without_a_barrier(ranks):
+    assert ranks.run(4, node_jobs.iterates, 2, 50) == [True] * 4
+
+
+def test_own_rows_are_computed_while_the_other_node_is_late(ranks, tmp_path):
+    assert ranks.run(4, node_jobs.overlaps, 2, str(tmp_path)) == [True] * 4
+
+
+def test_layers_over_two_nodes(ranks):
+    assert ranks.run(4, node_jobs.layers, 2) == [True] * 4
+
+
+def test_meshes_that_are_one_group(ranks):
+    assert ranks.run(2, node_jobs.meshes_of_one) == [True] * 2
+
+
+def test_plans_say_how_many_nodes(ranks):
+    for gather, total in ranks.run(4, node_jobs.explains, 2):
+        assert gather.startswith("all_gather_matmul, 2 nodes of 2 ranks on cpu: N 6, K 8")
+        assert total.startswith("matmul_reduce_scatter, 2 nodes of 2 ranks on cpu: N 6, K 8")
+        assert "nodes     2, each a step" in gather
+
+
+def test_bad_arguments_raise_before_anything_is_sent(ranks):
+    for cube, rows, scales, k in ranks.run(4, node_jobs.refuses, 2):
+        assert cube.startswith("ValueError: all_gather_matmul: group: a mesh of 3 dimensions; it has one, or two for")
+        assert "it is a multiple of the 4 ranks" in rows
+        assert "scale_a has 4 elements; with K cut" in scales
+        assert "differ in K" in k
+
+
+def test_nodes_that_differ_are_told_so(ranks):
+    for text in ranks.run(4, node_jobs.differs, 2):
+        assert text.startswith("ValueError: all_gather_matmul: ranks "), text
+        assert "a_shard: [" in text
+
+
+def test_a_rank_that_dies_breaks_the_call_on_all_of_them(ranks):
+    *answers, lost = ranks.run(4, node_jobs.loses, 2)
+    assert lost == "lost"
+    for first, second, waited in answers:
+        assert first.startswith(("GroupBroken", "ArrivalTimeout")), first
+        assert second.startswith("GroupBroken"), second
+        assert waited < 8, "bounded by the deadline"
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_between_and_inside_nodes_are_what_travels():
+    """Counted, transfer by transfer, of every rank."""
+    for nodes, local in ((2, 8), (3, 2), (4, 4)):
+        found = NodeModel(nodes, local, 1000, 1.0)
+        nic = nvlink = 0
+        me = 0, 0
+        for node in range(nodes):
+            for index in range(local):
+                if (node, index) == me:
+                    continue
+                if index == me[1]:
+                    nic += 1000  # from its like
+                else:
+                    nvlink += 1000  # from the peer in its own node that holds that shard
+        assert (found.between_bytes, found.inside_bytes) == (nic, nvlink)
+        assert found.flat_bytes == found.between_bytes * local
+        assert found.between_bytes + found.inside_bytes == (nodes * local - 1) * 1000
+
+
+def test_the_floor_is_below_the_model_and_the_model_below_one_after_the_other():
+    for nodes in (2, 3, 4):
+        for local in (2, 4, 8):
+            for megabytes in (1, 16, 64):
+                for matmul in (1e-5, 1e-4, 1e-3, 1e-2):
+                    found = NodeModel(nodes, local, megabytes << 20, matmul)
+                    assert found.floor <= found.seconds * (1 + 1e-12)
+                    assert found.seconds <= found.unfused * (1 + 1e-12)
+                    if found.hidden:
+                        steps = max(found.matmul, found.inside_bytes / NVLINK)
+                        assert found.seconds == pytest.approx(steps), "nothing of the NIC's time is left"
+
+
+def test_hidden_from_so_many_columns_on_whatever_the_rows_and_k():
+    rates = table()["rates"]["sm_90"]
+    columns = columns_to_hide(2, rates["flops"], 8)
+    assert 1700 < columns < 1900  # 720 TFLOP/s, bfloat16, 8 GPUs a node, 400 Gb/s
+    for rows in (128, 1024, 4096):
+        for k in (1024, 8192):
+            for nodes in (2, 4):
+                assert model(nodes, 8, rows, k, 2, int(columns * 1.01), k, rates).hidden
+                assert not model(nodes, 8, rows, k, 2, int(columns * 0.99), k, rates).hidden
+
+
+def test_of_an_mlp_of_llama_70b_on_two_nodes_of_eight():
+    """8192 rows, TP 16: w1 and w3 are 28672 / 16 columns each. In words in docs/distributed.md."""
+    found = model(2, 8, 8192 // 16, 8192, 2, 2 * 28672 // 16, 8192, table()["rates"]["sm_90"])
+    assert found.between_bytes == 512 * 8192 * 2
+    assert found.hidden
+    assert found.seconds == pytest.approx(found.matmul)
+    said = dict(found.explain())
+    assert (
+        said["bytes"]
+        == "8.389 MB through the NIC, 117.4 MB by NVLink, a GPU; flat it would be 67.11 MB through the NIC"
+    )
+    assert f"nominal: {NIC / 1e9:g} and {NVLINK / 1e9:g} GB/s" in said["modelled"]

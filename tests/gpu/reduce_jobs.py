@@ -1,0 +1,122 @@
+"""What ranks do in ``test_gpu_all_reduce.py``."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from distributed_jobs import raised, random
+
+import tilestream as ts
+from tilestream import distributed as tsd
+from tilestream.distributed.members import member_of
+from tilestream.distributed.protocol import SLOTS
+
+
+def poison() -> None:
+    """NaN in the slots, while nobody is at a call."""
+    reducer = member_of("test", None).reducer
+    torch.cuda.synchronize()
+    dist.barrier()
+    if reducer is not None and reducer.memory.slot_bytes:
+        for slot in range(SLOTS):
+            reducer.memory.slot(reducer._rank, slot).view(torch.bfloat16).fill_(float("nan"))
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def reduces(rank, world, cases):
+    """Each case against the exact sum; twice with the same bits, which are the same on every rank."""
+    for rows, k, n, dtype, average, scaled in cases:
+        dtype = getattr(torch, dtype)
+        inputs = [(random(10 * r + 3, *rows, k, dtype=dtype), random(10 * r + 4, n, k, dtype=dtype).t())
+                  for r in range(world)]  # fmt: skip
+        a, b = inputs[rank]
+        bias, over = random(5, n, dtype=torch.float32), world if average else 1
+        scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        products = [x.double() @ y.double() for x, y in inputs]
+        if scaled:
+            scales = tuple(random(7 + i, *s, dtype=torch.float32).abs() + 0.5 for i, s in enumerate(((*rows, 1), (n,))))
+            products = [x * scales[0].double() * scales[1].double() for x in products]
+        travels = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        exact = sum(products) / over + bias.double()
+        theirs = (sum(x.to(travels).float() for x in products) / over + bias).to(travels)
+        outs = []
+        for _ in range(4):
+            poison()
+            outs.append(tsd.matmul_all_reduce(
+                a, b, bias=bias, scale_a=scales[0], scale_b=scales[1], reduce_op="avg" if average else "sum",
+                form="fused", deadline=20,
+            ))  # fmt: skip
+            torch.cuda.synchronize()
+            ts.check()
+        assert all(x.view(torch.uint8).equal(outs[0].view(torch.uint8)) for x in outs), "other bits another time"
+        ulp = torch.finfo(travels).eps * exact.abs().max()
+        error, other = ((x.double() - exact).abs().max() for x in (outs[0], theirs))
+        assert error <= 2 * other + ulp, (rows, k, n, error, other)
+        first = outs[0].clone().view(torch.uint8)
+        dist.broadcast(first, 0)
+        assert first.equal(outs[0].view(torch.uint8)), "ranks have other bits"
+    return tsd.plan_matmul_all_reduce(random(1, 64, 256), random(2, 256, 256).t(), form="fused").explain()
+
+
+def iterates(rank, world, count):
+    """Many calls without a barrier between, on other data each time and from two streams; ranks are late in turn."""
+    b = random(1, 256, 256).t() / 16
+    wholes = [random(1000 + i, 48, 256) for i in range(8)]
+    expected = [world * (x @ b).float() for x in wholes]
+    wrong, streams = torch.zeros((), device="cuda"), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for i in range(count):
+        if i % 16 == rank:
+            time.sleep(0.002)
+        with torch.cuda.stream(streams[i // 8 % 2]):
+            if i % 16 == 8 + rank:
+                torch.cuda._sleep(2_000_000)
+            out = tsd.matmul_all_reduce(wholes[i % 8], b, form="fused", deadline=20)
+            error = (out.float() - expected[i % 8]).abs().nan_to_num(torch.inf).max()
+        torch.cuda.current_stream().wait_stream(streams[i // 8 % 2])
+        wrong = torch.maximum(wrong, error)
+    torch.cuda.synchronize()
+    ts.check()
+    return wrong.item()
+
+
+def expires(rank, world, killed):
+    """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
+    a, b = random(rank, 64, 256), random(99, 256, 256)
+    for _ in range(3):
+        tsd.matmul_all_reduce(a, b, form="fused", deadline=20)
+    torch.cuda.synchronize()
+    if rank == world - 1:
+        if killed:
+            os._exit(0)
+        time.sleep(4)
+        return "", "", 0.0
+    begin = time.monotonic()
+    out = tsd.matmul_all_reduce(a, b, form="fused", deadline=0.5)
+    torch.cuda.synchronize()
+    waited = time.monotonic() - begin
+    assert out.isnan().all(), "a sum without one of its parts"
+    first = raised(ts.check)
+    assert ts.matmul(a, b).isfinite().all(), "the GPU works on"
+    return first, raised(lambda: tsd.matmul_all_reduce(a, b, deadline=5)), waited
+
+
+def captures(rank, world):
+    """Under capture: unfused, and the plan says why; replays are right."""
+    a, b = random(60, 64, 256), random(9, 256, 256)
+    tsd.matmul_all_reduce(a, b, form="unfused", deadline=20)  # the ranks agree before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        said = tsd.plan_matmul_all_reduce(a, b, form="fused").explain()
+        out = tsd.matmul_all_reduce(a, b, form="unfused")
+    for i in range(3):
+        a.copy_(random(70 + i, 64, 256))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.allclose(out.float(), world * (a @ b).float(), atol=2.0)
+    return said

@@ -1,0 +1,79 @@
+"""Ops over several nodes, made of one host's GPUs: 2 x 2 of four GPUs, with NCCL between nodes.
+
+Where there are fewer, the nodes share them: rank r is on GPU r modulo their number, so that a node's ranks have a GPU
+each where there are two. Two ranks of one GPU are in no NCCL group, so it is gloo between nodes then, through the CPU:
+right, and slow.
+
+    PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_nodes.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import node_jobs_gpu as jobs
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from pool import Pool
+
+GPUS = torch.cuda.device_count()
+NODES, WORLD = 2, 4
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    if GPUS >= WORLD:
+        pool = Pool("cpu:gloo,cuda:nccl")
+    else:
+        pool = Pool("gloo", TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
+    yield pool
+    pool.close()
+
+
+def gathers(form):
+    """(shape of a shard, gather_dim, N of each b, dtype, form, whether there is a scale a row)."""
+    yield (256, 256), 0, (256,), "bfloat16", form, False
+    yield (200, 512), 0, (136, 72), "bfloat16", form, False
+    yield (2, 130, 256), 1, (256,), "bfloat16", form, False
+    yield (128, 256), 0, (256,), "float8_e4m3fn", form, True
+    yield (64, 128), 1, (64,), "bfloat16", form, False  # K is cut: unfused
+    yield (2048, 2048), 0, (512,), "bfloat16", form, False
+
+
+def sums(form):
+    """(rows of a rank's part, scatter_dim, K, N, form, whether it is the average)."""
+    yield (256,), 0, 256, 256, form, False
+    yield (200,), 0, 512, 136, form, True
+    yield (2, 64), 1, 256, 128, form, False
+    yield (1024,), 0, 256, 2048, form, False
+
+
+@pytest.mark.parametrize("form", ["fused", "unfused"])
+def test_gathers_what_one_node_would(ranks, form):
+    said = ranks.run(WORLD, jobs.gathers, NODES, list(gathers(form)), bound=240, seconds=60)
+    assert all(text.startswith("all_gather_matmul, 2 nodes of 2 ranks on sm_") for text in said), said[0]
+    assert all("MB through the NIC" in text for text in said), said[0]
+    if GPUS > 1:
+        assert all("fused: transfer and matmul overlap, by symmetric memory" in text for text in said), said[0]
+
+
+@pytest.mark.parametrize("form", ["fused", "unfused"])
+def test_sums_what_one_node_would(ranks, form):
+    if GPUS < WORLD and form == "unfused":
+        pytest.skip("gloo adds in another order")
+    assert ranks.run(WORLD, jobs.sums, NODES, list(sums(form)), bound=240, seconds=60) == [True] * WORLD
+
+
+def test_all_reduces(ranks):
+    cases = [((1,), 256, 512, False), ((16,), 512, 256, True), ((2, 64), 256, 136, False)]
+    said = ranks.run(WORLD, jobs.reduces, NODES, cases, bound=120, seconds=60)
+    assert all("unfused: one after the other, by collective" in text for text in said), said[0]
+
+
+def test_gathers_and_sums_in_turn_without_a_barrier(ranks):
+    wrong = ranks.run(WORLD, jobs.iterates, NODES, 200 if GPUS >= WORLD else 30, bound=240, seconds=60)
+    assert max(wrong) < 0.5, wrong
