@@ -9,10 +9,11 @@ Functions take turns, in another order each round; of each the median over round
 Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
 what issuing a call costs the host, beside the GPU's time.
 
-Of ours: ``ours`` as the table or the model decides, ``fused 1 2 4`` in so many chunks a shard. Alone: the matmul
-(torch's, ours, and ours in as many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a
-call with few columns), our handshake (a call with few bytes). ``floor`` is max(the faster matmul alone, the faster
-transfer alone + one tile) + one handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
+Of ours: ``ours`` as the table or the model decides; of gathers ``fused push 1 2 4`` and ``fused pull 1 2 4``, in so
+many chunks a shard, whatever the table says; of sums ``fused 1 2 4``. Alone: the matmul (torch's, ours, and ours in as
+many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a call with few columns) and our
+handshake (a call with few bytes), pushed and pulled. ``floor`` is max(the faster matmul alone, the fastest transfer
+alone + one tile) + the shortest handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
 being the best of the others.
 
 The record, ``gpu_all_gather_x<world>`` with the device behind it, is written after each shape.
@@ -34,8 +35,9 @@ import tilestream as ts
 from harness import RESULTS, GpuRecord
 from ranks import MeetingClock, on_each_gpu, slowest
 from tilestream import distributed as tsd
-from tilestream.distributed.dispatch import trial
+from tilestream.distributed.dispatch import WAYS, trial
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.protocol import Way
 from tilestream.distributed.shards import Shards
 from tilestream.ops.publish import Publication, matmul_published
 
@@ -120,11 +122,13 @@ def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict
     return slowest(times), slowest(hosts)
 
 
-def on_trial(fused: bool, chunks: int, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def on_trial(
+    fused: bool, chunks: int, function: Callable[[], torch.Tensor], way: Way | None = None
+) -> Callable[[], torch.Tensor]:
     """``function``, with what the table would decide decided otherwise."""
 
     def call() -> torch.Tensor:
-        with trial(fused, chunks):
+        with trial(fused, chunks, way):
             return function()
 
     return call
@@ -178,16 +182,19 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
         "torch fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [w], 0, name)[1][0],
         "torch native": lambda: symmetric._fused_all_gather_matmul_native(a, w, name)[1],
         "ours": ours,
-        **{f"fused {c}": on_trial(True, c, ours) for c in counts},
+        **{f"fused {way} {c}": on_trial(True, c, ours, way) for way in WAYS for c in counts},
     }
     alone: Forms = {
         "mm": lambda: torch.mm(full, w),
         "ours mm": lambda: ts.matmul(full, w),
         **{f"gated {c}": gated(full, w, Shards.of(a.shape, 0, world, c), rank) for c in counts},
         "nccl": lambda: dist.all_gather_into_tensor(full, a),
-        "copies": lambda: tsd.all_gather_matmul(a, narrow, form="fused", deadline=_DEADLINE),
-        "handshake": lambda: tsd.all_gather_matmul(little, narrow[:64], form="fused", deadline=_DEADLINE),
     }
+    for way in WAYS:
+        alone[f"copies {way}"] = on_trial(True, 1, lambda: tsd.all_gather_matmul(a, narrow, deadline=_DEADLINE), way)
+        alone[f"handshake {way}"] = on_trial(
+            True, 1, lambda: tsd.all_gather_matmul(little, narrow[:64], deadline=_DEADLINE), way
+        )
     plan = tsd.plan_all_gather_matmul(a, w)
     shape = {"op": "all_gather_matmul", "m": m, "n": n, "k": k, "rows": m // world, "width": k}
     return measured(shape, forms, alone, exact, plan, rounds)
@@ -256,8 +263,8 @@ def measured(
             del forms[name]
     ms, host = bench({**alone, **forms}, rounds, failures)
     row = {
-        **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "why": plan.decision.why,
-        "ms": ms, "host ms": host, "errors": errors, "failures": failures,
+        **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "way": plan.decision.way,
+        "why": plan.decision.why, "ms": ms, "host ms": host, "errors": errors, "failures": failures,
     }  # fmt: skip
     others = [ms[name] for name in ("nccl + mm", "torch fused", "torch native") if name in ms]
     if others and "ours" in ms:
@@ -269,8 +276,9 @@ def judged(shape: dict[str, Any], ms: dict[str, float], best: float) -> dict[str
     """``floor``, ``best``, ``ratio`` and ``win``: see the module."""
     matmul = min(ms[name] for name in ("mm", "ours mm") if name in ms)
     tile = matmul * min(1.0, 132 * 128 * 256 / (shape["m"] * shape["n"]))
-    handshake = ms.get("handshake", 0.0)
-    transfer = min(ms["nccl"], ms.get("copies", ms["nccl"]) - handshake)
+    alone = [(ms[f"handshake {way}"], ms[f"copies {way}"]) for way in WAYS if f"handshake {way}" in ms]
+    handshake = min((first for first, _ in alone), default=0.0)
+    transfer = min([ms["nccl"], *(copies - first for first, copies in alone)])
     floor = max(matmul, transfer + tile) + handshake
     ours = ms["ours"]
     row = {"floor": round(floor, 4), "best": best, "ratio": round(best / ours, 4)}

@@ -52,6 +52,12 @@ def mean(ratios: Iterable[float]) -> float:
     return exp(sum(logs) / len(logs))
 
 
+def way(form: str) -> str:
+    """Which way, where it says so, and in how many chunks: of ``fused 2``, and of ``fused pull 2``."""
+    *ways, chunks = form.split()[1:]
+    return "".join([*(f" {way}," for way in ways), f" in {chunks}"])
+
+
 def one(data: dict[str, Any], op: str, rows: list[dict[str, Any]]) -> str:
     """An op in a record."""
     if not rows:
@@ -64,7 +70,7 @@ def one(data: dict[str, Any], op: str, rows: list[dict[str, Any]]) -> str:
         cells.append([
             f"{row['m']}x{row['n']}x{row['k']}", f"{min(ms['mm'], ms['ours mm']):.3f}", f"{ms['nccl']:.3f}",
             *(f"{ms[name]:.3f}" if name in ms else "-" for name in PEERS),
-            f"{fused[fastest]:.3f} in {fastest.split()[1]}" if fused else "-",
+            f"{fused[fastest]:.3f}{way(fastest)}" if fused else "-",
             f"{row['decided']}, {ms['ours']:.3f}", f"{row['best'] / ms['ours']:.3f}",
             f"{row['best'] / min(fused.values()):.3f}" if fused else "-",
             "-" if row.get("win") is None or row["best"] <= row["floor"] else f"{row['win']:.2f}",

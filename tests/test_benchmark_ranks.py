@@ -98,24 +98,33 @@ def event(kind: str, stream: int, begin: float, length: float, size: int = 0) ->
 
 
 def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
-    """Rank 1 of three, two chunks a shard: copies end at moments that say whose they are; the kernel begins at 100."""
+    """Rank 1 of three, two chunks a shard: copies end at moments that say whose they are; its kernel begins at 100."""
     from tilestream.trace import LaunchTrace, Span, export
 
     timelines = importlib.import_module("gather_timeline")
-    # From the next rank, then from the one behind that, two chunks each; on a stream that is not the kernel's.
-    pulls = [event("gpu_memcpy", 20, 110 + 10 * i, 5, 64) for i in range(4)]
-    own, other = event("gpu_memcpy", 7, 104, 4, 128), event("gpu_memcpy", 9, 0, 1, 32)
-    kernels = [event("kernel", 7, 100, 90), event("kernel", 7, 90, 3)]
-    events = [*kernels, *pulls, own, other, {"cat": "cpu_op", "ts": 0}]
-    found = timelines.activities({"baseTimeNanoseconds": 1e9, "traceEvents": events})
+
+    def rank(kernel: float, *pushes: dict[str, object]) -> object:
+        own, other = event("gpu_memcpy", 7, 104, 4, 128), event("gpu_memcpy", 9, 0, 1, 32)
+        kernels = [event("kernel", 7, kernel, 90), event("kernel", 7, 90, 3), event("kernel", 7, -900, 800)]
+        met = {**event("kernel", 8, -100, 1), "name": "ncclDevKernel_AllReduce"}
+        events = [*kernels, met, *pushes, own, other, {"cat": "cpu_op", "ts": 0}]
+        found = timelines.activities({"baseTimeNanoseconds": 1e9, "traceEvents": events})
+        return timelines.behind_meeting(found)
+
+    # Two chunks each to the rank before and to the one before that, on a stream that is not the kernel's.
+    found = [
+        rank(80, *(event("gpu_memcpy", 20, 110 + 10 * i, 5, 64) for i in range(4))),
+        rank(100),
+        rank(99, *(event("gpu_memcpy", 21, 106 + 12 * i, 5, 64) for i in range(4))),
+    ]
     launch = LaunchTrace("matmul", "rank 1 of 3: a plan", 1, 1, 5.0)
     moments = (("wait", 5.0, 5.00002), ("tile", 5.00002, 5.00009))
     launch.by_worker[0] = [Span(0, *moment, 0, 0, 0, 0, 1) for moment in moments]
     launch.end = 5.00009
-    timelines.laid_over(launch, found, rank=1, world=3, size=64, parts=2)
-    # Of the own shard, copied in one piece, both chunks are there at once; rank 2 is the next, rank 0 the last.
+    timelines.laid_over(launch, found, rank=1, size=64, parts=2)
+    # Of the own shard, copied in one piece, both chunks are there at once; rank 0's came last, behind rank 2's own.
     microseconds = [round(1e6 * (when - 5.0), 3) for when in launch.arrivals[0]]
-    assert microseconds == [35, 45, 8, 8, 15, 25]
+    assert microseconds == [35, 45, 8, 8, 11, 23]
     assert round(1e6 * (launch.started[0] - 5.0), 3) == 4
     export(launch, tmp_path / "gpu_trace_gather_x3_h200.json.gz")
     (text,) = render.sections(tmp_path)

@@ -17,9 +17,9 @@ import dispatch_table as made_by  # noqa: E402
 RECORDS = [x for op in ("gather", "reduce") for x in sorted((BENCHMARKS / "results").glob(f"gpu_all_{op}_x*.json"))]
 
 
-def record(**ms):
+def record(op="all_gather_matmul", **ms):
     ms = {name.replace("_", " ").replace("nccl ", "nccl + "): value for name, value in ms.items()}
-    row = {"op": "all_gather_matmul", "m": 8192, "n": 3584, "k": 8192, "rows": 4096, "width": 8192, "ms": ms}
+    row = {"op": op, "m": 8192, "n": 3584, "k": 8192, "rows": 4096, "width": 8192, "ms": ms}
     return {"device": "NVIDIA H200", "world": 2, "dtype": "bfloat16", "date": "a day", "rows": [row]}
 
 
@@ -34,8 +34,25 @@ def record(**ms):
     ],
 )
 def test_the_fastest_counts_and_what_is_not_worth_it_does_not(ms, says):
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        (entry,) = made_by.entries(record(op, **ms))
+        assert (entry["fused"], entry["chunks"]) == says
+        assert entry.get("way", "none") == ("none" if op == "matmul_reduce_scatter" else "pull")
+
+
+@pytest.mark.parametrize(
+    ("ms", "says"),
+    [
+        ({"nccl_mm": 1.0, "fused_push_1": 0.801, "fused_pull_1": 0.8}, (True, 1, "pull")),
+        ({"nccl_mm": 1.0, "fused_pull_1": 0.8, "fused_push_1": 0.799}, (True, 1, "push")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.8, "fused_pull_2": 0.795}, (True, 1, "push")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.8, "fused_pull_1": 0.9, "fused_pull_2": 0.7}, (True, 2, "pull")),
+        ({"nccl_mm": 1.0, "fused_push_1": 0.995}, (False, 1, "pull")),
+    ],
+)
+def test_of_a_gather_the_way_that_took_least_counts(ms, says):
     (entry,) = made_by.entries(record(**ms))
-    assert (entry["fused"], entry["chunks"]) == says
+    assert (entry["fused"], entry["chunks"], entry["way"]) == says
 
 
 def test_an_entry_decides_its_class(monkeypatch):
@@ -67,6 +84,8 @@ def test_the_table_is_what_the_records_say():
 def test_what_is_decided_is_not_slower_than_nccl_and_torch(path):
     data = json.loads(path.read_text())
     for row in data["rows"]:
-        fused, chunks = made_by.decided(row["ms"])
-        ours = row["ms"][f"fused {chunks}" if fused else "nccl + ours"]
+        made_of = made_by.decided(row["ms"])
+        ours = row["ms"]["nccl + ours"]
+        if made_of.fused:
+            ours = min(ms for name, ms in row["ms"].items() if name[:6] == "fused " and made_by.form(name) == made_of)
         assert ours <= 1.03 * row["ms"]["nccl + mm"], (row["op"], row["m"], row["n"], row["k"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
 from tilestream.arrival import device as module
-from tilestream.arrival.device import DeviceSignals, GateWords
+from tilestream.arrival.device import DeviceSignals, GateWords, PeerSignals
 from tilestream.runtime.errors import ProducerStopped
 from tilestream.runtime.record import EXPIRED, FAILED, Record
 
@@ -657,3 +657,33 @@ class TestOwnWords:
 
     def test_ours_are_not_self_reset(self, cuda):
         assert not make().self_reset
+
+
+class TestWordsThatPeersWrite:
+    def test_two_shapes_share_them_by_epoch(self, cuda):
+        words = own(4)
+        long, short = PeerSignals(words, DEVICE), PeerSignals(words[:2], DEVICE)
+        long.begin(3)
+        launch = long.use()
+        assert (launch.epoch, launch.words.data_ptr(), launch.key) == (3, words.data_ptr(), long.key)
+        words[:] = torch.tensor([3, 0, 3, 2])
+        assert there(launch) == [0, 2]
+        words.fill_(3)
+        short.begin(6)
+        assert seen(short.use()) == ["missing"] * 2, "what the call before has left is of its epoch"
+        assert not short.self_reset
+        words[1] = 6
+        assert short.state() == [False, True]
+
+    def test_a_launch_that_is_overruled_keeps_what_has_come(self, cuda):
+        words = own()
+        signals = PeerSignals(words, DEVICE)
+        signals.begin(5)
+        launch = signals.use()
+        words[1] = 5
+        signals.overrule(RuntimeError("a peer has given up"))
+        cuda.run()
+        assert seen(launch) == ["failed", "here", "failed"]
+        assert "a peer has given up" in str(failed(signals.key, 5).error())
+        words[0] = 5  # a late one
+        assert seen(launch)[0] == "here"

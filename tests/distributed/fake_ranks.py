@@ -20,8 +20,9 @@ from tilestream.runtime.errors import GroupBroken
 class Memory:
     """Each rank's slots and words, in one process."""
 
-    def __init__(self, ranks: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
+    def __init__(self, ranks: int, slot_bytes: int, chunks: int = 0) -> None:
+        self.slot_bytes, self.chunks = slot_bytes, chunks
+        self.signals = [torch.zeros(protocol.SLOTS * chunks, dtype=torch.int32) for _ in range(ranks)]
         self.slots = [torch.full((protocol.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
         self.words = [torch.zeros((ranks + 1) * LINE, dtype=torch.uint8) for _ in range(ranks)]
         self.ranks = ranks
@@ -33,9 +34,17 @@ class Memory:
         def flag(of: int, writer: int) -> int:
             return self.words[of].data_ptr() + writer * LINE
 
+        def signals(number: int) -> torch.Tensor:
+            return self.signals[rank][self.chunks * number : self.chunks * (number + 1)]
+
+        def signal(of: int, number: int, chunk: int) -> int:
+            assert 0 <= chunk < self.chunks
+            return self.signals[of].data_ptr() + 4 * (self.chunks * number + chunk)
+
         abort = flag(rank, self.ranks)
         return types.SimpleNamespace(
-            slot_bytes=self.slot_bytes, slot=slot, flag=flag, abort=lambda of: flag(of, self.ranks),
+            slot_bytes=self.slot_bytes, chunks=self.chunks, signals=signals, signal=signal, slot=slot,
+            flag=flag, abort=lambda of: flag(of, self.ranks),
             address=lambda of, number: slot(of, number).data_ptr(),
             told=lambda: [ctypes.c_int32.from_address(flag(rank, writer)).value for writer in range(self.ranks)],
             aborted=lambda: bool(ctypes.c_int32.from_address(abort).value),
@@ -82,14 +91,16 @@ def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
         ):  # fmt: skip
             patch.setattr(module, name, does, raising=False)
     # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
-    patch.setattr(turns, "lend_to", lambda borrower, device: cuda.stream())
+    for module in (turns,):
+        patch.setattr(module, "lend_to", lambda borrower, device: cuda.stream())
     patch.setattr(turns, "LOOK_SECONDS", 0.01)
-    # While the watchdog sleeps the device runs.
+    # While the host sleeps the device runs.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
-    patch.setattr(turns, "time", clock)
+    for module in (copy_engines, sums, turns):
+        patch.setattr(module, "time", clock)
 
 
 def look(turns_of: Turns) -> None:
     """The watchdog, as often as it takes to be sure."""
-    for _ in range(turns.LOOKS + 1):
+    for _ in range(sums.LOOKS + 1):
         turns_of.look()

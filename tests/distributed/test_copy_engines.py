@@ -4,323 +4,445 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import gc
+import itertools
+import weakref
 
 import pytest
 import torch
-from fake_ranks import Member, Memory, look, pretend
+from fake_gathers import report, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
-from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import DeviceSignals
-from tilestream.distributed import copy_engines, protocol, turns
-from tilestream.distributed.copy_engines import Gatherer
+from fake_cuda import DEVICE, fake_cuda
+from tilestream.distributed import copy_engines, dispatch, protocol, turns
 from tilestream.distributed.shards import Shards
-from tilestream.distributed.whole import Whole
-from tilestream.runtime.errors import GroupBroken
-from tilestream.runtime.record import EXPIRED, Record, op_number
+from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
+
+#: Of each world, shapes whose chunks are others' from call to call.
+SHARDS = {
+    2: (Shards(1, 2, 3, 2), Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)),
+    3: (Shards(1, 3, 3, 2, parts=2), Shards(1, 3, 2, 2), Shards(2, 3, 3, 1)),
+}
+#: Ways of a call's shards, of the next one's, and so on.
+WAYS = st.lists(st.sampled_from(dispatch.WAYS), min_size=1, max_size=3)
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "ways": WAYS})
 
 
-class Rank:
-    """A rank: its gatherer, its calling stream, and what its kernels have handed in."""
-
-    def __init__(self, cuda: FakeCuda, memory: Memory, rank: int, shards: Shards) -> None:
-        self.cuda, self.rank, self.shards = cuda, rank, shards
-        self.member = Member(rank, memory.ranks)
-        self.calling = cuda.stream()
-        self.over: set[int] = set()  # calls whose kernel has expired
-        self.records: list[Callable[[], None]] = []  # what is done when that is raised
-        self.calls: list[int] = []
-        self.results: dict[int, torch.Tensor | None] = {}
-        with cuda.on(self.calling):
-            self.gatherer = Gatherer(self.member, DEVICE, memory.of(rank))
-        self.gatherer.make_arrival = self._arrival
-        self.gatherer._watchdog.wake = lambda: None  # the test looks
-        self.side = self.gatherer._side
-
-    def _arrival(self, shards: Shards) -> Arrival:
-        arrival = shards.arrival(self.rank)
-        arrival._signals = DeviceSignals(arrival.num_chunks, DEVICE)
-        return arrival
-
-    def data(self, rank: int, call: int) -> torch.Tensor:
-        s = self.shards
-        return torch.full((s.batches, s.rows, s.width), 100.0 * rank + call)
-
-    def call(self, whole: torch.Tensor | None = None) -> None:
-        """The next call: a kernel that hands in what is gathered, or None where it has expired.
-
-        What is gathered stands in ``whole``; in a slot, where there is none.
-        """
-        number = len(self.calls) + 1
-        self.calls.append(number)
-        calling = self.calling
-
-        def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
-            words, whole = arrival._signals.use(), gathered.data
-
-            def ended() -> bool:
-                state = words.words.tolist()
-                if all(word >= words.epoch for word in state):
-                    self.results[number] = whole.clone()
-                elif number in self.over or any(word == -words.epoch for word in state):
-                    self.results[number] = None
-                    self.records.append(arrival._signals.gave_up)
-                return number in self.results
-
-            calling.give(Until(ended))
-            return []
-
-        mine = Whole(self.data(self.rank, number), None)
-        with self.cuda.on(self.calling):
-            self.gatherer.issue(self.shards, mine, None if whole is None else Whole(whole, None), kernel)
-
-    def expected(self, call: int) -> torch.Tensor:
-        return torch.stack([self.data(r, call) for r in range(self.member.world)], 1)
-
-
-@contextlib.contextmanager
-def world(ranks: int, shards: Shards):
-    with fake_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
-        pretend(cuda, patch)
-        patch.setattr(copy_engines, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
-        memory = Memory(ranks, 4 * shards.total * shards.width)
-        yield cuda, [Rank(cuda, memory, rank, shards) for rank in range(ranks)]
-
-
-SHARDS = (Shards(1, 2, 3, 2), Shards(1, 3, 3, 2, parts=2), Shards(2, 2, 3, 1))
-
-
-@given(data=st.data(), shards=st.sampled_from(SHARDS))
-@settings(max_examples=40)
-def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, shards):
-    with world(shards.world, shards) as (cuda, ranks):
-        calls = 5
-        while any(len(rank.results) < calls for rank in ranks):
+@given(data=st.data(), size=st.sampled_from((2, 3)))
+@settings(max_examples=60)
+def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, size):
+    with world(size) as (cuda, ranks):
+        calls = data.draw(st.lists(st.sampled_from(SHARDS[size]), min_size=6, max_size=6))
+        how = data.draw(HOW)
+        while any(len(rank.results) < len(calls) for rank in ranks):
             rank = data.draw(st.sampled_from(ranks))
             what = data.draw(st.integers(0, 2))
-            # The host of a real rank would wait where its side stream is further behind.
-            room = len(rank.gatherer._underway()) <= protocol.AHEAD
-            if what == 0 and len(rank.calls) < calls and room:
-                own = data.draw(st.booleans())
-                rank.call(torch.full(shards.shape, float("nan")) if own else None)
+            if what == 0 and len(rank.shapes) < len(calls) and rank.room():
+                rank.call(calls[len(rank.shapes)], **how)
             else:
-                (rank.calling if what == 1 else rank.side).run(data.draw(st.integers(1, 3)))
+                rank.run(what, data.draw(st.integers(1, 3)))
             if data.draw(st.integers(0, 9)) == 0:
                 cuda.run()
                 for each in ranks:
-                    if len(each.calls) < calls and len(each.gatherer._underway()) <= protocol.AHEAD:
-                        each.call()
+                    if len(each.shapes) < len(calls) and each.room():
+                        each.call(calls[len(each.shapes)], **how)
         for rank in ranks:
-            for call in range(1, calls + 1):
+            for call in range(1, len(calls) + 1):
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
-            look(rank.gatherer)
+            rank.look()
             assert not rank.member.broken, "a watchdog saw what is not there"
 
 
-@given(data=st.data(), shards=st.sampled_from(SHARDS[:2]))
-@settings(max_examples=40)
-def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, shards):
-    with world(shards.world, shards) as (cuda, ranks):
-        for _ in range(data.draw(st.integers(5, 60))):
+@given(data=st.data(), size=st.sampled_from((2, 3)))
+@settings(max_examples=60)
+def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, size):
+    with world(size) as (cuda, ranks):
+        how = data.draw(HOW)
+        shapes = data.draw(st.lists(st.sampled_from(SHARDS[size]), min_size=1, max_size=4))
+        for _ in range(data.draw(st.integers(5, 80))):
             rank = data.draw(st.sampled_from(ranks))
             what = data.draw(st.integers(0, 9))
-            if what <= 1 and len(rank.gatherer._underway()) <= protocol.AHEAD and not rank.member.broken:
-                rank.call()
-            elif what == 2 and rank.calls:
-                rank.over.add(len(rank.calls))  # its kernel's deadline has passed, if it still waits
+            if what <= 1 and rank.room() and not rank.member.broken:
+                with contextlib.suppress(GroupBroken):  # what it asks before it issues
+                    rank.call(shapes[len(rank.shapes) % len(shapes)], **how)
+            elif what == 2 and rank.shapes:
+                rank.over.add(data.draw(st.integers(1, len(rank.shapes))))  # a deadline has passed, if it still waits
             elif what == 3:
-                look(rank.gatherer)
+                rank.look()
             else:
-                (rank.calling if what % 2 else rank.side).run(data.draw(st.integers(1, 4)))
+                rank.run(what, data.draw(st.integers(1, 4)))
         for rank in ranks:  # at last every deadline passes, and every watchdog looks
-            rank.over.update(range(1, len(rank.calls) + 1))
+            rank.over.update(range(1, len(rank.shapes) + 1))
         for _ in range(8):
             cuda.run()
             for rank in ranks:
-                look(rank.gatherer)
+                rank.look()
         for rank in ranks:
-            assert rank.calling.query(), "stuck"
-            assert rank.side.query(), "stuck"
-            for call in range(1, len(rank.calls) + 1):
-                result = rank.results[call]
+            assert rank.idle, "stuck"
+            for call, result in rank.results.items():
                 assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
-            for raised in rank.records:
-                raised()
-            assert rank.member.broken or not rank.records, "who has given up knows that the group is broken"
+            expired = any(result is None for result in rank.results.values())
+            with contextlib.suppress(ArrivalTimeout, GroupBroken):
+                rank.channel.check()
+            assert rank.member.broken or not expired, "who has given up knows that the group is broken"
         if any(rank.member.broken for rank in ranks):
             cuda.run()
             assert all(rank.member.broken or rank.gatherer.memory.aborted() for rank in ranks), "all are told"
 
 
-def test_what_is_issued_is_the_text():
-    shards = Shards(1, 3, 2, 1)
-    with world(3, shards) as (_cuda, ranks):
+def test_one_set_of_signals_for_all_slots_would_be_mistaken():
+    # What the sets are for: a word that is another rank's in the next call, and that rank is a call ahead.
+    def hands_in(sets: int) -> torch.Tensor | None:
+        with world(3) as (cuda, ranks):
+            for rank in ranks:
+                memory = rank.gatherer.memory
+                signals, signal = memory.signals, memory.signal
+                memory.signals = lambda slot, signals=signals: signals(slot % sets)
+                memory.signal = lambda of, slot, chunk, signal=signal: signal(of, slot % sets, chunk)
+                rank.call(SHARDS[3][1])
+                rank.call(SHARDS[3][0])
+            late = ranks[1].side  # it pushes to rank 0, and not yet to rank 2
+            for _, stream in itertools.product(range(9), cuda.streams):
+                if stream is not late:
+                    stream.run()
+                elif stream.done < 3:
+                    stream.run(3 - stream.done)
+            assert ranks[0].results[1].equal(ranks[0].expected(1))
+            return ranks[2].results.get(1)
+
+    assert hands_in(protocol.SLOTS) is None, "it waits for rank 1's rows"
+    assert hands_in(1)[0, 1].isnan().all(), "rank 0's signal of the next call is taken for rank 1's"
+
+
+def signals_of(rank, places):
+    """The words of a call in slot 1: on which rank, and of which chunk of the whole."""
+    return [ctypes.c_int32.from_address(rank.gatherer.memory.signal(peer, 1, c)) for peer, c in places]
+
+
+def test_what_is_pushed_is_the_text():
+    shards = Shards(1, 3, 4, 1, parts=2)
+    with world(3) as (_, ranks):
         first = ranks[0]
-        first.call()
-        told = [ctypes.c_int32.from_address(first.gatherer.memory.flag(peer, 0)) for peer in (1, 2)]
+        first.call(shards)
+        signals = signals_of(first, [(peer, chunk) for peer in (2, 1) for chunk in (0, 1)])
         first.side.run()
-        assert [word.value for word in told] == [0, 0], "nothing before the slot is full"
+        assert [word.value for word in signals] == [0] * 4, "nothing before the call's place on its stream"
+        assert first.side.issued == 1 + 8, "the wait for that; of each chunk to each peer a copy, and a signal"
+        first.calling.run(1)  # the caller's write
+        first.side.run(2)
+        assert [word.value for word in signals] == [0] * 4, "not before its copy"
+        first.side.run(1)
+        assert [word.value for word in signals] == [1, 0, 0, 0], "the rank before it is the first to come to its rows"
+        assert ranks[2].gatherer.memory.slot(2, 1).view(torch.float32)[:2].tolist() == [1.0, 1.0]
+        first.side.run()
+        assert [word.value for word in signals] == [1] * 4
+        assert not first.results, "its peers have not pushed"
+
+
+def test_what_is_pulled_is_the_text():
+    shards = Shards(1, 3, 4, 1, parts=2)
+    with world(3) as (_, ranks):
+        first, second, third = ranks
+        for rank in ranks:
+            rank.call(shards, ways=["pull"])
+        signals = signals_of(first, [(0, chunk) for chunk in (2, 3, 4, 5)])
+        assert first.side.issued == 1 + 2 + 2 * (1 + 4), "the wait; two flags; of each peer its flag, and its chunks"
+        first.side.run()
         first.calling.run()
         first.side.run()
-        assert [word.value for word in told] == [1, 1]
-        # Of each peer a wait, a copy and a signal are left: it waits for the first of them.
-        assert first.side.issued - first.side.done == 2 * 3
-        assert not first.results
+        assert [rank.gatherer.memory.told() for rank in ranks] == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+        assert [word.value for word in signals] == [0] * 4, "its peers have not told"
+        third.calling.run()
+        third.side.run()
+        first.side.run()
+        assert [word.value for word in signals] == [0] * 4, "one peer after the other, the next rank first"
+        second.calling.run()
+        second.side.run()
+        first.side.run(2)
+        assert [word.value for word in signals] == [0] * 4, "not before its copy"
+        first.side.run(1)
+        assert [word.value for word in signals] == [1, 0, 0, 0]
+        first.side.run()
+        first.calling.run()
+        assert first.results[1].equal(first.expected(1))
+
+
+def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_pieces():
+    with world(2) as (_, (first, _)):
+        for strided in (False, True):
+            before = first.side.done
+            first.call(SHARDS[2][0], strided=strided)
+            first.calling.run(1)
+            first.side.run()
+            assert (first.side.done > before) == (not strided)
+            while not first.calling.query() and first.calling.run(1):
+                pass
+            first.side.run()
+            assert first.side.query() == (not strided), "behind the first call's kernel"
+
+
+def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):
+    with world(2) as (cuda, (first, second)):
+        met, grown = [], []
+        monkeypatch.setattr(turns, "meet", lambda member, device: met.append(member.rank))
+        memory = first.gatherer.memory
+        memory.grow = lambda size, chunks: grown.append((size, chunks))
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])
+        assert not first.gatherer.reserve(memory.slot_bytes, memory.chunks)
+        with first.here():
+            assert first.gatherer.reserve(1, memory.chunks + 1)
+        assert first.results, "its kernel has ended"
+        assert met == [0]
+        assert grown == [(memory.slot_bytes, memory.chunks + 1)], "neither becomes less"
+        assert not first.gatherer._arrivals, "they are of the old signals"
+        first.call(SHARDS[2][0])
+        first.over.add(2)
+        with first.here():
+            first.gatherer.reserve(memory.slot_bytes + 1, 0)
+        with pytest.raises(GroupBroken, match="has given up waiting"):
+            first.call(SHARDS[2][0])
+        cuda.run()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_scales_travel_with_the_rows(strided, of_rows):
+    shards = Shards(2, 2, 3, 1)
+    with world(2) as (cuda, ranks):
+        scales = [torch.rand((2, 3, 1) if of_rows else (1, 1, 1)).expand(2, 3, 1) for _ in ranks]
+        for rank, mine in zip(ranks, scales, strict=True):
+            rank.call(shards, strided=strided, scales=mine)
+        cuda.run()
+        for rank in ranks:
+            assert rank.results[1].equal(rank.expected(1))
+            assert rank.scales.equal(torch.stack(scales, 1))
+
+
+def test_the_caller_may_write_to_his_tensor_behind_a_call():
+    with world(2) as (cuda, (first, second)):
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])
+        for _ in range(3):  # the second's kernel has all; the first's own lane has not begun
+            for stream in (first.calling, second.calling, second.side):
+                stream.run()
+        assert first.results
+        first.call(SHARDS[2][0])  # its first work is a write to the same tensor
+        first.calling.run()
+        assert first.tensor.eq(1.0).all(), "it is pushed first"
+        cuda.run()
+        assert second.results[1].equal(second.expected(1))
+
+
+def test_what_was_gathered_is_copied_out_of_the_slot_and_nan_where_it_did_not_come():
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        shards = Shards(2, 2, 3, 2, parts=2)
+        slot = torch.arange(24, dtype=torch.float32).view(shards.shape).to(dtype)
+        words = torch.full((8,), 5, dtype=torch.int32)
+        words[[1, 6]] = torch.tensor([2, -5], dtype=torch.int32)
+        with fake_cuda():
+            signals = copy_engines.PeerSignals(words, DEVICE)
+            signals.begin(5)
+            whole = torch.zeros(shards.shape, dtype=dtype)
+            copy_engines.take_out(whole, slot, signals, shards)
+        expected = slot.float()
+        expected[0, 0, 1:] = expected[1, 1, :1] = float("nan")
+        assert torch.equal(whole.float().nan_to_num(-1.0), expected.nan_to_num(-1.0)), dtype
+
+
+def test_the_whole_is_there_behind_the_call():
+    shards = Shards(1, 2, 3, 2, parts=2)
+    with world(2) as (cuda, ranks):
+        halves = [torch.full(shards.shape, 7.0, dtype=torch.float16) for _ in ranks]
+        for rank, whole in zip(ranks, halves, strict=True):
+            rank.data = lambda r, call, s: torch.full((s.batches, s.rows, s.width), 100.0 * r + call).half()
+            rank.call(shards, whole)
+        for rank in ranks:
+            rank.call(shards)
+        cuda.run()
+        for rank, whole in zip(ranks, halves, strict=True):
+            assert whole.equal(rank.expected(1))
 
 
 def test_the_host_waits_where_it_is_too_far_ahead():
-    with world(2, SHARDS[0]) as (_, ranks):
-        first, second = ranks
-        first.call()
-        first.call()
+    with world(2) as (_, (first, second)):
+        first.call(SHARDS[2][0])
+        first.call(SHARDS[2][0])
         with pytest.raises(AssertionError, match="waits for ever"):  # as the fake device says it
-            first.call()
-        second.call()
+            first.call(SHARDS[2][0])
+        del first.shapes[2:]
+        second.call(SHARDS[2][0])
         first.cuda.run()
-        first.call()  # the first is done: the third may begin
+        first.call(SHARDS[2][0])  # the first is done: the third may begin
 
 
-def test_a_call_on_another_stream_does_not_write_what_the_last_kernel_still_reads():
-    shards = SHARDS[0]
-    with world(2, shards) as (cuda, ranks):
-        first, second = ranks
-        whole = torch.full(shards.shape, float("nan"))
+def test_the_host_asks_what_the_device_has_reported_before_it_goes_on():
+    # No watchdog looks here, and nobody has raised what was reported.
+    with world(2) as (cuda, (first, second)):
+        first.call(SHARDS[2][0])
+        first.call(SHARDS[2][0])
+        first.over |= {1, 2}
+        cuda.run()
+        assert not first.member.broken
+        with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
+            first.call(SHARDS[2][0])
+        cuda.run()
+        assert second.gatherer.memory.aborted()
+
+
+def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended():
+    shards = SHARDS[2][0]
+    with world(2) as (cuda, (first, second)):
+        first.call(shards)
         one = first.calling
-        first.call(whole)
-        second.call()
-        for _ in range(9):  # all but the last of what is on the first stream: its kernel, and the wait after it
-            one.run(one.issued - one.done - 2)
-            for rank in (second.calling, second.side, first.side):
-                rank.run()
-        assert first.side.query()
-        assert not first.results
         first.calling = cuda.stream()
-        first.call(whole)
-        second.call()
-        for _ in range(9):
-            for stream in (first.calling, first.side, second.calling, second.side):
+        first.tensor = None
+        first.call(shards)
+        for _ in range(5):
+            for stream in (one, first.calling, first.side):
                 stream.run()
-        assert whole.equal(first.expected(1)), "the first kernel has not run"
+        assert second.gatherer.memory.slot(1, 2).eq(255).all(), "the second slot is untouched: the first kernel waits"
+        second.call(shards)
+        second.call(shards)
         cuda.run()
         assert first.results[1].equal(first.expected(1))
         assert first.results[2].equal(first.expected(2))
 
 
-def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
-    with world(2, SHARDS[0]) as (_, ranks):
-        first, second = ranks
-        monkeypatch.setattr(copy_engines, "stream_wait", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+@pytest.mark.parametrize("way", dispatch.WAYS)
+@pytest.mark.parametrize("what", ["copy_across", "PeerSignals", "copy", "stream_write"])
+def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch, what, way):
+    with world(2) as (cuda, (first, second)):
+        monkeypatch.setattr(copy_engines, what, lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
         with pytest.raises(RuntimeError, match="no driver"):
-            first.call()
+            first.call(SHARDS[2][0], ways=[way])
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
-            first.call()
+            first.call(SHARDS[2][0])
+        cuda.run()
+        first.look()
+        cuda.run()
         assert second.gatherer.memory.aborted()
+        assert first.idle
 
 
-def test_an_expiry_breaks_the_group_on_both_ranks_and_lets_their_streams_go():
-    with world(2, SHARDS[0]) as (cuda, ranks):
+def test_half_a_pull_that_waits_for_a_peer_is_let_go(monkeypatch):
+    with world(2) as (cuda, (first, _)):
+        monkeypatch.setattr(copy_engines, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+        with pytest.raises(RuntimeError, match="no driver"):
+            first.call(SHARDS[2][0], ways=["pull"])
+        cuda.run()
+        assert not first.idle, "its side stream is at the peer's flag, and the calling stream waits for it"
+        first.look()
+        cuda.run()
+        assert first.idle
+
+
+def test_a_call_without_a_kernel_is_waited_for_by_the_host():
+    with world(2) as (cuda, (first, second)):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first.call(SHARDS[2][0], fails=True)
+        second.call(SHARDS[2][0])
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])
+        cuda.run()
+        assert second.results[1].equal(second.expected(1)), "it was pushed all the same"
+        for rank in (first, second):
+            rank.call(SHARDS[2][0])  # by now the rows of the first call are there
+        cuda.run()
+        assert first.results[3].equal(first.expected(3))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            first.call(SHARDS[2][0], fails=True)
+        first.call(SHARDS[2][0])
+        first.over.add(5)
+        first.gatherer._without_kernel[4] = (first.gatherer._without_kernel[4][0], -1.0)  # of no patience
+        with pytest.raises(GroupBroken, match="has given up waiting"):
+            first.call(SHARDS[2][0])
+
+
+@pytest.mark.parametrize("ways", [("push",), ("pull",), ("push", "pull"), ("pull", "push")], ids="-".join)
+def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels(ways):
+    with world(2) as (cuda, ranks):
         first, second = ranks
         for rank in ranks:
-            rank.call()
+            rank.call(SHARDS[2][0], ways=ways)
         cuda.run()
-        first.call()
-        first.call()
-        first.over |= {2, 3}  # the second rank does not come
+        first.call(SHARDS[2][0], ways=ways)
+        first.call(SHARDS[2][0], ways=ways)
+        first.over.add(2)  # the second rank does not come
         cuda.run()
         assert first.results[2] is None
-        assert not first.side.query()
-        look(first.gatherer)
+        assert 3 not in first.results
+        first.look()
         cuda.run()
-        assert first.side.query(), "let go"
-        assert first.calling.query()
-        assert first.results[3] is None
+        assert first.results[3] is None, "of the third call the deadline has not passed: it was overruled"
+        assert first.idle
         assert first.results[1].equal(first.expected(1))
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
-            first.call()
-        second.call()  # it has not heard yet
-        look(second.gatherer)
+            first.call(SHARDS[2][0])
+        second.call(SHARDS[2][0], ways=ways)  # it has not heard yet, and has all that it needs
+        second.call(SHARDS[2][1], ways=ways)
         cuda.run()
-        assert second.side.query()
-        assert second.calling.query()
+        assert second.results[2].equal(second.expected(2))
+        if second.idle:  # it has pulled all of the third call, too, and hears of it in the next one
+            second.call(SHARDS[2][0], ways=ways)
+        second.look()
+        cuda.run()
+        assert second.idle
         with pytest.raises(GroupBroken, match="a peer has given up waiting"):
-            second.call()
-        assert second.results[1].equal(second.expected(1))
-
-
-def test_a_kernel_that_could_wait_longer_is_told_though_its_signals_are_issued():
-    with world(2, SHARDS[0]) as (cuda, (first, _)):
-        first.call()
-        first.call()
-        first.over.add(1)  # of the second call the deadline has not passed
-        cuda.run()
-        look(first.gatherer)
-        cuda.run()
-        assert first.results == {1: None, 2: None}
-        assert first.side.query()
-        assert first.calling.query()
+            second.call(SHARDS[2][0])
 
 
 def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
     shards = Shards(1, 2, 3, 2, parts=2)
-    with world(2, shards) as (_, ranks):
-        ranks[0].call()
-        signals = next(iter(ranks[0].gatherer._arrivals.values()))._signals
-        assert not ranks[0].member.broken
-        record = Record(EXPIRED, op_number("all_gather_matmul"), 5, 0, 3, signals.key, 1, 7, -1, 1, 3, 10**9, 10**9)
-        error = record.error()
-        assert (error.rank, error.chunk) == (0, 3)
-        assert str(error).startswith(
+    with world(2) as (_, (first, _)):
+        first.call(shards)
+        signals = next(iter(first.gatherer._arrivals.values()))._signals
+        report(first.channel, signals, 3)
+        assert not first.member.broken
+        with pytest.raises(ArrivalTimeout) as raised:
+            first.channel.check()
+        assert (raised.value.rank, raised.value.chunk) == (0, 3)
+        assert str(raised.value).startswith(
             "all_gather_matmul: rank 1's part of a_shard's chunk 3 did not arrive within the deadline of 1 s: rank 0, "
             "worker 5 waited 1.000 s"
         )
-        assert ranks[0].member.broken, "with the first news of it"
-
-
-def test_looks_at_several_calls_do_not_add_up():
-    with world(2, SHARDS[0]) as (cuda, ranks):
-        first, second = ranks
-        for _ in range(turns.LOOKS + 2):
-            for rank in ranks:
-                rank.call()
-            # The moment in which a kernel has ended, and the event behind its last chunk has not been recorded.
-            patched = pytest.MonkeyPatch()
-            call = first.gatherer._calls[-1]
-            patched.setattr(call.kernel, "query", lambda: True)
-            patched.setattr(call.side, "query", lambda: False)
-            first.gatherer.look()
-            patched.undo()
-            cuda.run()
-        assert not first.member.broken
-        assert len(first.results) == len(second.results) == turns.LOOKS + 2
+        assert first.member.broken, "with the first news of it"
 
 
 def test_a_late_rank_is_not_taken_for_a_lost_one():
-    with world(2, SHARDS[0]) as (cuda, ranks):
-        first, second = ranks
-        first.call()
+    with world(2) as (cuda, (first, second)):
+        first.call(SHARDS[2][0])
         cuda.run()
-        look(first.gatherer)
+        first.look()
         assert not first.member.broken
-        second.call()
+        second.call(SHARDS[2][0])
         cuda.run()
         assert first.results[1].equal(first.expected(1))
         assert second.results[1].equal(second.expected(1))
 
 
-def test_nothing_keeps_a_gatherer_when_its_calls_are_over():
-    import gc
-    import weakref
+def test_of_many_shapes_the_last_are_kept():
+    with world(2) as (_, (first, _)):
+        gatherer = first.gatherer
+        for width in range(copy_engines._MOST_ARRIVALS):
+            gatherer.arrival(Shards(1, 2, 3, 1 + width), 1)
+        kept = gatherer.arrival(Shards(1, 2, 3, 1), 4)
+        gatherer.arrival(Shards(1, 2, 4, 1), 4)
+        assert len(gatherer._arrivals) == copy_engines._MOST_ARRIVALS
+        assert kept in gatherer._arrivals.values(), "it was used again"
+        assert (Shards(1, 2, 3, 2), 1) not in gatherer._arrivals
 
-    with world(2, SHARDS[0]) as (cuda, ranks):
+
+def test_nothing_keeps_a_gatherer_when_its_calls_are_over():
+    with world(2) as (cuda, ranks):
         for rank in ranks:
-            rank.call()
+            rank.call(SHARDS[2][0])
         cuda.run()
         gatherer = weakref.ref(ranks[0].gatherer)
         ranks[0].gatherer._watchdog = None
         ranks.clear()
+        rank = None
         gc.collect()
-        assert gatherer() is None
+        assert rank is gatherer()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tilestream.distributed import dispatch
 from tilestream.distributed.dispatch import Case, decide
+from tilestream.distributed.plan import DistributedPlan, in_one_queue
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -88,6 +89,10 @@ def test_a_trial_overrules_the_table_and_no_caller():
         assert (decide(case).fused, decide(case).chunks) == (True, 4)
         assert not decide(case, "unfused").fused
         assert decide(gather(2, 8, 8, 2)).chunks == 1, "no more chunks than rows"
+        assert decide(case).way == before.way
+    for way in dispatch.WAYS:
+        with dispatch.trial(True, 4, way):
+            assert decide(case).way == way
     assert decide(case) == before
 
 
@@ -102,12 +107,44 @@ def test_the_tables_hash_is_of_what_is_in_it(monkeypatch):
 
 def test_the_table_ships_in_a_form_that_is_known():
     table = dispatch.table()
-    assert table["format"] == 1
+    assert table["format"] == 2
     for rates in table["rates"].values():
         assert rates["source"]
-        assert {"fused", "unfused"} == set(rates["latency"]) == set(rates["gather"])
+        assert {"unfused", *dispatch.WAYS} == set(rates["latency"]) == set(rates["gather"])
+        assert set(rates["slower"]) == set(dispatch.WAYS)
     keys = {"op", "rows", "n", "k", "world", "dtype", "device", "fused", "chunks", "source"}
-    assert all(set(entry) == keys for entry in table["entries"])
+    for entry in table["entries"]:
+        gathers = entry["op"] == "all_gather_matmul"
+        assert set(entry) == keys | ({"way"} if gathers else set())
+        assert entry.get("way", "pull") in dispatch.WAYS
+
+
+def test_small_shards_are_pushed_and_large_ones_pulled_where_nobody_has_measured():
+    ways = [decide(gather(m, 5000, 8192, 2, "float16")).way for m in (64, 1024, 8192, 65536)]
+    assert ways == ["push", "push", "pull", "pull"]
+    assert decide(gather(65536, 64, 8192, 2, "float16")).way == "push", "the transfer is the longer part"
+    assert decide(replace(gather(64, 5000, 8192, 2), op="matmul_reduce_scatter"), "fused").way == "pull"
+    assert decide(gather(8192, 3584, 8192, 8, device="sm_70")).way == "push"
+
+
+def test_nothing_is_pulled_where_all_streams_share_a_queue():
+    pulled, pushed = (decide(gather(m, 5000, 8192, 2, "float16"), "fused") for m in (8192, 64))
+    assert in_one_queue(pulled) == replace(
+        pulled, way="push", why='the caller asks for form="fused"; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1'
+    )
+    assert in_one_queue(pushed) == pushed
+
+
+@pytest.mark.parametrize(("m", "says"), [(8192, "pulls from one peer"), (64, "pushes its shard to one peer")])
+def test_a_plan_on_gpus_says_which_way_and_the_ranks_compare_it(m, says):
+    case = gather(m, 5000, 8192, 2, "float16")
+    decision = decide(case, "fused")
+    plan = DistributedPlan(case, 0, decision, "symmetric memory", (), {"chunks": 1, "way": decision.way})
+    assert f"\n  way       each rank {says}" in plan.explain()
+    assert f"way {decision.way}" in plan.explain()
+    other = replace(plan, agreed={**plan.agreed, "way": "another"})
+    assert other.greeting != plan.greeting
+    assert "\n  way " not in replace(plan, transport="gloo", agreed={"chunks": 1}).explain()
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])

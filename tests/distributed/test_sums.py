@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
-from tilestream.distributed import protocol, reduce_scatter, sums
+from tilestream.distributed import protocol, reduce_scatter, sum_protocol, sums
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.sums import Scatterer
 from tilestream.ops import publish
@@ -247,10 +247,10 @@ def test_each_step_has_one_chunk_to_send_and_one_to_pull(world_size, batches, pa
     steps = range(batches * world_size * parts)
     for step in steps:
         for rank in range(world_size):
-            source = protocol.sender(rank, world_size, parts, step)
-            assert protocol.sent(source, world_size, batches, parts, step)[0] == rank
+            source = sum_protocol.sender(rank, world_size, parts, step)
+            assert sum_protocol.sent(source, world_size, batches, parts, step)[0] == rank
     for rank in range(world_size):
-        sent = [protocol.sent(rank, world_size, batches, parts, step) for step in steps]
+        sent = [sum_protocol.sent(rank, world_size, batches, parts, step) for step in steps]
         assert len(set(sent)) == len(steps)
         assert [peer for peer, _ in sent[-parts:]] == [rank] * parts, "its own last"
         for step in steps:

@@ -1,7 +1,8 @@
-"""Who can pull from whom: what ranks tell each other, and what they make of it. No GPU here."""
+"""Who can reach whom: what ranks tell each other, and what they make of it. No GPU here."""
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
@@ -47,7 +48,7 @@ def test_gpus_of_one_host_reach_each_other(machine):
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ("there\n0\ngpu-b", "rank 0: 2 hosts: shards are pulled inside one"),
+        ("there\n0\ngpu-b", "rank 0: 2 hosts: shards travel inside one"),
         ("here\n0\ngpu-a", "several ranks share a GPU"),
     ],
 )
@@ -88,3 +89,32 @@ def test_reasons_that_need_no_message(monkeypatch):
     assert "a CUDA graph is being captured" in symmetric.refuse(member(), BF16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "on ROCm" in symmetric.refuse(member(), BF16)
+
+
+def test_signals_stand_behind_all_slots_one_set_a_slot(monkeypatch):
+    def shared(self, size):
+        return memory[0][:size], [x[:size] for x in memory]
+
+    memory = [torch.zeros(64 << 20, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(symmetric.PeerMemory, "_shared", shared)
+    own = symmetric.PeerMemory(types.SimpleNamespace(name="tp", rank=0, world=2), torch.device("cpu"))
+    own.grow(3 << 20, 1500)
+    assert own.slot_bytes >= 3 << 20
+    assert own.chunks >= 1500
+    places = {}
+    for rank in range(2):
+        begin = memory[rank].data_ptr()
+        for slot in range(symmetric.SLOTS):
+            places[rank, "slot", slot] = range(
+                own.address(rank, slot) - begin, own.address(rank, slot) - begin + own.slot_bytes
+            )
+            first, last = (own.signal(rank, slot, chunk) - begin for chunk in (0, own.chunks - 1))
+            places[rank, "signals", slot] = range(first, last + 4)
+    for rank in range(2):
+        ordered = sorted((x for (of, *_), x in places.items() if of == rank), key=lambda x: x.start)
+        assert all(x.stop <= y.start for x, y in itertools.pairwise(ordered)), "none in another"
+        assert ordered[-1].stop <= symmetric.SLOTS * (own.slot_bytes + 4 * own.chunks)
+    words = own.signals(2)
+    assert words.dtype == torch.int32
+    assert (words.data_ptr(), len(words)) == (own.signal(0, 2, 0), own.chunks)
+    assert own.slot(0, 1).data_ptr() == own.address(0, 1)

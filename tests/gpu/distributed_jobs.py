@@ -12,6 +12,7 @@ import torch.distributed as dist
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
+from tilestream.distributed.dispatch import trial
 from tilestream.distributed.members import member_of
 from tilestream.distributed.protocol import SLOTS
 
@@ -84,6 +85,10 @@ def gathers(rank, world, cases):
     return plan.explain()
 
 
+#: Which way calls go that come one behind the other.
+IN_TURN = ("push", "pull", "pull", "push")
+
+
 def iterates(rank, world, count):
     """Many calls without a barrier between, each on other data; ranks are late in turn, on the host or on the GPU."""
     b = random(1, 256, 256)
@@ -96,7 +101,8 @@ def iterates(rank, world, count):
         if i % 16 == 8 + rank:
             torch.cuda._sleep(2_000_000)
         whole = wholes[i % 8]
-        out = tsd.all_gather_matmul(whole[96 * rank : 96 * rank + 96], b, form="fused", deadline=20)
+        with trial(True, 1, IN_TURN[i % len(IN_TURN)]):
+            out = tsd.all_gather_matmul(whole[96 * rank : 96 * rank + 96], b, deadline=20)
         error = (out.float() - expected[i % 8].float()).abs().max()
         wrong = torch.maximum(wrong, torch.where(error.isnan(), torch.inf, error))
     torch.cuda.synchronize()
@@ -104,11 +110,12 @@ def iterates(rank, world, count):
     return wrong.item()
 
 
-def expires(rank, world, killed):
+def expires(rank, world, killed, way):
     """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
     a, b = random(rank, 256, 256), random(99, 256, 256)
-    for _ in range(3):
-        tsd.all_gather_matmul(a, b, form="fused", deadline=20)
+    for either in ("push", "pull", way):
+        with trial(True, 1, either):
+            tsd.all_gather_matmul(a, b, deadline=20)
     torch.cuda.synchronize()
     if rank == world - 1:
         if killed:
@@ -116,13 +123,16 @@ def expires(rank, world, killed):
         time.sleep(4)
         return "", "", True, 0.0
     begin = time.monotonic()
-    out = tsd.all_gather_matmul(a, b, form="fused", deadline=0.5)
+    with trial(True, 1, way):
+        whole, out = tsd.all_gather_matmul(a, b, deadline=0.5, return_a=True)
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
     first = raised(ts.check)
-    own = out[256 * rank : 256 * rank + 256]
-    assert own.isfinite().all(), "its own rows are computed"
-    assert out[-256:].isnan().all(), "what did not come is NaN"
+    mine = slice(256 * rank, 256 * rank + 256)
+    assert out[mine].isfinite().all(), "its own rows are computed"
+    assert whole[mine].equal(a)
+    for x in (whole, out):
+        assert x[-256:].isnan().all(), "what did not come is NaN"
     again = ts.matmul(a, b)
     torch.cuda.synchronize()
     assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"
@@ -135,17 +145,18 @@ def two_groups(rank, world):
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     b = random(9, 256, 256)
     wholes = [random(60 + i, 128 * world, 256) for i in range(2)]
-    # Set up in one order: that part is collective.
-    for i in range(2):
-        tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], form="fused", deadline=20)
+    # Set up in one order, each sort of call: that part is collective.
+    for i, way in ((0, "push"), (0, "pull"), (1, "push"), (1, "pull")):
+        with trial(True, 1, way):
+            tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], deadline=20)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     outs = [[], []]
-    for _ in range(10):
+    for j in range(10):
         for i in (0, 1) if rank % 2 else (1, 0):
-            with torch.cuda.stream(streams[i]):
+            with torch.cuda.stream(streams[i]), trial(True, 1, IN_TURN[j % len(IN_TURN)]):
                 mine = wholes[i][128 * rank : 128 * rank + 128]
-                outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], form="fused", deadline=20))
+                outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], deadline=20))
     torch.cuda.synchronize()
     ts.check()
     return all(torch.allclose(o.float(), (wholes[i] @ b).float(), atol=1.0) for i in range(2) for o in outs[i])
@@ -156,9 +167,9 @@ def streams(rank, world):
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
     mine, outs = whole[128 * rank : 128 * rank + 128], []
     torch.cuda.synchronize()
-    for stream in [torch.cuda.Stream() for _ in range(12)]:
-        with torch.cuda.stream(stream):
-            outs.append(tsd.all_gather_matmul(mine, b, form="fused", deadline=20))
+    for i, stream in enumerate([torch.cuda.Stream() for _ in range(12)]):
+        with torch.cuda.stream(stream), trial(True, 1, IN_TURN[i % len(IN_TURN)]):
+            outs.append(tsd.all_gather_matmul(mine, b, deadline=20))
     torch.cuda.synchronize()
     ts.check()
     return all(torch.allclose(out.float(), (whole @ b).float(), atol=1.0) for out in outs)

@@ -8,6 +8,7 @@ Whatever is left out here is compiled when it is launched: nothing but time depe
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import sys
@@ -231,6 +232,7 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
 
     Between as many ranks as there are GPUs.
     """
+    import gather_jobs
     import test_gpu_publish as publish
     import torch
 
@@ -245,6 +247,10 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
         for chunks in (1, 2) if rows == 4096 else (1,):
             yield gathered(device, world, rows, n, k, chunks, layout, **more)
         yield job(device, Case(world * rows, n, k, layout=layout, **more))
+    for shape, _, dtype, chunks, _, how in gather_jobs.SHAPES:
+        more = {"scales": "row", "fast_accum": False} if how == "scaled" else {}
+        batches, rows, k = math.prod(shape[:-2]), *shape[-2:]
+        yield gathered(device, world, rows, 128, k, chunks, batches=batches, dtype=getattr(torch, dtype), **more)
     for m, n, k in bench.gathers(world):
         for chunks in bench.chunk_counts(m // world):
             yield gathered(device, world, m // world, n, k, chunks)
@@ -261,12 +267,13 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def gathered(
-    device: DeviceProperties, world: int, rows: int, n: int, k: int, chunks: int, layout: str = "nt", **more: Any
-) -> Job | None:
-    """What a gather of so many rows a rank launches."""
+    device: DeviceProperties, world: int, rows: int, n: int, k: int, chunks: int, layout: str = "nt",
+    batches: int = 1, **more: Any,
+) -> Job | None:  # fmt: skip
+    """What a gather of so many rows a rank, in each batch, launches."""
     from tilestream.distributed.shards import Shards
 
-    shards = Shards(1, world, rows, k, chunks)
+    shards = Shards(batches, world, rows, k, min(chunks, rows))
     uniform = rows % chunks == 0
     chunking = Chunks.uniform(shards.total, rows // chunks) if uniform else Chunks(shards.bounds())
     return job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import distributed_jobs as jobs
+import gather_jobs
 import pytest
 import torch
 
@@ -86,6 +87,19 @@ def test_calls_without_a_barrier(ranks, world):
     count = 50 if SHARED else 1000
     wrong = ranks.run(world, jobs.iterates, count, bound=200, seconds=60)
     assert max(wrong) < 1.0, wrong  # another epoch's rows would be off by 16 and more
+
+
+@pytest.mark.parametrize("ways", [("push",), ("pull",), ("pull", "push")], ids="-".join)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_peer_that_is_a_whole_call_late(ranks, world, ways):
+    assert all(ranks.run(world, gather_jobs.late_by_a_call, ways, bound=120, seconds=60))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_of_alternating_shapes_without_a_barrier(ranks, world):
+    # Other chunks, dtypes and ways from call to call: a signal is another rank's each time.
+    wrong = ranks.run(world, gather_jobs.alternates, 60 if SHARED else 2000, bound=280, seconds=60)
+    assert max(wrong) < 2.0, wrong  # another epoch's rows would be off by 16 and more
 
 
 def test_calls_from_many_streams(ranks):
@@ -169,14 +183,18 @@ def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks)
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize(
-    ("job", "op", "part"),
-    [(jobs.expires, "all_gather_matmul", "part of a_shard"), (jobs.sum_expires, "matmul_reduce_scatter", "the sum")],
-    ids=["gather", "sum"],
+    ("job", "how", "op", "part"),
+    [
+        (jobs.expires, ("push",), "all_gather_matmul", "part of a_shard"),
+        (jobs.expires, ("pull",), "all_gather_matmul", "part of a_shard"),
+        (jobs.sum_expires, (), "matmul_reduce_scatter", "the sum"),
+    ],
+    ids=["pushed", "pulled", "sum"],
 )
-def test_a_rank_that_does_not_come(killed, job, op, part):
+def test_a_rank_that_does_not_come(killed, job, how, op, part):
     pool = make_pool()  # of its own: what is left of such a group is not for others
     try:
-        *others, _ = pool.run(WORLDS[-1] if killed else 2, job, killed, bound=120, seconds=30)
+        *others, _ = pool.run(WORLDS[-1] if killed else 2, job, killed, *how, bound=120, seconds=30)
     finally:
         pool.close()
     for first, second, works, waited in others:
@@ -199,6 +217,7 @@ def test_whatever_the_order_in_which_the_driver_runs_streams(environment):
     pool = make_pool(**environment)
     try:
         assert max(pool.run(2, jobs.iterates, 30, bound=120, seconds=60)) < 1.0
+        assert max(pool.run(2, gather_jobs.alternates, 30, bound=120, seconds=60)) < 2.0
         assert max(pool.run(2, jobs.adds_up, 30, bound=120, seconds=60)) < 2.0
         assert all(pool.run(2, jobs.streams, bound=120, seconds=60))
     finally:

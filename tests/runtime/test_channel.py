@@ -217,3 +217,38 @@ def test_what_the_host_has_found_is_raised_once_in_order():
         with pytest.raises(kind):
             ours.check()
     ours.check()
+
+
+class TestHeard:
+    """What a host asks that must not go on where a launch of its own has given up."""
+
+    def test_of_whom_it_is_asked(self, ring):
+        assert ring.channel.heard(0, {3}) == (0, False)
+        ring.report(key=4)
+        assert ring.channel.heard(0, {3}) == (1, False)
+        ring.report(key=3)
+        assert ring.channel.heard(1, {3}) == (2, True)
+        assert ring.channel.heard(2, {3}) == (2, False)
+        assert ring.channel.newest == 2
+
+    def test_raised_or_not(self, ring):
+        ring.report(key=3)
+        assert ring.channel.take() is not None
+        assert ring.channel.heard(0, {3}) == (1, True)
+
+    def test_behind_one_that_is_still_being_written(self, ring):
+        ring.reports = 1
+        ring.report(key=3)
+        assert ring.channel.heard(0, {3}) == (0, True)
+        ring.reports = 0
+        ring.report(key=5)
+        assert ring.channel.heard(0, {3, 5}) == (2, True)
+        assert ring.channel.heard(0, {4}) == (2, False)
+
+    def test_what_was_overwritten_may_have_been_ours(self, ring):
+        for _ in range(RECORDS):
+            ring.report()
+        assert ring.channel.heard(0, {3}) == (RECORDS, False)
+        ring.report()
+        assert ring.channel.heard(0, {3})[1]
+        assert ring.channel.heard(1, {3}) == (RECORDS + 1, False)

@@ -502,3 +502,25 @@ class DeviceSignals(Signals):
             self._settle(stream)
             found: list[int] = words.cpu().tolist()
         return found
+
+
+class PeerSignals(DeviceSignals):
+    """Signals whose words other GPUs can write, in memory that outlives this; whoever begins an epoch counts it.
+
+    Several may have the same words, as long as no two of them are of one epoch: words only grow.
+
+    Parameters
+    ----------
+    words
+        ``int32[count]`` on the device, of which none is more than the first epoch that is begun.
+    """
+
+    def __init__(self, words: torch.Tensor, device: torch.device) -> None:
+        super().__init__(words.numel(), device, words)
+        self._theirs, self._eager = None, words
+
+    def begin(self, epoch: int) -> None:
+        """A launch that is issued from here on waits for ``epoch``. Those of this object's epoch before have ended."""
+        with self._bell:
+            self._epoch = epoch
+            self._users.clear()

@@ -1,10 +1,11 @@
-"""Fused or not, and in how many chunks: what all ranks of a group must decide alike (invariant 11).
+"""Fused or not, in how many chunks, pushed or pulled: what all ranks of a group must decide alike (invariant 11).
 
 A pure function of what they all know, and of the table that ships with the package: entries that were measured, by
 shape class, and rates. Where no entry speaks of a class a model decides, from rates, and says so.
 
 The model: unfused costs transfer + matmul, one after the other; fused the longer of the two, where behind the transfer
-there is a tile still to do, and the matmul is a little slower. Either has a latency of its own: the handshake.
+there is a tile still to do, and the matmul is a little slower. Each has a latency of its own. Shards that are pushed
+come after a shorter one than those that are pulled (no handshake), and disturb the matmul more.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tilestream.distributed.protocol import Way
+
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Form = Literal["auto", "fused", "unfused"]
 #: What a caller may ask for as ``form=``.
 FORMS: tuple[Form, ...] = get_args(Form)
+#: How shards travel.
+WAYS: tuple[Way, ...] = get_args(Way)
 _FILE = Path(__file__).with_name("table.json")
 
 
@@ -81,12 +86,15 @@ class Decision:
         For people.
     measured
         Whether an entry of the table says so; else the model, or the caller.
+    way
+        Of a gather on GPUs: how the shards travel.
     """
 
     fused: bool
     chunks: int
     why: str
     measured: bool = False
+    way: Way = "push"
 
     def alike(self, rows: int) -> Decision:
         """The same, in as many chunks at most, all with as many of ``rows``."""
@@ -106,45 +114,52 @@ def table_hash() -> str:
     return hashlib.sha256(json.dumps(table(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-_trial: Decision | None = None
+_trial: tuple[bool, int, Way | None] | None = None
 
 
 @contextlib.contextmanager
-def trial(fused: bool, chunks: int) -> Iterator[None]:
-    """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say."""
+def trial(fused: bool, chunks: int, way: Way | None = None) -> Iterator[None]:
+    """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say.
+
+    ``way`` None: as it would be otherwise.
+    """
     global _trial
-    before, _trial = _trial, Decision(fused, chunks, "on trial, by a benchmark")
+    before, _trial = _trial, (fused, chunks, way)
     try:
         yield
     finally:
         _trial = before
 
 
-def on_trial() -> Decision | None:
+def on_trial() -> tuple[bool, int, Way | None] | None:
     """What `trial` says; None outside."""
     return _trial
 
 
 def decide(case: Case, form: Form = "auto") -> Decision:
-    """Fused or not, and in how many chunks a shard. Depends on nothing but its arguments and the table."""
-    if _trial is not None and form == "auto":
-        return replace(_trial, chunks=max(1, min(_trial.chunks, case.rows)))
+    """Fused or not, in how many chunks a shard, pushed or pulled. Depends on its arguments and the table alone."""
     rates = table()["rates"].get(case.device)
-    chunks = _chunks(case, rates)
+    chunks, entry = _chunks(case, rates), next((x for x in table()["entries"] if _speaks_of(x, case)), None)
+    # A sum's parts are always pulled.
+    ways = WAYS if case.op == "all_gather_matmul" else WAYS[1:]
+    costs = {} if rates is None else {way: _seconds(case, rates, way) for way in ways if way in rates["slower"]}
+    way = min(costs, key=costs.__getitem__, default=WAYS[0]) if entry is None else entry.get("way", WAYS[1])
+    if _trial is not None and form == "auto":
+        fused, chunks, tried = _trial
+        return Decision(fused, max(1, min(chunks, case.rows)), "on trial, by a benchmark", way=tried or way)
     if form == "fused":
-        return Decision(True, chunks, 'the caller asks for form="fused"')
+        return Decision(True, chunks, 'the caller asks for form="fused"', way=way)
     if form == "unfused":
         return Decision(False, 1, 'the caller asks for form="unfused"')
-    for entry in table()["entries"]:
-        if _speaks_of(entry, case):
-            why = f"measured for this shape class: {entry['source']}"
-            return Decision(entry["fused"], entry["chunks"], why, measured=True)
+    if entry is not None:
+        why = f"measured for this shape class: {entry['source']}"
+        return Decision(entry["fused"], entry["chunks"], why, True, way)
     if rates is None:
         return Decision(False, 1, f"modelled: no rates of {case.device} are known")
-    fused, unfused = _seconds(case, rates, fused=True), _seconds(case, rates, fused=False)
-    wins = fused < unfused
-    why = f"modelled: {fused * 1e3:.3g} ms fused, {unfused * 1e3:.3g} ms unfused ({rates['source']})"
-    return Decision(wins, chunks if wins else 1, why)
+    overlapped, unfused = costs[way], _seconds(case, rates)
+    wins = overlapped < unfused
+    why = f"modelled: {overlapped * 1e3:.3g} ms fused, {unfused * 1e3:.3g} ms unfused ({rates['source']})"
+    return Decision(wins, chunks if wins else 1, why, way=way)
 
 
 def _speaks_of(entry: dict[str, Any], case: Case) -> bool:
@@ -159,19 +174,21 @@ def _chunks(case: Case, rates: dict[str, Any] | None) -> int:
     return max(1, min(int(rates["most_chunks"]), case.shard_bytes // int(rates["chunk_bytes"]), case.rows))
 
 
-def _seconds(case: Case, rates: dict[str, Any], *, fused: bool) -> float:
-    """What a call costs by the model."""
+def _seconds(case: Case, rates: dict[str, Any], way: Way | None = None) -> float:
+    """What a call costs by the model: fused, the shards travelling this way; None: unfused."""
     flops: float = rates["flops"] * (2 if case.itemsize == 1 else 1)
     # A gather's matmul has the rows of all ranks, and so has a scatter's, before they are added.
     matmul = 2.0 * case.rows * case.world * case.n * case.k / flops
-    form = "fused" if fused else "unfused"
-    link = rates.get("gather" if case.op == "all_gather_matmul" else "scatter", rates["gather"])[form]
-    nearest = min(link, key=lambda world: abs(int(world) - case.world))
-    transfer: float = (case.world - 1) * case.shard_bytes / link[nearest]
-    latency: float = rates["latency"][form]
-    if not fused:
+    name = way or "unfused"
+    transfer = (case.world - 1) * case.shard_bytes / _nearest(rates["gather"][name], case.world)
+    latency = _nearest(rates["latency"][name], case.world)
+    if way is None:
         return transfer + matmul + latency
     tile: float = 2.0 * math.prod(rates["tile"]) * case.k * rates["workers"] / flops
-    slower: float = rates["slower"]
-    last = min(tile, matmul)
-    return max(transfer + last, matmul * slower) + latency
+    slower: float = rates["slower"][way]
+    return max(transfer + min(tile, matmul), matmul * slower) + latency
+
+
+def _nearest(by_world: dict[str, float], world: int) -> float:
+    """Of the number of ranks that is the nearest of those that are known."""
+    return by_world[min(by_world, key=lambda known: abs(int(known) - world))]

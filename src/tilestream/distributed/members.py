@@ -51,7 +51,7 @@ class Member:
         self.name = group.group_name
         self.rank, self.world = group.rank(), group.size()
         self.lock = threading.Lock()
-        #: Why its GPUs cannot pull from each other; empty where they can, or nobody has asked yet.
+        #: Why its GPUs cannot reach each other; empty where they can, or nobody has asked yet.
         self.unreachable = ""
         self.reached = False
         #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,11 +15,17 @@ from tilestream.distributed import nodes as over_nodes
 from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
 from tilestream.distributed.greeting import greeting
 from tilestream.distributed.members import Member
+from tilestream.distributed.protocol import Way
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
 
 #: Plans that a member keeps.
 _MOST_PLANS = 1024
+#: What `protocol.Way` is, for people.
+_WAYS: Mapping[Way, str] = {
+    "push": "each rank pushes its shard to one peer after the other: the data are the handshake",
+    "pull": "each rank pulls from one peer after the other, behind a handshake",
+}
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
@@ -82,6 +89,8 @@ class DistributedPlan:
             ("chunks", f"{self.chunks} a shard of {case.rows} x {case.width} {case.dtype}, pivot rank {self.rank}"),
             ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
         ]
+        if "way" in self.agreed:
+            lines.insert(3, ("way", _WAYS[self.decision.way]))
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         if self.nodes > 1:
             lines += over_nodes.explain(self.nodes, case)
@@ -155,11 +164,25 @@ def _make(
         transport = "collective"
     if transport == "symmetric memory" and op == "matmul_reduce_scatter":
         decision = decision.alike(math.prod(shard[dim:-1]))  # what is published is in chunks of one size
-    all_agreed = {
+    if transport == "symmetric memory" and on_trial() is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        decision = in_one_queue(decision)
+    all_agreed: dict[str, object] = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
         "chunks": decision.chunks, "table": table_hash(),
     }  # fmt: skip
+    if transport == "symmetric memory" and op == "all_gather_matmul":
+        all_agreed["way"] = decision.way
     return DistributedPlan(case, member.rank, decision, transport, refused, all_agreed)
+
+
+def in_one_queue(decision: Decision) -> Decision:
+    """What is done of it where all streams of a GPU share one queue: no stream may wait for a peer, and so none pulls.
+
+    That stream would hold the others, the kernel and its deadline too, and what the watchdog lets it go with.
+    """
+    if decision.way != "pull":
+        return decision
+    return replace(decision, way="push", why=f"{decision.why}; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1")
 
 
 def _device_class(device: torch.device) -> str:

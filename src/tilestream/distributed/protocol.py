@@ -1,89 +1,91 @@
-"""How ranks take turns with each other's memory: the text that GPUs perform and the checker explores.
+"""How ranks take turns with each other's memory in a gather: the text that GPUs perform and the checker explores.
 
-A gather
---------
+Each rank has `SLOTS` slots in memory that its peers can reach, each as large as the whole, with words for signals, and
+a flag a peer in its own memory, which that peer writes. A call has the next epoch, on every rank the same, and slot
+``epoch % SLOTS`` with its words. Its shards are pushed, or pulled: on each rank alike, and the next call's otherwise if
+need be::
 
-Each rank has `SLOTS` slots for its shard in memory that its peers can read, and a flag a peer in its own memory, which
-that peer writes. A call has the next epoch, on every rank the same, and slot ``epoch % SLOTS``::
-
+    host                                          the kernel of the call before the last has ended, and ended well
     calling stream                                side stream
-      the last call's kernel and side stream        shard is in the slot
-      shard -> slot; signal one's own chunks        each peer's memory: my flag = epoch
-      side stream may begin                         for each peer, the next rank first:
-      kernel: gate, load, math, ... per tile          wait until its flag here >= epoch
-                                                      for each of its chunks: pull it; signal it
-    host, before that: at most `AHEAD` calls of which the side stream is not done
+      the last call is over                         the calling stream is there (a), or (b)
+      (a) pushed: the side stream may begin         pushed: for each peer, for each chunk of the own shard:
+      shard -> its place in the own slot; signal it   chunk -> its place in the peer's slot; signal it there
+      (b) pulled: the side stream may begin         pulled: each peer's memory: my flag = epoch
+      kernel: gate, load, math, ... per tile          for each peer: wait until its flag here >= epoch;
+      the side stream                                   for each of its chunks: pull it out of its slot; signal it
 
-The first wait is for calls from several streams: what a call gathers into may be what the last call's kernel still
-reads. (On one stream the kernel is waited for anyway. The side stream is for the sake of memory, invariant 9: whoever
-comes after a call may free what it writes to.)
+The last wait is for the caller, who may write to his shard after the call.
 
-A flag of epoch n says two things: its writer's shard of epoch n is in its slot, and its writer has finished pulling
-epoch n - 1. So one handshake a call opens this epoch's slots and frees those of the epoch before the last.
+*Pushed, the data are the handshake*: no stream waits for a peer, only the kernel does, and it has a deadline. *Pulled*,
+one handshake comes before the data; what a rank computes meanwhile is disturbed less.
 
-*Pulled, not pushed*: once the flags of an epoch are there, a rank's progress depends on no later act of a peer, and the
-signals that its kernel believes are written by its own streams, each after its copy. Peers write flags, nothing else.
+*A call is begun behind the last one, all of it.* So whoever pushes epoch n, or tells of it, has had every peer's rows
+of n - 1; and those were pushed, or told of, behind that peer's kernel and side stream of n - 2. So nothing reads what
+is written for n, whichever way it goes, if there are two slots, as long as every kernel that ends has had all it waited
+for.
 
-*Giving up.* A kernel whose deadline expires ends by itself; the side stream, which has no deadline, would wait for the
-missing flag for ever, and the calling stream for it. The host's watchdog lets it go (`watch`): it writes the flag
-itself, but only for an epoch whose kernel has ended, since what is pulled then is anybody's guess and gets signalled
-all the same. It first tells the peers, so that all raise. What such a flag says is not true, and must free no slot that
-a peer may still pull from: with two slots it would, by the calls that were issued before the host knew. So the host
-runs ahead by `AHEAD` calls and no more, and there is a slot for each: the slot of a call that was issued behind the
-one that is let go was freed by the flags of the call before it, which are true.
+*Giving up.* A kernel whose deadline has expired ends without having had them. What was issued behind it is pushed, or
+told of, nevertheless, and what it says is not true. So the host asks, before it issues a call n, whether the kernel of
+n - 2, or any before, has expired (the device's report says so, and it is there when the kernel has ended), and if so
+issues nothing any more. Then what is said of n comes from a rank whose kernel n - 2 has had all its rows; they were
+sent behind the kernels n - 3: with a third slot nobody reads what is written for n, whatever becomes of n - 1.
 
-A sum
------
-The other way round: what a rank computes is its peers' to pull. A slot holds a rank's whole product::
+The watchdog (`watch`) tells the peers, so that all raise. It ends kernels that still wait: their rows may come, from a
+rank that is late, but not those of the next call. A side stream that pulls has no deadline, and would wait for a flag
+for ever: it is let go, by writing the flag here, once its kernel has ended, since what is pulled then is anybody's
+guess and gets signalled all the same. What comes later is written to the slots of a broken group, where no kernel is
+issued that could read it, and which are kept until the group is destroyed.
 
-    calling stream                                side stream
-      the last call's sum and side stream
-      side stream may begin
-      kernel: the next rank's chunk; signal it;   for each step, the own chunks left out:
-              its next; ...; the own ones last      wait until the step's chunk is signalled here
-                                                    that chunk's rank's memory: my flag = so many of its
-                                                    wait until the flag of the rank whose step's chunk is
-      the side stream                                 one's own says so; pull it
-      sum, in the order of the ranks
+*Signals* only grow, and each call's are compared with its own epoch. A word is of the chunk of its number, whoever
+sends that in a call of this shape: so the words, too, are a slot's. Whoever writes a word of an earlier call in the
+same slot has done so before the kernels of that call had ended well.
 
-All ranks are at the same step, and each step a rank has one chunk to tell of and one to pull, of another. A flag counts
-chunks over all calls, so that it never falls. What a flag of a call says of the call before is as for a gather, and so
-are slots, watchdog and `AHEAD`. The kernel waits for nobody, so here the watchdog counts the deadline, from its end;
-and what was pulled after it lets the side stream go is no number: the sum is NaN from that call on.
+No operation waits for one that is issued after it: the kernel is issued behind the side stream's part, and a stream's
+waits come behind everything that they are for.
 
-No operation waits for one that is issued after it, so the kernel is issued before the side stream's part, and a
-stream's waits come behind everything that they are for.
-
-`tilestream.verify.gather` and `tilestream.verify.sums` explore these texts for two and three ranks over several epochs,
-with ranks that are late, give up or are lost.
+`tilestream.verify.gather` explores these texts for two and three ranks over several epochs, with ranks that are late,
+give up or are lost. The way back, a sum, is in `tilestream.distributed.sum_protocol`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-#: Calls that may be issued while the side stream is at an earlier one.
+#: Calls that may be issued while an earlier one is under way: its kernel, or of a sum its side stream.
 AHEAD = 1
-#: Slots of a rank: `watch` needs one beyond the two that the handshake does, for each call that is issued ahead.
+#: Slots of a rank: two as long as nobody gives up, and one for each call that may be issued before the host knows.
 SLOTS = 2 + AHEAD
 
 
-class Begin(NamedTuple):
-    """Host: wait until the side stream is done with epoch ``after``. Answer: 0 where the group is broken, else 1."""
+#: How a call's shards travel.
+Way = Literal["push", "pull"]
+
+
+class AwaitKernel(NamedTuple):
+    """Host: wait until the kernel of ``epoch`` has ended."""
 
     epoch: int
-    after: int
+
+
+class Ask(NamedTuple):
+    """Host: has a kernel here expired (1)? Of those that have ended it is certain. Then break the group, as `watch`."""
+
+
+class Begin(NamedTuple):
+    """Host: issue ``epoch``. Answer: 0 where the group is broken, and nothing is; else 1."""
+
+    epoch: int
 
 
 class AwaitCall(NamedTuple):
-    """Calling stream: wait until ``epoch``'s kernel has ended, and the side stream is done with it."""
+    """Calling stream: wait until all of ``epoch`` is over, which may have come from another stream."""
 
     epoch: int
 
 
 class Fill(NamedTuple):
-    """Calling stream: start copying the shard into a slot."""
+    """Calling stream, of a gather: start copying the shard to its place in an own slot."""
 
     slot: int
     epoch: int
@@ -93,6 +95,15 @@ class Filled(NamedTuple):
     """That copy is done."""
 
     slot: int
+    epoch: int
+
+
+class Signal(NamedTuple):
+    """Signal a chunk of a rank's shard to the kernel here."""
+
+    rank: int
+    slot: int
+    chunk: int
     epoch: int
 
 
@@ -108,7 +119,34 @@ class AwaitPost(NamedTuple):
     epoch: int
 
 
+class Push(NamedTuple):
+    """Start copying a chunk of the shard to its place in a slot of a peer's."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class Pushed(NamedTuple):
+    """That copy is done."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
 class Tell(NamedTuple):
+    """Signal a chunk of the shard to a peer's kernel."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class Flag(NamedTuple):
     """Write one's flag in a peer's memory."""
 
     peer: int
@@ -123,7 +161,7 @@ class AwaitFlag(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Start copying a chunk of a peer's shard out of its slot."""
+    """Start copying a chunk of a peer's shard out of its slot, to its place in the own one."""
 
     peer: int
     slot: int
@@ -140,110 +178,20 @@ class Pulled(NamedTuple):
     epoch: int
 
 
-class Signal(NamedTuple):
-    """Signal chunk ``chunk`` of rank ``rank``'s shard to the kernel of this rank."""
-
-    rank: int
-    chunk: int
-    epoch: int
-
-
 class Done(NamedTuple):
     """The side stream is done with ``epoch``."""
 
     epoch: int
 
 
-class Compute(NamedTuple):
-    """Calling stream, of a sum: start computing the chunk that is ``step``-th, into a slot: see `sent`."""
-
-    slot: int
-    step: int
-    epoch: int
-
-
-class Computed(NamedTuple):
-    """It is complete."""
-
-    slot: int
-    step: int
-    epoch: int
-
-
-class Publish(NamedTuple):
-    """Signal it on this rank."""
-
-    step: int
-    epoch: int
-
-
-class Ended(NamedTuple):
-    """Calling stream, of a sum: the kernel that computes and publishes has ended."""
-
-    epoch: int
-
-
-class AwaitPublished(NamedTuple):
-    """Side stream: wait until the ``step``-th chunk is published."""
-
-    step: int
-    epoch: int
-
-
-class TellPart(NamedTuple):
-    """Write one's flag in a peer's memory: so many of its chunks are there."""
-
-    peer: int
-    parts: int
-    epoch: int
-
-
-class AwaitPart(NamedTuple):
-    """Wait until a peer's flag in one's own memory says that so many chunks are there."""
-
-    peer: int
-    parts: int
-    epoch: int
-
-
-class PullPart(NamedTuple):
-    """Start copying the chunk that was ``step``-th of a peer's out of its slot."""
-
-    peer: int
-    slot: int
-    step: int
-    epoch: int
-
-
-class PulledPart(NamedTuple):
-    """That copy is done."""
-
-    peer: int
-    slot: int
-    step: int
-    epoch: int
-
-
 class AwaitSide(NamedTuple):
-    """Calling stream, of a sum: wait until the side stream is done with ``epoch``."""
-
-    epoch: int
-
-
-class Sum(NamedTuple):
-    """Calling stream: start adding what was pulled; where the call was overruled, NaN is its sum."""
-
-    epoch: int
-
-
-class Summed(NamedTuple):
-    """That is done, and the call with it."""
+    """Calling stream, or host: wait until the side stream is done with ``epoch``."""
 
     epoch: int
 
 
 class Notice(NamedTuple):
-    """Watchdog: wait until a kernel here has expired, or a peer says so (1), or there is nothing to watch (0)."""
+    """Watchdog: wait until this rank has given up, or a peer says that it has (1), or nothing is left to watch (0)."""
 
 
 class Break(NamedTuple):
@@ -257,17 +205,11 @@ class Abort(NamedTuple):
 
 
 class Oldest(NamedTuple):
-    """Watchdog. Answer: the oldest epoch issued with which the side stream is not done; 0 where there is none."""
+    """Watchdog. Answer: the oldest epoch issued that is under way, on whatever stream; 0 where there is none."""
 
 
 class Overrule(NamedTuple):
     """Say to the kernel of ``epoch`` that what is missing will not come."""
-
-    epoch: int
-
-
-class AwaitKernel(NamedTuple):
-    """Watchdog: wait until the kernel of ``epoch`` has ended."""
 
     epoch: int
 
@@ -279,7 +221,7 @@ class Release(NamedTuple):
 
 
 class AwaitDone(NamedTuple):
-    """Watchdog: wait until the side stream is done with ``epoch`` (1), or is at a flag that was taken back (0)."""
+    """Watchdog: wait until all of ``epoch`` is done (1), or a stream is at a flag that was taken back (0)."""
 
     epoch: int
 
@@ -288,92 +230,79 @@ Turn = Generator[Any, int, "int | None"]
 
 
 def peers(rank: int, world: int) -> Iterator[int]:
-    """The others, the next rank first, so that no two ranks pull from one at a time."""
+    """The others, the next rank first: as their rows are come to, and so that no two ranks pull from one at a time."""
     return ((rank + x) % world for x in range(1, world))
 
 
 def begin(epoch: int) -> Turn:
-    """The host's part of a call, before anything is issued. Returns the epoch; None where the group is broken."""
-    return epoch if (yield Begin(epoch, epoch - AHEAD - 1)) else None
+    """The host's part of a gather, before anything is issued. Returns the epoch; None where the group is broken."""
+    yield AwaitKernel(epoch - AHEAD - 1)
+    if (yield Ask()):
+        return None
+    return epoch if (yield Begin(epoch)) else None
 
 
-def publish(rank: int, chunks: int, epoch: int) -> Turn:
-    """The calling stream's part of a call, before the kernel."""
+def publish(rank: int, chunks: int, epoch: int, from_slot: bool = False) -> Turn:
+    """The calling stream's part of a gather, before the kernel.
+
+    ``from_slot``: the shard goes out of the own slot: it is pulled, or not in one piece where the caller has it.
+    """
     yield AwaitCall(epoch - 1)
     slot = epoch % SLOTS
+    if not from_slot:
+        yield Post(epoch)
     yield Fill(slot, epoch)
     yield Filled(slot, epoch)
     for chunk in range(chunks):
-        yield Signal(rank, chunk, epoch)
-    yield Post(epoch)
+        yield Signal(rank, slot, chunk, epoch)
+    if from_slot:
+        yield Post(epoch)
     return epoch
 
 
-def gather(rank: int, world: int, chunks: int, epoch: int) -> Turn:
-    """The side stream's part of a call."""
+def receivers(rank: int, world: int) -> list[int]:
+    """The others, in the order in which they come to ``rank``'s rows: so no two ranks push to one at a time."""
+    return [(rank - x) % world for x in range(1, world)]
+
+
+def side(rank: int, world: int, chunks: int, epoch: int, way: Way = "push") -> Turn:
+    """The side stream's part of a gather."""
+    text = push if way == "push" else pull
+    return text(rank, world, chunks, epoch)
+
+
+def push(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+    """The side stream's part where shards are pushed. A signal is behind its copy in the same stream."""
+    yield AwaitPost(epoch)
+    slot = epoch % SLOTS
+    for peer in receivers(rank, world):
+        for chunk in range(chunks):
+            yield Push(peer, slot, chunk, epoch)
+            yield Pushed(peer, slot, chunk, epoch)
+            yield Tell(peer, slot, chunk, epoch)
+    yield Done(epoch)
+    return epoch
+
+
+def pull(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+    """The side stream's part where shards are pulled."""
     yield AwaitPost(epoch)
     for peer in peers(rank, world):
-        yield Tell(peer, epoch)
+        yield Flag(peer, epoch)
     slot = epoch % SLOTS
     for peer in peers(rank, world):
         yield AwaitFlag(peer, epoch)
         for chunk in range(chunks):
             yield Pull(peer, slot, chunk, epoch)
             yield Pulled(peer, slot, chunk, epoch)
-            yield Signal(peer, chunk, epoch)
+            yield Signal(peer, slot, chunk, epoch)
     yield Done(epoch)
     return epoch
 
 
-def sent(rank: int, world: int, batches: int, parts: int, step: int) -> tuple[int, int]:
-    """Whose chunk ``rank`` computes as its ``step``-th, and which of that rank's it is.
-
-    In the order of the rows, from the next rank's first on, all around: the last of each round is the rank's own.
-    """
-    chunk = ((rank + 1) * parts + step) % (batches * world * parts)
-    return chunk // parts % world, chunk // (parts * world) * parts + chunk % parts
-
-
-def sender(rank: int, world: int, parts: int, step: int) -> int:
-    """Whose ``step``-th chunk is ``rank``'s: one rank's, and at its own steps its own."""
-    return (rank - 1 - step // parts) % world
-
-
-def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
-    """The calling stream's part of a sum, up to the end of its kernel."""
-    yield AwaitCall(epoch - 1)
-    yield Post(epoch)
-    slot = epoch % SLOTS
-    for step in range(batches * world * parts):
-        yield Compute(slot, step, epoch)
-        yield Computed(slot, step, epoch)
-        yield Publish(step, epoch)
-    yield Ended(epoch)
-    return epoch
-
-
-def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
-    """The side stream's part of a sum."""
-    yield AwaitPost(epoch)
-    slot = epoch % SLOTS
-    for step in range(batches * world * parts):
-        source = sender(rank, world, parts, step)
-        if source != rank:
-            count = step // (world * parts) * parts + step % parts + 1
-            yield AwaitPublished(step, epoch)
-            yield TellPart(sent(rank, world, batches, parts, step)[0], count, epoch)
-            yield AwaitPart(source, count, epoch)
-            yield PullPart(source, slot, step, epoch)
-            yield PulledPart(source, slot, step, epoch)
-    yield Done(epoch)
-    return epoch
-
-
-def add_up(epoch: int) -> Turn:
-    """The calling stream's part of a sum, behind the kernel."""
+def finish(epoch: int) -> Turn:
+    """The calling stream's part of a gather, behind the kernel."""
     yield AwaitSide(epoch)
-    yield Sum(epoch)
-    yield Summed(epoch)
     return epoch
 
 
@@ -388,7 +317,7 @@ def give_up(rank: int, world: int) -> Turn:
 
 
 def watch(rank: int, world: int) -> Turn:
-    """The watchdog: what the host does when a kernel has expired here, or a peer says that one has there."""
+    """The watchdog: what the host does when this rank has given up, or a peer says that it has."""
     if not (yield from give_up(rank, world)):
         return None
     while epoch := (yield Oldest()):

@@ -6,20 +6,22 @@
     side stream:     for each step: my chunk is published: tell its rank; wait for the peer at this step; pull its chunk
     watchdog:        lets the side stream go when a peer has not come in time, and makes the sum NaN
 
-What is issued is `tilestream.distributed.protocol`, operation by operation, which the checker explores; here is only
-what each of its operations is on a GPU. None but the kernel and the sum behind it needs an SM (invariant 10).
+What is issued is `tilestream.distributed.sum_protocol`, operation by operation, which the checker explores; here is
+only what each of its operations is on a GPU. None but the kernel and the sum behind it needs an SM (invariant 10).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tilestream.distributed import protocol as p
+from tilestream.distributed import sum_protocol as q
 from tilestream.distributed.collective import agree
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
@@ -35,6 +37,10 @@ from tilestream.runtime.streams import aside
 #: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
 _CHUNKS = 64
 
+#: Looks after which a kernel that has ended before its side stream is known to have given up. Of one that has all its
+#: chunks, the side stream has an event left to record.
+LOOKS = 3
+
 #: ``product(out, publication, epoch, rows_per_chunk, pivot)`` issues the kernel that computes ``out`` and publishes it.
 Product = Callable[[torch.Tensor, Publication, int, int, int], object]
 
@@ -46,6 +52,8 @@ class Scatterer(Turns):
 
     def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(member, device, memory)
+        #: A call, in how many looks its kernel had ended and its side stream not, and since when.
+        self._suspect = 0, 0, 0.0
         self._publication = self.make_publication(_CHUNKS)
         with torch.inference_mode(False):
             self._over = torch.zeros(1, dtype=torch.int32, device=device)  # the first call that is void
@@ -95,24 +103,24 @@ class Scatterer(Turns):
             raise
         perform: dict[type, Callable[[Any], Any]] = {
             p.AwaitSide: lambda op: calling.wait_event(done),
-            p.Sum: lambda op: add_up(whole, self._over, epoch),
-            p.Summed: nothing,
+            q.Sum: lambda op: add_up(whole, self._over, epoch),
+            q.Summed: nothing,
         }
         try:
-            answer(p.add_up(epoch), perform)
+            answer(q.add_up(epoch), perform)
         except BaseException as error:
             self._half(error)
             raise
         finally:  # without a sum, too: the side stream waits for peers, and somebody has to look after it
             end.record(calling)
             overrule = functools.partial(self._overrule, epoch)
-            self.issued(Underway(epoch, self._told, overrule, seconds, kernel, done, end))
+            self.issued(Underway(epoch, overrule, kernel, done, end, self._told, seconds))
 
     def _produce(
         self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, calling: torch.cuda.Stream,
         kernel: torch.cuda.Event,
     ) -> None:  # fmt: skip
-        def compute(op: p.Compute) -> None:
+        def compute(op: q.Compute) -> None:
             if op.step == 0:  # one launch computes all of them, in this order, and publishes each
                 out = whole.view(shards.total, shards.width)
                 pivot = (self._rank + 1) * shards.parts % (shards.batches * shards.world * shards.parts)
@@ -121,10 +129,10 @@ class Scatterer(Turns):
         perform: dict[type, Callable[[Any], Any]] = {
             p.AwaitCall: lambda op: self.await_call(calling),
             p.Post: lambda op: self.post(calling),
-            p.Compute: compute, p.Computed: nothing, p.Publish: nothing,
-            p.Ended: lambda op: kernel.record(calling),
+            q.Compute: compute, q.Computed: nothing, q.Publish: nothing,
+            q.Ended: lambda op: kernel.record(calling),
         }  # fmt: skip
-        answer(p.produce(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
+        answer(q.produce(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
 
     def _scatter(
         self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int
@@ -136,26 +144,26 @@ class Scatterer(Turns):
         of_row, plane = shards.width * dtype.itemsize, shards.batches * shards.rows
         to = received.data_ptr()
 
-        def pull(op: p.PullPart) -> None:
-            part = mine[p.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
+        def pull(op: q.PullPart) -> None:
+            part = mine[q.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
             first, rows = shards.place(self._rank, part)
             there = op.peer * plane + part.batch * shards.rows + part.begin
             source = self.memory.address(op.peer, op.slot) + first * of_row
             copy_across(handle, to + there * of_row, source, rows * of_row)
 
-        def published(op: p.AwaitPublished) -> None:
+        def published(op: q.AwaitPublished) -> None:
             chunk = ((self._rank + 1) * shards.parts + op.step) % total
             stream_wait(handle, address(chunk), op.epoch)
 
         perform: dict[type, Callable[[Any], Any]] = {
-            p.AwaitPost: nothing,  # `post` has issued it
-            p.AwaitPublished: published,
-            p.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
-            p.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
-            p.PullPart: pull, p.PulledPart: nothing,
+            p.AwaitPost: lambda op: side.wait_event(self._posted),
+            q.AwaitPublished: published,
+            q.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
+            q.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
+            q.PullPart: pull, q.PulledPart: nothing,
             p.Done: lambda op: done.record(side),
         }  # fmt: skip
-        answer(p.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
+        answer(q.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
         return done
 
     def _slot(self, rank: int, slot: int, shards: Shards, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +171,26 @@ class Scatterer(Turns):
         size = math.prod(shards.shape) * dtype.itemsize
         return self.memory.slot(rank, slot)[:size].view(dtype).view(shards.shape)
 
-    # Giving up -----------------------------------------------------------------------------------------------------
+    # The host, and giving up ---------------------------------------------------------------------------------------
+
+    def begun(self, epoch: int) -> int | None:
+        """As of `Turns`."""
+
+        def await_side(op: p.AwaitSide) -> None:
+            for call in self._underway():
+                if call.epoch <= op.epoch:
+                    call.side.synchronize()  # the watchdog lets a stream go that waits for a peer without hope
+
+        return answer(q.begin_sum(epoch), {p.AwaitSide: await_side, p.Begin: self._begin})
+
+    def gave_up(self, oldest: Underway) -> str:
+        """As of `Turns`: where the kernel has ended, the side stream has not, and patience is over."""
+        epoch, looks, since = self._suspect
+        now = time.perf_counter()
+        if oldest.epoch != epoch or not looks:
+            looks, since = 0, now
+        self._suspect = oldest.epoch, looks + int(oldest.kernel.query()), since
+        return self.expired(oldest) if self._suspect[1] >= LOOKS and now - since >= oldest.patience else ""
 
     def expired(self, call: Underway | None = None) -> str:
         """As `Turns.expired`; what it says is raised by the next call on this device, too."""

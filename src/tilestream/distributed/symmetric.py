@@ -1,7 +1,8 @@
-"""Memory of a group's GPUs that each of them can read: slots, and flags (torch's symmetric memory).
+"""Memory of a group's GPUs that each of them can reach: slots, signals and flags (torch's symmetric memory).
 
-What is in it, of each rank: `SLOTS` slots, out of which the peers pull; a flag a peer, which that peer writes; and an
-abort word, which any peer may write. What it is for, and in which order: `tilestream.distributed.protocol`.
+What is in it, of each rank: `SLOTS` slots, into which peers push, or out of which they pull; for each slot signals,
+which whoever copies into it writes; a flag a peer, which that peer writes; and an abort word, which any peer may write.
+What it is for, and in which order: `tilestream.distributed.protocol`.
 
 No barrier of symmetric memory's own is used (a kernel that spins without a bound), and no multicast.
 """
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 LINE = 128
 #: Slots grow by this much at a time.
 _PAGE = 2 << 20
+#: And so many signals.
+_WORDS = 1024
 #: Dtypes whose shards overlap on GPUs.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def refuse(member: Member, x: torch.Tensor) -> str:
-    """Why shards like ``x`` are not pulled over symmetric memory; empty where they are. Nothing is sent.
+    """Why shards like ``x`` do not travel over symmetric memory; empty where they do. Nothing is sent.
 
     Whether the GPUs of a group can reach each other is only known once they have told each other (`set_up`).
     """
@@ -61,7 +64,7 @@ def set_up(member: Member, device: torch.device) -> str:
     hosts, _, gpus = zip(*said, strict=True)
     verdict = ""
     if len(set(hosts)) > 1:
-        verdict = f"{len(set(hosts))} hosts: shards are pulled inside one"
+        verdict = f"{len(set(hosts))} hosts: shards travel inside one"
     elif len(set(gpus)) < member.world and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
         verdict = "several ranks share a GPU"
     own = verdict or _peer_access(device)
@@ -100,7 +103,7 @@ class PeerMemory:
         self._words, self._peer_words = self._shared((member.world + 1) * LINE)
         self._slots: torch.Tensor | None = None
         self._peer_slots: list[torch.Tensor] = []
-        self.slot_bytes = 0
+        self.slot_bytes = self.chunks = 0
 
     def _shared(self, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         import torch.distributed._symmetric_memory as symmetric
@@ -126,22 +129,36 @@ class PeerMemory:
         self._handles.append(handle)
         return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
 
-    def grow(self, size: int) -> None:
-        """Make slots of at least ``size`` bytes. Nobody may still pull from the old ones."""
+    def grow(self, size: int, chunks: int = 0) -> None:
+        """Make slots of at least ``size`` bytes, with ``chunks`` signals each. Nobody may still be at the old ones.
+
+        The new signals are 0, less than any epoch.
+        """
         self.slot_bytes = -(-size // _PAGE) * _PAGE
-        self._slots, self._peer_slots = self._shared(SLOTS * self.slot_bytes)
+        self.chunks = -(-chunks // _WORDS) * _WORDS
+        self._slots, self._peer_slots = self._shared(SLOTS * (self.slot_bytes + 4 * self.chunks))
+
+    def _of(self, rank: int) -> torch.Tensor:
+        memory = self._slots if rank == self._rank else self._peer_slots[rank]
+        assert memory is not None, "slots are made before they are used"
+        return memory
 
     def slot(self, rank: int, slot: int) -> torch.Tensor:
         """A slot of a rank, as bytes."""
-        memory = self._slots if rank == self._rank else self._peer_slots[rank]
-        assert memory is not None, "slots are made before they are used"
-        return memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        return self._of(rank)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def address(self, rank: int, slot: int) -> int:
         """Of a slot of a rank."""
-        memory = self._slots if rank == self._rank else self._peer_slots[rank]
-        assert memory is not None, "slots are made before they are used"
-        return memory.data_ptr() + slot * self.slot_bytes
+        return self._of(rank).data_ptr() + slot * self.slot_bytes
+
+    def signals(self, slot: int) -> torch.Tensor:
+        """The signals of a slot, of this rank: ``int32[chunks]``. They stand behind all slots, whatever is in those."""
+        at = SLOTS * self.slot_bytes + 4 * self.chunks * slot
+        return self._of(self._rank)[at : at + 4 * self.chunks].view(torch.int32)
+
+    def signal(self, rank: int, slot: int, chunk: int) -> int:
+        """Address of a signal of a rank's."""
+        return self._of(rank).data_ptr() + SLOTS * self.slot_bytes + 4 * (self.chunks * slot + chunk)
 
     def flag(self, of: int, writer: int) -> int:
         """Address of the flag in rank ``of``'s memory that ``writer`` writes."""

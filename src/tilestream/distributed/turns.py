@@ -1,6 +1,7 @@
 """`Turns`: what calls of a group on a GPU have in common, whatever they send: epochs, what is under way, the watchdog.
 
-The texts that are performed, and why they are right, are in `tilestream.distributed.protocol`.
+The texts that are performed, and why they are right, are in `tilestream.distributed.protocol` and, of sums, in
+`tilestream.distributed.sum_protocol`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ from tilestream.runtime.streams import aside, lend_to
 
 #: Seconds between two looks of the watchdog, while a call is under way.
 LOOK_SECONDS = 0.05
-#: Looks after which a kernel that has ended before its side stream is known to have given up. Of one that has all its
-#: chunks, the side stream has an event left to record.
-LOOKS = 3
 
 
 class Underway(NamedTuple):
@@ -36,23 +34,23 @@ class Underway(NamedTuple):
     ----------
     epoch
         Of the protocol.
-    told
-        What the flag of a peer is at least that has told all of this call.
     overrule
         Says to the call that what is missing will not come.
-    patience
-        Seconds that are waited for peers once the kernel has ended; 0 where the kernel itself waits for them.
     kernel, side, end
-        After its kernel, after its side stream, and after all of it.
+        After its kernel, after its other streams, and after all of it.
+    told
+        What the flag of a peer is at least that has told all of this call.
+    patience
+        Of a sum: seconds that are waited for peers once the kernel has ended. A gather's kernel waits itself.
     """
 
     epoch: int
-    told: int
     overrule: Callable[[BaseException], None]
-    patience: float
     kernel: torch.cuda.Event
     side: torch.cuda.Event
     end: torch.cuda.Event
+    told: int
+    patience: float = 0.0
 
 
 class Turns:
@@ -77,15 +75,13 @@ class Turns:
         self._last: Underway | None = None
         self._lock = threading.Lock()  # of `_calls`
         self._posted = torch.cuda.Event()
-        #: A call, in how many looks its kernel had ended and its side stream not, and since when.
-        self._suspect = 0, 0, 0.0
         self._watchdog = Watchdog(self)
 
     # The host ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> int:
         """The epoch of a new call, once at most `protocol.AHEAD` are under way."""
-        epoch = answer(p.begin(self._epoch + 1), {p.Begin: self._begin})
+        epoch = self.begun(self._epoch + 1)
         member = self._member()
         if epoch is None or member is None:
             assert member is not None
@@ -94,15 +90,22 @@ class Turns:
         self._epoch = epoch
         return epoch
 
+    def begun(self, epoch: int) -> int | None:
+        """The text of what the host does before call ``epoch``, performed: the epoch, or None."""
+        raise NotImplementedError
+
     def _begin(self, op: p.Begin) -> int:
-        for call in self._underway():
-            if call.epoch <= op.after:
-                call.side.synchronize()  # the watchdog lets a stream go that waits for a peer without hope
         member = self._member()
         return int(member is not None and not member.broken)
 
+    def await_kernel(self, op: p.AwaitKernel) -> None:
+        """Wait for the kernels up to ``op.epoch``: they have deadlines of their own, or wait for nobody."""
+        for call in self._underway():
+            if call.epoch <= op.epoch:
+                call.kernel.synchronize()
+
     def _underway(self) -> list[Underway]:
-        """Calls whose side stream is not done; the others are forgotten."""
+        """Calls whose other streams are not done; the others are forgotten."""
         with self._lock:
             self._calls = [call for call in self._calls if not call.side.query()]
             return list(self._calls)
@@ -114,13 +117,21 @@ class Turns:
             self._calls.append(call)
         self._watchdog.wake()
 
-    def reserve(self, size: int) -> None:
-        """Have slots of at least ``size`` bytes. All ranks do it at the same call."""
-        member = self._member()
-        if self.memory.slot_bytes < size and member is not None:
-            self.quiet()
-            meet(member, self.device)  # nobody pulls from the old slots
-            self.memory.grow(size)
+    def reserve(self, size: int, chunks: int = 0) -> bool:
+        """Have slots of at least ``size`` bytes, and ``chunks`` signals for each. All ranks do it at the same call.
+
+        Returns
+        -------
+        bool
+            Whether they are new ones.
+        """
+        member, memory = self._member(), self.memory
+        if member is None or (memory.slot_bytes >= size and memory.chunks >= chunks):
+            return False
+        self.quiet()
+        meet(member, self.device)  # nobody writes to the old slots, or pulls from them
+        memory.grow(max(size, memory.slot_bytes), max(chunks, memory.chunks))
+        return True
 
     def quiet(self) -> None:
         """Wait until nothing is under way here."""
@@ -132,12 +143,12 @@ class Turns:
         """Have the calling stream wait for the call before, which may have come from another stream."""
         if self._last is not None:
             calling.wait_event(self._last.end)
-            calling.wait_event(self._last.side)
+            if self._last.side is not self._last.end:
+                calling.wait_event(self._last.side)
 
     def post(self, calling: torch.cuda.Stream) -> None:
-        """Let the side stream begin when the calling stream is here."""
+        """Let whoever waits for `_posted` begin when the calling stream is here."""
         self._posted.record(calling)
-        self._side.wait_event(self._posted)
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
@@ -158,58 +169,57 @@ class Turns:
         """Half a call has been issued: what the peers wait for may never come."""
         self.give_up(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
 
+    def gave_up(self, oldest: Underway) -> str:
+        """Why this rank has given up waiting; empty where it has not. ``oldest``: the oldest call under way."""
+        raise NotImplementedError
+
     def look(self) -> bool:
         """One look of the watchdog; whether there is anything to look at."""
         calls = self._underway()
         member = self._member()
         if not calls or member is None:
             return bool(calls)
-        epoch, looks, since = self._suspect
-        oldest, now = calls[0], time.perf_counter()
-        if oldest.epoch != epoch or not looks:
-            looks, since = 0, now
-        self._suspect = oldest.epoch, looks + int(oldest.kernel.query()), since
         with aside(self.device):
             told = self.memory.aborted()
-        if told or (self._suspect[1] >= LOOKS and now - since >= oldest.patience):
-            why = f"{self.op}: a peer has given up waiting" if told else self.expired(oldest)
+        why = f"{self.op}: a peer has given up waiting" if told else self.gave_up(calls[0])
+        if why:
             answer(p.watch(self._rank, self._world), self._watching(member, why))
         return True
 
     def _watching(self, member: Member, why: str) -> dict[type, Callable[[Any], Any]]:
-        def call_of(epoch: int) -> Underway | None:
-            return next((call for call in self._underway() if call.epoch == epoch), None)
-
-        def write(address: int, value: int) -> None:
-            with aside(self.device) as stream:
-                stream_write(stream.cuda_stream, address, value)
+        """What the operations of `watch` are."""
 
         def overrule(op: p.Overrule) -> None:
-            if call := call_of(op.epoch):
+            if call := self.call_of(op.epoch):
                 call.overrule(GroupBroken(self._name, why))
 
-        def await_kernel(op: p.AwaitKernel) -> None:
-            if call := call_of(op.epoch):
-                call.kernel.synchronize()  # it has a deadline of its own, or waits for nobody
-
         def release(op: p.Release) -> None:
-            if call := call_of(op.epoch):
+            if call := self.call_of(op.epoch):
                 for peer in p.peers(self._rank, self._world):
-                    write(self.memory.flag(self._rank, peer), call.told)
+                    self.write(self.memory.flag(self._rank, peer), call.told)
 
         def await_done(op: p.AwaitDone) -> int:
             end = time.perf_counter() + LOOK_SECONDS
-            while (call := call_of(op.epoch)) is not None and time.perf_counter() < end:
+            while (call := self.call_of(op.epoch)) is not None and time.perf_counter() < end:
                 time.sleep(0.001)
             return int(call is None)
 
         return {
             p.Notice: lambda op: 1,
             p.Break: lambda op: member.break_(why),
-            p.Abort: lambda op: write(self.memory.abort(op.peer), 1),
+            p.Abort: lambda op: self.write(self.memory.abort(op.peer), 1),
             p.Oldest: lambda op: min((call.epoch for call in self._underway()), default=0),
-            p.Overrule: overrule, p.AwaitKernel: await_kernel, p.Release: release, p.AwaitDone: await_done,
+            p.Overrule: overrule, p.AwaitKernel: self.await_kernel, p.Release: release, p.AwaitDone: await_done,
         }  # fmt: skip
+
+    def call_of(self, epoch: int) -> Underway | None:
+        """A call that is under way."""
+        return next((call for call in self._underway() if call.epoch == epoch), None)
+
+    def write(self, address: int, value: int) -> None:
+        """Write a word at once, beside all streams."""
+        with aside(self.device) as stream:
+            stream_write(stream.cuda_stream, address, value)
 
 
 class Watchdog:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import threading
+from collections.abc import Collection
 
 import torch
 
@@ -65,6 +66,32 @@ class Channel:
                 if self._words[at] == number:  # else it was overwritten meanwhile
                     self._raised = number
                     return record
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest record."""
+        return max(self._words[::FIELDS])
+
+    def heard(self, after: int, keys: Collection[int]) -> tuple[int, bool]:
+        """Whether a launch that waited for signals with one of these keys has reported, since record ``after``.
+
+        Raised or not: of launches that have ended it is certain. Where records since then have been overwritten, the
+        answer is yes.
+
+        Returns
+        -------
+        upto, reported
+            ``upto``: the record to ask from the next time. One that is still being written may stand before others.
+        """
+        numbers = self._words[::FIELDS]
+        newer = {number: i * FIELDS for i, number in enumerate(numbers) if number > after}
+        if not newer:
+            return after, False
+        upto = after
+        while upto + 1 in newer:
+            upto += 1
+        key = 1 + Record._fields.index("key")
+        return upto, max(newer) > after + RECORDS or any(self._words[at + key] in keys for at in newer.values())
 
     def check(self) -> None:
         """Raise the oldest record that was not raised yet; then what was posted."""

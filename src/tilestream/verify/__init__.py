@@ -12,17 +12,18 @@ Eight models, each explored through every interleaving:
 3. `shared_ring`: the warps of one worker over a ring without mbarriers, in one loop for load and math: the CDNA kernel,
    and with keys and values that are read at different times (`shared_attention`) that of attention.
    There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
-4. `gather`: the hosts, streams and watchdogs of several ranks that pull each other's shards: the text that GPUs perform
-   (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is chunks
-   that come at any moment or never, which is all that model 1 asks of the world.
+4. `gather`: the hosts, streams and watchdogs of several ranks whose shards are pushed or pulled: the text that GPUs
+   perform (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is
+   chunks that come at any moment or never, which is all that model 1 asks of the world.
 5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
    consumers that may take turns; where keys arrive, the gate inside of an item, and what comes of the item when the
    launch ends there.
 6. `publish`: workers that signal the chunks of their output, and readers (`tilestream.kernels.loop.publish`). It comes
    behind an item's epilogue, looks at nothing that the other parts write and waits for the worker's own stores alone:
    so it takes nothing away from what models 1 and 2 say of a worker.
-7. `sums`: model 4 the other way round, for products that their ranks pull and add. Of the kernel it takes what model 6
-   says: a chunk that is signalled is complete.
+7. `sums`: ranks as in model 4 (`ranks`), for products that they pull and add: the text is
+   `tilestream.distributed.sum_protocol`. Of the kernel it takes what model 6 says: a chunk that is signalled is
+   complete.
 8. `copies`: workers that copy what arrives themselves, before their first tile (`tilestream.arrival.copy_items`), some
    of which start late, or never. What comes of it for the tiles is chunks that arrive, as in model 1; what model 1 asks
    of the world besides, that nobody's signal comes after the last worker has left, holds since copiers are workers.
@@ -72,7 +73,8 @@ cover.
 
 from tilestream.verify.faults import KINDS, Violation
 from tilestream.verify.report import Report, Result, explore, run
-from tilestream.verify.seeded import SeededBug, seeded_bugs
+from tilestream.verify.seeded import seeded_bugs
+from tilestream.verify.seeded_bug import SeededBug
 from tilestream.verify.sweep import MODELS, Level, configurations
 
 __all__ = [

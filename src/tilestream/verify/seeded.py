@@ -7,7 +7,7 @@ looked for in growing sizes; the violation found is at the smallest size that sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,14 +15,13 @@ from tilestream.verify import seeded_attention as a
 from tilestream.verify import seeded_buffers as c
 from tilestream.verify import seeded_copies as x
 from tilestream.verify import seeded_drain as d
-from tilestream.verify import seeded_gather as g
 from tilestream.verify import seeded_order as o
 from tilestream.verify import seeded_publish as p
+from tilestream.verify import seeded_ranks
 from tilestream.verify import seeded_ring as r
 from tilestream.verify import seeded_settle as s
 from tilestream.verify import seeded_shared_attention as k
 from tilestream.verify import seeded_shared_ring as h
-from tilestream.verify import seeded_sums as q
 from tilestream.verify import seeded_workers as w
 from tilestream.verify.arrival_order import ordered
 from tilestream.verify.attention import AttentionCase
@@ -31,69 +30,23 @@ from tilestream.verify.attention_protocol import LoadTurn as LoadLoop
 from tilestream.verify.attention_protocol import MathTurn as MathLoop
 from tilestream.verify.copies import CopyCase
 from tilestream.verify.copies import Text as Copying
-from tilestream.verify.faults import KINDS
-from tilestream.verify.gather import GatherCase
 from tilestream.verify.product import Handing, ProductCase
 from tilestream.verify.protocol import Consumers, Finish, Ring, Source, multiply
 from tilestream.verify.publish import PublishCase
-from tilestream.verify.report import Result, explore
 from tilestream.verify.ring import LoadTurn, MathTurn, RingCase
+from tilestream.verify.seeded_bug import SeededBug, says
 from tilestream.verify.shared_attention import OPERANDS
 from tilestream.verify.shared_ring import SharedCase, SharedRing, Text
-from tilestream.verify.sums import SumCase
-from tilestream.verify.sweep import LAYOUTS, UNREAD, Case, matmul
+from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
 from tilestream.verify.workers import Program, WorkersCase
-
-
-@dataclass(frozen=True)
-class SeededBug:
-    """A bug put in on purpose.
-
-    Attributes
-    ----------
-    name
-        What to call it.
-    kind
-        The kind of violation it must be found as: a key of `tilestream.verify.faults.KINDS`.
-    model
-        The model that finds it.
-    says
-        What is wrong.
-    cases
-        Configurations with the bug, in growing order.
-    """
-
-    name: str
-    kind: str
-    model: str
-    says: str
-    cases: tuple[Case, ...]
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"SeededBug: kind={self.kind!r}; it is one of {', '.join(KINDS)}")
-
-    def find(self) -> Result:
-        """Explore growing sizes until the bug shows; the last result, with no violation, if it never does."""
-        states, seconds = 0, 0.0
-        for case in self.cases:
-            result = explore(self.model, case)
-            states, seconds = states + result.states, seconds + result.seconds
-            if result.violation is not None:
-                break
-        return replace(result, states=states, seconds=seconds)
 
 
 def seeded_bugs() -> tuple[SeededBug, ...]:
     """All of them."""
     return (
         *_gates(), *_programs(), *_orders(), *_drains(), *_settlings(), *_rings(), *_buffers(), *_products(),
-        *_shared(), *_attentions(), *_gathers(), *_publishes(), *_sums(), *_copies(),
+        *_shared(), *_attentions(), *_publishes(), *seeded_ranks.bugs(), *_copies(),
     )  # fmt: skip
-
-
-def _says(of: object) -> str:
-    return (of.__doc__ or "").strip().split("\n")[0]
 
 
 def _gated(change: Callable[[WorkersCase], WorkersCase]) -> tuple[WorkersCase, ...]:
@@ -124,7 +77,7 @@ def _gates() -> tuple[SeededBug, ...]:
         ("first chunk only", "read before arrival", w.FirstChunkGate),
         ("padded rows signalled", "signal out of range", w.PaddedGate),
     )
-    return tuple(SeededBug(name, kind, "workers", _says(gate), _gated(_with_gate(gate))) for name, kind, gate in rows)
+    return tuple(SeededBug(name, kind, "workers", says(gate), _gated(_with_gate(gate))) for name, kind, gate in rows)
 
 
 def _programs() -> tuple[SeededBug, ...]:
@@ -170,7 +123,7 @@ def _programs() -> tuple[SeededBug, ...]:
         ("abort polled in vain", "not drained", w.polls_in_vain, expiring(w.polls_in_vain)),
         ("done though its gate failed", "gate ignored", w.computes_all_the_same, expiring(w.computes_all_the_same)),
     )  # fmt: skip
-    return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), cases) for name, kind, program, cases in rows)
 
 
 def _orders() -> tuple[SeededBug, ...]:
@@ -191,7 +144,7 @@ def _orders() -> tuple[SeededBug, ...]:
         ("waits after the end", "livelock", o.waits_after_the_end),
         ("ready is enough", "read before arrival", o.ready_is_enough),
     )
-    return tuple(SeededBug(name, kind, "workers", _says(program), chunked(program)) for name, kind, program in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), chunked(program)) for name, kind, program in rows)
 
 
 def _drains() -> tuple[SeededBug, ...]:
@@ -230,7 +183,7 @@ def _drains() -> tuple[SeededBug, ...]:
          gated(d.restores_only_what_went_well)),
         ("drained and not counted out", "not reset", d.drained_not_counted, gated(d.drained_not_counted)),
     )  # fmt: skip
-    return tuple(SeededBug(name, kind, "workers", _says(program), cases) for name, kind, program, cases in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), cases) for name, kind, program, cases in rows)
 
 
 def _settlings() -> tuple[SeededBug, ...]:
@@ -251,7 +204,7 @@ def _settlings() -> tuple[SeededBug, ...]:
         ("restored by everybody", "missing work", s.restores_while_others_count),
         ("own part from its slot", "partial not visible", s.adds_its_own_from_its_slot),
     )
-    return tuple(SeededBug(name, kind, "workers", _says(program), parts(program)) for name, kind, program in rows)
+    return tuple(SeededBug(name, kind, "workers", says(program), parts(program)) for name, kind, program in rows)
 
 
 def _rings() -> tuple[SeededBug, ...]:
@@ -274,13 +227,13 @@ def _rings() -> tuple[SeededBug, ...]:
         )
 
     def load(name: str, kind: str, program: LoadTurn, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(load=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(load=program, **more))
 
     def math(name: str, kind: str, program: MathTurn, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(math=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(math=program, **more))
 
     def source(name: str, kind: str, program: Source, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(source=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(source=program, **more))
 
     overwritten = "overwritten while read"
     one_reader = cases(consumers=("cooperative",), ring=r.OneReaderRing)
@@ -298,9 +251,9 @@ def _rings() -> tuple[SeededBug, ...]:
         load("bytes not expected", "barrier broken", r.bytes_not_expected),
         load("empty not awaited", "barrier broken", r.empty_not_awaited),
         load("slot not awaited", "deadlock", r.slot_not_awaited),
-        SeededBug("one reader counted", overwritten, "ring", _says(r.OneReaderRing), one_reader),
+        SeededBug("one reader counted", overwritten, "ring", says(r.OneReaderRing), one_reader),
         math("stage given back too early", overwritten, r.released_too_early, depths=(2,), consumers=together),
-        SeededBug("depth 1 in the deep form", "deadlock", "ring", _says(multiply), shallow),
+        SeededBug("depth 1 in the deep form", "deadlock", "ring", says(multiply), shallow),
         math("product not waited for", "wrong data", r.product_not_waited_for, precise=True),
         SeededBug(
             "item of no K steps", "missing work", "ring",
@@ -340,10 +293,10 @@ def _buffers() -> tuple[SeededBug, ...]:
         )
 
     def finish(name: str, kind: str, program: Finish, *how: Any, **more: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(program), cases(*how, finish=program, **more))
+        return SeededBug(name, kind, "ring", says(program), cases(*how, finish=program, **more))
 
     def ring(name: str, kind: str, of: type[Ring], *how: Any) -> SeededBug:
-        return SeededBug(name, kind, "ring", _says(of), cases(*how))
+        return SeededBug(name, kind, "ring", says(of), cases(*how))
 
     overwritten = "overwritten while read"
     return (
@@ -355,7 +308,7 @@ def _buffers() -> tuple[SeededBug, ...]:
         finish("every part stored", "wrong data", c.stores_every_part, split=True),
         finish("last strip forgotten", "missing work", c.last_strip_forgotten, (2, 1, 3)),
         SeededBug(
-            "left while stores read", "left too early", "ring", _says(c.leaves_while_stores_read),
+            "left while stores read", "left too early", "ring", says(c.leaves_while_stores_read),
             cases((2,), math=c.leaves_while_stores_read),
         ),
     )  # fmt: skip
@@ -376,9 +329,9 @@ def _products() -> tuple[SeededBug, ...]:
         ("product: STOP in place of void items", "missing work", r.left_void_on_the_way),
     )
     return (
-        SeededBug("product: pivot not in the signal", "read before arrival", "product", _says(w.PositionGate), pivoted),
+        SeededBug("product: pivot not in the signal", "read before arrival", "product", says(w.PositionGate), pivoted),
         *(
-            SeededBug(name, kind, "product", _says(of), tuple(ProductCase(case, ring, of) for case in sizes))
+            SeededBug(name, kind, "product", says(of), tuple(ProductCase(case, ring, of) for case in sizes))
             for name, kind, of in rows
         ),
     )
@@ -389,12 +342,12 @@ def _shared() -> tuple[SeededBug, ...]:
 
     def bug(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
         cases = tuple(SharedCase(SharedRing(depth, 2), items, text, exact) for items in sizes)
-        return SeededBug(name, kind, "shared", _says(text), cases)
+        return SeededBug(name, kind, "shared", says(text), cases)
 
     def attends(name: str, kind: str, text: Text, depth: int = 3, exact: bool = True) -> SeededBug:
         ring, blocks = SharedRing(depth, 2, operands=OPERANDS), ((1,), (4,), (1, 1))
         cases = tuple(SharedCase(ring, tuple((n, False) for n in items), text, exact) for items in blocks)
-        return SeededBug(f"keys and values: {name}", kind, "shared", _says(text), cases)
+        return SeededBug(f"keys and values: {name}", kind, "shared", says(text), cases)
 
     early, overwritten, wrong = "read before arrival", "overwritten while read", "wrong data"
     return (
@@ -436,7 +389,7 @@ def _attentions() -> tuple[SeededBug, ...]:
         name: str, kind: str, of: object, sizes: tuple[tuple[AttentionRing, tuple[int, ...]], ...] = sizes, **text: Any
     ) -> SeededBug:
         cases = tuple(AttentionCase(ring, counts, **text) for ring, counts in sizes)
-        return SeededBug(f"attention: {name}", kind, "attention", _says(of), cases)
+        return SeededBug(f"attention: {name}", kind, "attention", says(of), cases)
 
     def math(name: str, kind: str, text: MathLoop, *more: Any) -> SeededBug:
         return bug(name, kind, text, *more, math=text)
@@ -466,43 +419,11 @@ def _attentions() -> tuple[SeededBug, ...]:
     )
 
 
-def _gathers() -> tuple[SeededBug, ...]:
-    def bug(name: str, kind: str, says: object, epochs: int, *expires: tuple[int, int], **text: Any) -> SeededBug:
-        least = max(text.get("streams", 1), *(epoch for _, epoch in expires), 1)
-        cases = tuple(GatherCase(epochs=n, expires=expires, **text) for n in range(least, epochs + 1))
-        return SeededBug(name, kind, "gather", _says(says), cases)
-
-    early, overwritten = "read before arrival", "overwritten while read"
-    one, two = g.publish_one_slot, g.publish_two_slots
-    return (
-        bug("no handshake at the end", early, one, 3, publish=one, gather=g.gather_one_slot),
-        bug("slot of the wrong epoch", early, g.fills_the_other_slot, 3, publish=g.fills_the_other_slot),
-        bug("told before the slot is full", early, g.posts_before_filled, 2, publish=g.posts_before_filled),
-        bug(
-            "order of one stream taken for granted", overwritten, g.publishes_at_once, 2, publish=g.publishes_at_once,
-            streams=2,
-        ),
-        bug("signal before copy", early, g.signals_before_copy, 2, gather=g.signals_before_copy),
-        bug("flags written by the reader", early, g.reader_writes_flags, 2, gather=g.reader_writes_flags),
-        bug("flags ignored", early, g.waits_for_nobody, 2, gather=g.waits_for_nobody),
-        bug("told after the pull", "deadlock", g.tells_afterwards, 2, gather=g.tells_afterwards),
-        bug("expiry kept to oneself", "not told", g.tells_nobody, 1, (0, 1), watch=g.tells_nobody),
-        bug("stream not let go", "deadlock", g.releases_nothing, 1, (0, 1), watch=g.releases_nothing),
-        bug(
-            "let go under the kernel", early, g.releases_under_the_kernel, 2, (0, 1), (1, 1),
-            watch=g.releases_under_the_kernel,
-        ),
-        bug("let go once", "deadlock", g.releases_once, 2, (0, 1), watch=g.releases_once),
-        bug("two slots and a flag that lies", overwritten, two, 3, (0, 2), publish=two, gather=g.gather_two_slots),
-        bug("too far ahead", overwritten, g.begins_ahead, 4, (0, 2), begin=g.begins_ahead),
-    )  # fmt: skip
-
-
 def _publishes() -> tuple[SeededBug, ...]:
     def bug(name: str, kind: str, text: Any) -> SeededBug:
         sizes = ((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 2, 2, 1))
         cases = tuple(PublishCase(*size, workers=n, text=text) for size in sizes for n in (1, 2))
-        return SeededBug(name, kind, "publish", _says(text), cases)
+        return SeededBug(name, kind, "publish", says(text), cases)
 
     early = "read before arrival"
     return (
@@ -523,24 +444,4 @@ def _copies() -> tuple[SeededBug, ...]:
     def cases(text: Copying) -> tuple[CopyCase, ...]:
         return tuple(CopyCase(w, c, **more, text=text) for w, c, more in sizes)
 
-    return tuple(SeededBug(name, kind, "copies", _says(text), cases(text)) for name, kind, text in x.SEEDS)
-
-
-def _sums() -> tuple[SeededBug, ...]:
-    def bug(name: str, kind: str, role: str, says: Any, epochs: int = 1, **more: Any) -> SeededBug:
-        least = more.get("streams", 1)
-        cases = tuple(SumCase(**{"epochs": n, role: says, **more}) for n in range(least, epochs + 1))
-        return SeededBug(name, kind, "sums", _says(says), cases)
-
-    early, gives_up = "read before arrival", ((0, 1),)
-    return (
-        bug("told of what is not published", early, "scatter", q.tells_of_what_is_not_published),
-        bug("published before it is computed", early, "produce", q.publishes_before_computed),
-        bug("waited for before telling", "deadlock", "scatter", q.waits_before_it_tells),
-        bug("waited for in a circle", "deadlock", "scatter", q.pulls_from_the_next, world=3),
-        bug("added before it was pulled", early, "add_up", q.sums_at_once),
-        bug("sum on another stream", early, "produce", q.produces_at_once, 2, streams=2),
-        bug("one slot for all products", early, "produce", q.produces_in_one_slot, 3, scatter=q.scatters_one_slot),
-        bug("let go and not overruled", early, "watch", q.overrules_nothing, expires=gives_up),
-        bug("overruled too late", early, "watch", q.overrules_afterwards, expires=gives_up),
-    )
+    return tuple(SeededBug(name, kind, "copies", says(text), cases(text)) for name, kind, text in x.SEEDS)

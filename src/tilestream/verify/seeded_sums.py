@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilestream.distributed import protocol as p
+from tilestream.distributed import sum_protocol as q
 from tilestream.verify.seeded_ring import rewritten
 
 Turn = p.Turn
@@ -13,7 +14,7 @@ Turn = p.Turn
 def tells_of_what_is_not_published(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
     """A peer is told of a chunk when the kernel has begun, not when the chunk is signalled."""
     return rewritten(
-        p.scatter(rank, world, batches, parts, epoch), lambda op: None if isinstance(op, p.AwaitPublished) else op
+        q.scatter(rank, world, batches, parts, epoch), lambda op: None if isinstance(op, q.AwaitPublished) else op
     )
 
 
@@ -23,10 +24,10 @@ def publishes_before_computed(rank: int, world: int, batches: int, parts: int, e
     yield p.Post(epoch)
     slot = epoch % p.SLOTS
     for step in range(batches * world * parts):
-        yield p.Compute(slot, step, epoch)
-        yield p.Publish(step, epoch)
-        yield p.Computed(slot, step, epoch)
-    yield p.Ended(epoch)
+        yield q.Compute(slot, step, epoch)
+        yield q.Publish(step, epoch)
+        yield q.Computed(slot, step, epoch)
+    yield q.Ended(epoch)
     return epoch
 
 
@@ -35,29 +36,29 @@ def waits_before_it_tells(rank: int, world: int, batches: int, parts: int, epoch
     yield p.AwaitPost(epoch)
     slot = epoch % p.SLOTS
     for step in range(batches * world * parts):
-        source = p.sender(rank, world, parts, step)
+        source = q.sender(rank, world, parts, step)
         if source != rank:
             count = step // (world * parts) * parts + step % parts + 1
-            yield p.AwaitPart(source, count, epoch)
-            yield p.PullPart(source, slot, step, epoch)
-            yield p.PulledPart(source, slot, step, epoch)
-            yield p.AwaitPublished(step, epoch)
-            yield p.TellPart(p.sent(rank, world, batches, parts, step)[0], count, epoch)
+            yield q.AwaitPart(source, count, epoch)
+            yield q.PullPart(source, slot, step, epoch)
+            yield q.PulledPart(source, slot, step, epoch)
+            yield q.AwaitPublished(step, epoch)
+            yield q.TellPart(q.sent(rank, world, batches, parts, step)[0], count, epoch)
     yield p.Done(epoch)
     return epoch
 
 
 def sums_at_once(epoch: int) -> Turn:
     """The sum does not wait for the side stream."""
-    yield p.Sum(epoch)
-    yield p.Summed(epoch)
+    yield q.Sum(epoch)
+    yield q.Summed(epoch)
     return epoch
 
 
 def produces_at_once(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
     """A call does not wait for the one before: on another stream its sum may still read what is pulled to."""
     return rewritten(
-        p.produce(rank, world, batches, parts, epoch), lambda op: None if isinstance(op, p.AwaitCall) else op
+        q.produce(rank, world, batches, parts, epoch), lambda op: None if isinstance(op, p.AwaitCall) else op
     )
 
 
@@ -67,12 +68,12 @@ def _in_one_slot(text: Turn) -> Turn:
 
 def produces_in_one_slot(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
     """One slot for all calls: it is computed into while a peer still pulls from it."""
-    return _in_one_slot(p.produce(rank, world, batches, parts, epoch))
+    return _in_one_slot(q.produce(rank, world, batches, parts, epoch))
 
 
 def scatters_one_slot(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
     """The side of `produces_in_one_slot` that pulls."""
-    return _in_one_slot(p.scatter(rank, world, batches, parts, epoch))
+    return _in_one_slot(q.scatter(rank, world, batches, parts, epoch))
 
 
 def overrules_nothing(rank: int, world: int) -> Turn:
@@ -104,8 +105,8 @@ def pulls_from_the_next(rank: int, world: int, batches: int, parts: int, epoch: 
     """A rank waits for the peer whose chunk it computes, not for who computes its own: all wait in a circle."""
 
     def change(op: Any) -> Any:
-        if isinstance(op, p.AwaitPart | p.PullPart | p.PulledPart):
+        if isinstance(op, q.AwaitPart | q.PullPart | q.PulledPart):
             return op._replace(peer=(2 * rank - op.peer) % world)
         return op
 
-    return rewritten(p.scatter(rank, world, batches, parts, epoch), change)
+    return rewritten(q.scatter(rank, world, batches, parts, epoch), change)

@@ -27,7 +27,7 @@ from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | PublishCase | CopyCase
+Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
 MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies")
 
 #: What queues split where no chunk decides it: `tilestream.verify.arrival_order` has the rest.
@@ -388,27 +388,42 @@ def gathers(level: Level) -> Iterator[GatherCase]:
     """The ranks of a gather. Quick: 2 of them; full: 3, more calls, chunks, kernels that expire and ranks lost."""
     for epochs in (1, 2, 3, 4, 5):
         yield GatherCase(epochs=epochs)
-    for epochs in (1, 2, 3):
-        yield GatherCase(chunks=2, epochs=epochs)
-    for epochs in (2, 3):
-        yield GatherCase(epochs=epochs, streams=2)
+    yield GatherCase(chunks=(2,), epochs=3)
+    yield GatherCase(chunks=(2, 1), epochs=4)
     yield GatherCase(world=3, epochs=1)
+    yield GatherCase(epochs=4, strided=True)
+    yield GatherCase(epochs=3, ways=("pull",))
+    yield GatherCase(epochs=4, chunks=(2, 1), ways=("pull", "push", "pull"))
+    yield GatherCase(epochs=3, streams=2, ways=("pull", "push"))
+    yield GatherCase(epochs=1, expires=((0, 1),), ways=("pull",))
+    yield GatherCase(epochs=1, expires=((0, 1), (1, 1)), lost=1, ways=("pull",))
+    yield GatherCase(epochs=2, expires=((0, 2),), ways=("push", "pull"))
+    yield GatherCase(epochs=3, streams=2)
+    yield GatherCase(world=3, epochs=1, strided=True)
     yield GatherCase(epochs=1, expires=((0, 1),))
     yield GatherCase(epochs=1, expires=((0, 1), (1, 1)), lost=1)
     yield GatherCase(epochs=2, expires=((0, 2),))
     if level == "full":
+        yield GatherCase(epochs=4, streams=2)
+        yield GatherCase(chunks=(2, 1, 3), epochs=6)
+        yield GatherCase(world=3, epochs=2, strided=True)
+        yield GatherCase(world=3, epochs=2, ways=("pull", "push"))
+        yield GatherCase(epochs=4, streams=2, ways=("pull", "push", "push"))
         yield GatherCase(epochs=2, expires=((0, 1),))
+        yield GatherCase(epochs=2, expires=((0, 1),), ways=("pull",))
         yield GatherCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield GatherCase(epochs=2, expires=((0, 1), (0, 2)), lost=1, ways=("pull", "push"))
         yield GatherCase(epochs=2, expires=((0, 1), (0, 2), (1, 1), (1, 2)))
-        yield GatherCase(world=3, epochs=2)
-        yield GatherCase(epochs=2, chunks=2, expires=((0, 2),))
+        yield GatherCase(epochs=2, chunks=(2,), expires=((0, 2),))
         for epoch in (1, 2, 3):
             yield GatherCase(epochs=3, expires=((0, epoch),))
+            yield GatherCase(epochs=3, expires=((0, epoch),), ways=("pull", "push"))
+            yield GatherCase(epochs=3, expires=((0, epoch),), ways=("push", "pull", "pull"))
         yield GatherCase(epochs=3, expires=((0, 2), (1, 2)))
+        yield GatherCase(epochs=4, strided=True, expires=((0, 1), (0, 2)))
         yield GatherCase(epochs=4, expires=((0, 2),))
-        yield GatherCase(epochs=4, expires=((0, 3),))
+        yield GatherCase(epochs=5, strided=True, expires=((0, 2),))
         yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
-        yield GatherCase(epochs=4, streams=2)
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
 
 
