@@ -36,7 +36,7 @@ BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
 
 
 #: Of some hundred thousand states.
-LONG = ("not asked for expiry", "host waits for the side stream", "too far ahead")
+LONG = ("not asked for expiry", "host waits for the side stream", "too far ahead", "two calls ahead, and one gives up")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in BUGS])
