@@ -112,6 +112,11 @@ BUGS = {
     "no wait for a full stage": Bug(
         "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (WRITES,)
     ),
+    "an item is read without a wait": Bug(
+        "gemm",
+        (("        mbarrier.wait(item_full.index(slot), slot_phase)\n        steps", "        steps"),),
+        (WRITES, PENDING),
+    ),
     "no wait for the store before": Bug(
         "epilogue", (("        tma.store_wait(PENDING)\n", ""),), (PENDING,)
     ),

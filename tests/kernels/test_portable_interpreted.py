@@ -30,7 +30,7 @@ HERE = Path(__file__).parent / "portable"
         ("test_portable_arrival.py", 35),
         ("test_portable_fp8.py", 60),
         ("test_portable_trace.py", 12),
-        ("test_portable_copy_items.py", 25),
+        ("test_portable_copy_items.py", 27),
         ("test_portable_attention.py", 45),
     ],
 )

@@ -19,7 +19,8 @@ from tilestream.plan.plan import Plan
 from tilestream.plan.problem import Incoming as Chunked
 from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import channel
-from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+from tilestream.runtime.errors import ArrivalTimeout, TilestreamError
 
 CPU = torch.device("cpu")
 CHUNKS = {
@@ -178,10 +179,13 @@ def test_copies_are_made_to_their_end_where_the_other_operand_never_comes():
     assert (caught.value.chunk, caught.value.argument) == (1, "weight_arrival")
 
 
-def test_words_that_are_reset_are_zeroed_and_the_next_launch_copies_anew():
-    """As a graph replays it: an epoch of 0, and words that the last worker out leaves at 0."""
-    words, b = offered(rand(70, 24), CHUNKS["ragged"], epoch=0), rand(24, 17)
-    plan = plan_for(70, 17, 24, rows=words)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_launch_copies_anew_at_each_replay_and_leaves_all_words_at_zero(kind, monkeypatch):
+    words, b = offered(rand(70, 24), CHUNKS["ragged"], 1, epoch=0), rand(24, 17)
+    plan = plan_for(70, 17, 24, kind, rows=words)
+    own, space = captured_words(CPU, plan.schedule, plan.block), DeviceWorkspace(CPU)
+    monkeypatch.setattr(space, "open", lambda *_: own)
+    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
     for seed in range(3):
         words.source.copy_(rand(70, 24, seed=seed))
         words.target.fill_(float("nan"))
@@ -189,3 +193,16 @@ def test_words_that_are_reset_are_zeroed_and_the_next_launch_copies_anew():
         run(plan, words.target, b, out, incoming=incoming(words))
         check_copied(words, 0)
         check(out, Maths(words.source, b))
+        assert not own.counters.any()
+    words.quarantine.fill_(1)  # as an expiry leaves it
+    run(plan, words.target, b, out, incoming=incoming(words))
+    assert out.isnan().all()
+    assert torch.equal(words.target, words.source)
+    assert not words.counts.any()
+    with pytest.raises(TilestreamError, match=r"call arrival\.reset"):
+        channel(CPU).check()
+    words.quarantine.zero_()
+    words.words.zero_()
+    run(plan, words.target, b, out, incoming=incoming(words))
+    check_copied(words, 0)
+    check(out, Maths(words.source, b))
