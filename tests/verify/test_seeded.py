@@ -17,6 +17,7 @@ from tilestream.verify import (
     seeded_copies,
     seeded_drain,
     seeded_gather,
+    seeded_one_shot,
     seeded_order,
     seeded_publish,
     seeded_ring,
@@ -35,7 +36,7 @@ BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
 
 
 #: Of some hundred thousand states.
-LONG = ("not asked for expiry", "host waits for the side stream", "too far ahead")
+LONG = ("not asked for expiry", "host waits for the side stream", "too far ahead", "two calls ahead, and one gives up")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in BUGS])
@@ -148,13 +149,15 @@ def test_handed_on_before_its_gate_needs_the_expiry():
 GATHER = ("begin", "publish", "side", "finish", "watch", "slots", "sets")
 #: Those of a sum.
 SUMS = ("begin", "produce", "scatter", "add_up", "watch")
+#: Those of an all-reduce.
+REDUCE = ("reduce", "watch")
 
 
 def written():
     """The names of what the files of seeded bugs define."""
     modules = (
         seeded_workers, seeded_order, seeded_drain, seeded_settle, seeded_ring, seeded_buffers, seeded_attention,
-        seeded_copies, seeded_gather, seeded_publish, seeded_sums,
+        seeded_copies, seeded_gather, seeded_publish, seeded_sums, seeded_one_shot,
     )  # fmt: skip
     for module in modules:
         for name, value in vars(module).items():
@@ -181,6 +184,7 @@ def test_every_bug_written_is_registered(name):
                 "text",
                 *GATHER,
                 *SUMS,
+                *REDUCE,
             ):
                 value = getattr(holder, field, None)
                 used |= {getattr(value, "__name__", ""), type(value).__name__}

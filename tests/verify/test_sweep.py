@@ -9,6 +9,7 @@ from tilestream.verify import sweep
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.copies import CopyCase
 from tilestream.verify.gather import GatherCase
+from tilestream.verify.one_shot import OneShotCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.publish import PublishCase
 from tilestream.verify.ring import RingCase
@@ -113,6 +114,7 @@ def test_sizes_grow():
         ("gather", GatherCase),
         ("publish", PublishCase),
         ("sums", SumCase),
+        ("reduce", OneShotCase),
         ("copies", CopyCase),
     ):
         cases = verify.configurations(model, "quick")
@@ -129,7 +131,8 @@ def test_sizes_grow():
         (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
         (
             lambda: verify.run("quick", models=["rings"]),
-            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies",
+            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies, "
+            "reduce",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

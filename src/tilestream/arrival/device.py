@@ -297,8 +297,8 @@ class DeviceSignals(Signals):
 
     @property
     def by_matmul(self) -> bool:
-        """Whether it is a matmul that signals."""
-        return self._published is not None
+        """Whether it is an eager matmul that signals: what it writes may be of its stream's memory."""
+        return self._published is not None and not self._published.graph
 
     def published(self, first: int | None) -> None:
         """The launch was issued, or the last of several, and nothing after it on this stream.

@@ -27,7 +27,8 @@ def verify(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this model: workers, ring, product, shared, attention, gather, publish or sums; may be repeated."
+            help="Only this model: workers, ring, product, shared, attention, gather, publish, sums, copies or reduce; "
+            "may be repeated."
         ),
     ] = None,
 ) -> None:

@@ -181,10 +181,15 @@ def name_of(op: str, group: Group) -> str:
 
     Of a mesh of two dimensions both: of the group between nodes, and of that inside the node.
     """
-    return _BETWEEN.join(
-        member_of(op, x).name if not torch.compiler.is_compiling() else str((x or dist.group.WORLD).group_name)  # type: ignore[union-attr]
-        for x in groups_of(op, group)
-    )
+    return _BETWEEN.join(_name(op, x) for x in groups_of(op, group))
+
+
+def _name(op: str, group: dist.ProcessGroup | None) -> str:
+    if not torch.compiler.is_compiling():
+        return member_of(op, group).name
+    found = dist.group.WORLD if group is None else group
+    assert found is not None, "torch.distributed is not initialised"
+    return str(found.group_name)
 
 
 def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:

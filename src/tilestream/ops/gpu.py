@@ -76,7 +76,7 @@ def run(
     if rows is not None or columns is not None:
         incoming = _incoming(a.device, rows, columns, deadline, op)
         for operand, signals in ((a, incoming.rows), (b, incoming.columns)):
-            if signals is not None and cast("DeviceSignals", signals).by_matmul:  # on whose stream it was allocated
+            if signals is not None and cast("DeviceSignals", signals).by_matmul:  # on whose stream it may be from
                 operand.record_stream(torch.cuda.current_stream(a.device))
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():

@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and a gather's ranks. Pure Python, no GPU.
 
-Eight models, each explored through every interleaving:
+Nine models, each explored through every interleaving:
 
 1. `workers`: several workers on queues, gates, an expiry and the drain after it. It runs `tilestream.kernels.loop`
    itself, the text that the backends run: `work`, whose workers leave when the launch is over, and `work_through`,
@@ -27,6 +27,8 @@ Eight models, each explored through every interleaving:
 8. `copies`: workers that copy what arrives themselves, before their first tile (`tilestream.arrival.copy_items`), some
    of which start late, or never. What comes of it for the tiles is chunks that arrive, as in model 1; what model 1 asks
    of the world besides, that nobody's signal comes after the last worker has left, holds since copiers are workers.
+9. `one_shot`: ranks whose kernels add what is in all ranks' slots (`tilestream.distributed.one_shot_protocol`), as
+   model 7 in what happens when one gives up.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
 two at Compute: the load loop does what comes before (Poll, take, gate), then puts the item on the item ring and loads

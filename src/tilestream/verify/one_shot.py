@@ -1,4 +1,4 @@
-"""Ranks that reduce a few rows in one shot, each reading all others' slots: their hosts, streams and watchdogs.
+"""Model 9: ranks that reduce a few rows in one shot, each reading all others' slots: hosts, streams and watchdogs.
 
 Explored are `tilestream.distributed.one_shot_protocol.reduce` and the watchdog that it shares with sums
 (`tilestream.distributed.protocol.watch`), over several calls, with ranks that lose patience or are lost. A host issues
@@ -10,7 +10,7 @@ writes there until he has done so; nobody waits for ever; and where one has give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,7 +36,7 @@ class Issued(NamedTuple):
 
 @dataclass(frozen=True)
 class OneShotCase:
-    """One configuration of this model.
+    """One configuration of model 9.
 
     Attributes
     ----------
@@ -71,6 +71,23 @@ class OneShotCase:
         words += [f"rank {self.lost} may be lost"] if self.lost is not None else []
         words += [own.__name__ for own, real in ((self.reduce, text.reduce), (self.watch, p.watch)) if own is not real]
         return ", ".join(words)
+
+
+def configurations(full: bool) -> Iterator[OneShotCase]:
+    """2 ranks, and 3 once. Full: more calls, patience that ends anywhere, and ranks lost."""
+    for epochs in (1, 2, 3):
+        yield OneShotCase(epochs=epochs)
+    yield OneShotCase(world=3, epochs=1)
+    yield OneShotCase(epochs=1, expires=((0, 1),), lost=1)
+    yield OneShotCase(epochs=2, expires=((0, 2),))
+    if full:
+        yield OneShotCase(epochs=5)
+        yield OneShotCase(world=3, epochs=2)
+        yield OneShotCase(epochs=2, expires=((0, 1), (1, 2)))
+        yield OneShotCase(epochs=3, expires=((0, 2),))
+        yield OneShotCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield OneShotCase(epochs=4, expires=((0, 2), (1, 2)))
+        yield OneShotCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
 
 
 def host(case: OneShotCase, epoch: int) -> text.Turn:

@@ -101,7 +101,7 @@ def run(
         Called after each configuration with its result, how many are done, and how many there are.
     models
         Some of ``"workers"``, ``"ring"``, ``"product"``, ``"shared"``, ``"attention"``, ``"gather"``, ``"publish"``,
-        ``"sums"``, ``"copies"``.
+        ``"sums"``, ``"copies"``, ``"reduce"``.
     jobs
         Processes to use. With more than one, the caller's main module must be importable (multiprocessing's spawn).
 

@@ -1,4 +1,4 @@
-"""Seeded bugs of all-reduces: ways to reduce in one shot with one thing wrong each."""
+"""Seeded bugs of model 9: ways to reduce in one shot with one thing wrong each."""
 
 from __future__ import annotations
 

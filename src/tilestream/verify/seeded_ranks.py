@@ -1,19 +1,21 @@
-"""The seeded bugs of ranks: gathers, pushed and pulled, and sums."""
+"""The seeded bugs of ranks: gathers, pushed and pulled, sums, and all-reduces."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tilestream.verify import seeded_gather as g
+from tilestream.verify import seeded_one_shot as o
 from tilestream.verify import seeded_sums as q
 from tilestream.verify.gather import GatherCase
+from tilestream.verify.one_shot import OneShotCase
 from tilestream.verify.seeded_bug import SeededBug, says
 from tilestream.verify.sums import SumCase
 
 
 def bugs() -> tuple[SeededBug, ...]:
     """All of them."""
-    return (*_gathers(), *_pulls(), *_sums())
+    return (*_gathers(), *_pulls(), *_sums(), *_reduces())
 
 
 def _gathers() -> tuple[SeededBug, ...]:
@@ -100,4 +102,32 @@ def _sums() -> tuple[SeededBug, ...]:
         bug("one slot for all products", early, "produce", q.produces_in_one_slot, 3, scatter=q.scatters_one_slot),
         bug("let go and not overruled", early, "watch", q.overrules_nothing, expires=gives_up),
         bug("overruled too late", early, "watch", q.overrules_afterwards, expires=gives_up),
+    )
+
+
+def _reduces() -> tuple[SeededBug, ...]:
+    def bug(name: str, kind: str, wrong: Any, role: str = "", epochs: int = 1, **more: Any) -> SeededBug:
+        text = {role: wrong} if role else {}
+        what = says(wrong) if role else wrong
+        least = epochs if "expires" in more else 1  # what has many states is not tried where it is too small to show
+        cases = tuple(OneShotCase(**{"epochs": n, **text, **more}) for n in range(least, epochs + 1))
+        return SeededBug(name, kind, "reduce", what, cases)
+
+    early, over, gives_up = "read before arrival", "overwritten while read", ((0, 1),)
+    one, two, ahead = (
+        "One slot: the next product is written where the last is read.",
+        "Two slots: who lets go of a stream writes over what a late peer reads.",
+        "The host runs two calls ahead: the third slot is used up before it knows.",
+    )
+    return (
+        bug("told before it is multiplied", early, o.tells_before_multiplied, "reduce"),
+        bug("one peer heard for all", early, o.hears_the_next_rank_alone, "reduce", world=3),
+        bug("one peer told", "deadlock", o.tells_the_next_rank_alone, "reduce", world=3),
+        bug("told when added", "deadlock", o.tells_when_added, "reduce"),
+        bug("let go and not made NaN", early, o.overrules_nothing, "watch", expires=gives_up),
+        bug("made NaN too late", early, o.overrules_afterwards, "watch", expires=gives_up),
+        bug("given up, and not said", "not told", o.tells_nobody, "watch", expires=gives_up),
+        bug("one slot for all calls", over, one, epochs=2, slots=1),
+        bug("two slots, and one gives up", over, two, epochs=3, slots=2, expires=((0, 2),)),
+        bug("two calls ahead, and one gives up", over, ahead, epochs=4, ahead=2, expires=((0, 2),)),
     )

@@ -12,11 +12,12 @@ from tilestream.arrival.gate import Gate
 from tilestream.schedule import Grid, Raster, Schedule
 from tilestream.schedule.order import Order
 from tilestream.schedule.schedule import Kind, Split
-from tilestream.verify import arrival_order, copies
+from tilestream.verify import arrival_order, copies, one_shot
 from tilestream.verify.attention import AttentionCase
 from tilestream.verify.attention_protocol import AttentionRing
 from tilestream.verify.copies import CopyCase
 from tilestream.verify.gather import GatherCase
+from tilestream.verify.one_shot import OneShotCase
 from tilestream.verify.product import ProductCase
 from tilestream.verify.protocol import Consumers, Ring
 from tilestream.verify.publish import PublishCase
@@ -27,8 +28,11 @@ from tilestream.verify.sums import SumCase
 from tilestream.verify.workers import Drain, Program, WorkersCase
 
 Level = Literal["quick", "full"]
-Case = WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
-MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies")
+Case = (
+    WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
+    | OneShotCase
+)  # fmt: skip
+MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce")
 
 #: What queues split where no chunk decides it: `tilestream.verify.arrival_order` has the rest.
 SPLITS: tuple[Split, ...] = ("items", "columns", "rows")
@@ -121,6 +125,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(sums(level))
     if model == "copies":
         return list(copies.configurations(level == "full"))
+    if model == "reduce":
+        return list(one_shot.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 
@@ -424,6 +430,8 @@ def gathers(level: Level) -> Iterator[GatherCase]:
         yield GatherCase(epochs=4, expires=((0, 2),))
         yield GatherCase(epochs=5, strided=True, expires=((0, 2),))
         yield GatherCase(epochs=3, expires=((0, 2),), streams=2)
+        yield GatherCase(epochs=3, expires=((0, 2),), streams=2, ways=("pull", "push"))
+        yield GatherCase(epochs=4, strided=True, expires=((0, 1), (0, 2)), ways=("pull", "push"))
         yield GatherCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
 
 
