@@ -2,7 +2,8 @@
 
 What is issued to a stream waits there until the test says `Stream.run`; so any order can be driven that a GPU could
 take: a stream that is stuck behind a copy, the new epoch's signals before the old one's. Only what this package gives
-to the driver itself is such work: stream writes, copies and waits. What torch does happens at once.
+to the driver itself is such work: stream writes, copies and waits; and the zeroing of signals. What torch does else
+happens at once.
 
 Under capture work goes into a graph, and from there to a stream at each `Graph.replay`.
 """
@@ -20,6 +21,7 @@ import torch
 
 import tilestream.arrival.device
 import tilestream.arrival.landing
+import tilestream.arrival.publishing
 import tilestream.runtime.streams
 from tilestream.arrival.device import DeviceSignals
 
@@ -129,8 +131,9 @@ class FakeCuda:
         self._patch(patch)
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
-        device, landing, streams = (
-            tilestream.arrival.device, tilestream.arrival.landing, tilestream.runtime.streams,
+        device, landing, publishing, streams = (
+            tilestream.arrival.device, tilestream.arrival.landing, tilestream.arrival.publishing,
+            tilestream.runtime.streams,
         )  # fmt: skip
         patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"cuda": self}))
         patch.setattr(torch.cuda, "ExternalStream", lambda handle, device: self.streams[handle])
@@ -141,8 +144,10 @@ class FakeCuda:
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._record(x, stream))
         patch.setattr(torch.Tensor, "is_pinned", lambda x: _storage(x) in map(_storage, self._pinned))
         patch.setattr(device, "stream_write", self._write)
-        patch.setattr(device, "stream_wait", self._wait)
-        patch.setattr(device, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
+        patch.setattr(device, "zero", lambda words: self.current.give(words.zero_))
+        patch.setattr(publishing, "stream_wait", self._wait)
+        for module in (device, publishing):
+            patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
         patch.setattr(device, "_captured_stores", [])
         patch.setattr(DeviceSignals, "_failed", {})
         patch.setattr(landing, "copy_in", self._copy)

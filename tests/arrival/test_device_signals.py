@@ -572,6 +572,7 @@ class TestCapture:
         cuda.run()
         captured.quarantine[0] = 1
         signals.reset()
+        cuda.run()
         assert there(captured) == []
         assert captured.quarantine.tolist() == [0]
         assert there(eager) == [1]
@@ -583,6 +584,7 @@ class TestCapture:
             launch = signals.use()
         words[1] = launch.quarantine[0] = 1
         signals.reset()
+        cuda.run()
         assert not words.any()
         assert not launch.quarantine.any()
 
@@ -653,6 +655,7 @@ class TestOwnWords:
         signals = make(words=words)
         words.fill_(1)
         signals.advance()
+        cuda.run()
         assert not words.any()
 
     def test_ours_are_not_self_reset(self, cuda):

@@ -45,9 +45,16 @@ def read(cuda, stream, signals, done) -> None:
         stream.give(lambda: done.append("reader"))
 
 
-@pytest.mark.parametrize("words", [None, torch.zeros(3, dtype=torch.int32)], ids=["ours", "the caller's"])
-def test_a_reader_begins_behind_the_first_chunk(cuda, words):
-    signals, producer, consumer = make(words=words), cuda.stream(), cuda.stream()
+def own() -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.int32)
+
+
+def refused(error, message):
+    return pytest.raises(error, match=f"^{re.escape(message)}")
+
+
+def test_a_reader_begins_behind_the_first_chunk(cuda):
+    signals, producer, consumer = make(), cuda.stream(), cuda.stream()
     done = issue(cuda, producer, signals, (1, 2, 0))
     read(cuda, consumer, signals, done)
     consumer.run()
@@ -79,12 +86,62 @@ def test_on_the_matmuls_own_stream_nothing_is_waited_for(cuda):
     assert stream.issued == before + 1
 
 
-def test_a_reader_that_was_issued_first_is_refused(cuda):
-    signals = make()
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_reader_that_was_issued_first_is_refused(cuda, theirs):
+    signals = make(words=own() if theirs else None)
     with cuda.on(cuda.stream()):
         signals.use()
-    with cuda.on(cuda.stream()), pytest.raises(RuntimeError, match=r"^publish: a launch that waits for epoch 1 was"):
+    with cuda.on(cuda.stream()) as _, refused(RuntimeError, "publish: a launch that waits for epoch 1 was issued befo"):
         signals.publish()
+    signals.advance()  # its chunks are another's matter
+    issue(cuda, cuda.stream(), signals)
+    with cuda.on(cuda.stream()) as _:
+        signals.use()
+    cuda.run()
+    assert all(signals.state())
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_in_a_graph_as_well(cuda, theirs):
+    signals = make(words=own() if theirs else None)
+    with cuda.capture():
+        signals.use()
+        with refused(RuntimeError, "publish: a launch of this graph that waits for these chunks was captured before"):
+            signals.publish()
+    with cuda.capture():
+        issue(cuda, cuda.current, signals)
+        with refused(ValueError, "publish: a matmul of this graph signals these chunks already; give the second one"):
+            signals.publish()
+    with cuda.capture():  # another graph
+        issue(cuda, cuda.current, signals)
+        signals.use()
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_while_another_thread_issues_the_matmul_nobody_reads(cuda, theirs):
+    signals = make(words=own() if theirs else None)
+    with cuda.on(cuda.stream()) as _:
+        signals.publish()
+    with cuda.on(cuda.stream()) as _:
+        with refused(RuntimeError, "arrival: another thread is issuing the matmul that signals these chunks"):
+            signals.use()
+        with refused(RuntimeError, "publish: another thread is issuing a matmul that signals these chunks"):
+            signals.publish()
+    signals.fail(MemoryError("no room"))
+    with cuda.on(cuda.stream()) as _:
+        signals.use()
+
+
+def test_a_capture_takes_no_order_from_eager_launches(cuda):
+    signals, producer, consumer = make(), cuda.stream(), cuda.stream()
+    done = issue(cuda, producer, signals)
+    with cuda.capture():
+        issue(cuda, cuda.stream(), signals)
+    read(cuda, consumer, signals, done)
+    consumer.run()
+    assert done == [], "it is the eager matmul's reader still"
+    cuda.run()
+    assert done[-1] == "reader"
 
 
 def test_an_epoch_is_published_once(cuda):
@@ -116,22 +173,6 @@ def test_the_next_epoch_comes_behind_the_readers_of_the_last(cuda):
         assert more == ["chunk 0", "chunk 1", "chunk 2"]
 
 
-def test_a_second_reader_of_the_callers_words_waits_for_no_word(cuda):
-    """The first one zeroes them: a stream that waited for one would wait for ever."""
-    words = torch.zeros(3, dtype=torch.int32)
-    signals, producer = make(words=words), cuda.stream()
-    done = issue(cuda, producer, signals)
-    first, second = cuda.stream(), cuda.stream()
-    read(cuda, first, signals, done)
-    first.give(words.zero_)
-    read(cuda, second, signals, done)
-    producer.run()
-    first.run()
-    cuda.run()
-    assert second.query()
-    assert done.count("reader") == 2
-
-
 def test_under_capture_a_reader_comes_behind_the_matmul_and_each_replay_has_its_signals(cuda):
     signals, producer, consumer = make(), cuda.stream(), cuda.stream()
     with cuda.capture() as graph:
@@ -150,6 +191,22 @@ def test_under_capture_a_reader_comes_behind_the_matmul_and_each_replay_has_its_
     producer.run()
     assert words.words.tolist() == [0, 0, 0]
     assert all(signals.state())
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_each_replay_begins_with_zeros(cuda, theirs):
+    """Also where nobody in the graph reads: what the replay before has left is no news."""
+    words = own() if theirs else None
+    signals = make(words=words)
+    with cuda.capture() as graph:
+        issue(cuda, cuda.current, signals)
+    words = signals._captured if words is None else words
+    for _ in range(2):
+        graph.replay(cuda.streams[0])
+        cuda.streams[0].run(1)
+        assert words.tolist() == [0, 0, 0]
+        cuda.run()
+        assert words.tolist() == [1, 1, 1]
 
 
 def test_a_matmul_that_fails_half_way_is_told_to_its_readers(cuda):

@@ -105,8 +105,9 @@ def test_behind_the_first_chunk_of_a_dynamic_launch_nobody_waits_for_ever(sms, r
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3])
-def test_behind_the_last_of_several_launches_nobody_waits_for_ever(sms):
-    assert stuck(Machine(sms=sms, launches=3, waits="end")) is None
+@pytest.mark.parametrize("launches", [1, 3], ids=["words of the caller's", "several launches"])
+def test_behind_the_last_launch_nobody_waits_for_ever(sms, launches):
+    assert stuck(Machine(sms=sms, launches=launches, waits="end")) is None
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,7 @@ signal goes to a second set of words, as the value 1, and the captured launch th
 such words may hold anything: it sets the quarantine word, and they are not to be had again before `reset`
 (invariant 6).
 
-Where a matmul on the same GPU signals the chunks (``publish=``), whoever reads them must not take the SMs that it still
-needs (invariant 10). So it is issued first, and a reader's stream goes on when it has begun: when its first chunk is
-signalled, before which there would be nothing to do. Its schedule is dynamic, so that one worker of it is enough to
-come to its end. Where one launch is not all of it, the reader's stream waits for the last one's end.
+Where a matmul signals the chunks (``publish=``), see `tilestream.arrival.publishing`.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ import torch
 
 from tilestream.arrival.copy_items import CopyArguments
 from tilestream.arrival.kernel_copies import KernelCopies
-from tilestream.arrival.signals import Signals
+from tilestream.arrival.publishing import Publishing
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import capture_id, stream_wait, stream_write
+from tilestream.runtime.driver import capture_id, stream_write
 from tilestream.runtime.streams import aside
 
 #: Words that captured launches and signals know by address: a graph may live for ever.
@@ -55,43 +52,6 @@ class GateWords(NamedTuple):
     key: int
 
 
-class PublishWords(NamedTuple):
-    """What a launch is told that signals the chunks of its output.
-
-    Attributes
-    ----------
-    signals, counts
-        ``int32[chunks]`` each.
-    epoch
-        What a signal is written as.
-    """
-
-    signals: torch.Tensor
-    counts: torch.Tensor
-    epoch: int
-
-
-class _Published(NamedTuple):
-    """A matmul that signals the chunks of an epoch, as those who read them must know it.
-
-    Attributes
-    ----------
-    epoch, stream, end
-        Which, on which stream, and behind its last launch.
-    first
-        The address of the signal that says that it has begun, and what it is then at least; None where only the end
-        says so.
-    graph
-        The capture that it is in; 0 outside.
-    """
-
-    epoch: int
-    stream: int
-    end: torch.cuda.Event
-    first: tuple[int, int] | None
-    graph: int
-
-
 class _Last(NamedTuple):
     """Where a chunk was last signalled, and the moment after it."""
 
@@ -99,7 +59,13 @@ class _Last(NamedTuple):
     event: torch.cuda.Event
 
 
-class DeviceSignals(Signals):
+def zero(words: torch.Tensor) -> None:
+    """Zero them, on the current stream."""
+    with torch.inference_mode():  # words made in that mode are changed in no other
+        words.zero_()
+
+
+class DeviceSignals(Publishing):
     """The signal words of one input on a GPU.
 
     Parameters
@@ -138,11 +104,8 @@ class DeviceSignals(Signals):
         self._issued = [0] * count
         self._last: list[_Last | None] = [None] * count
         self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
-        self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's launches
+        self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's eager launches
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
-        self._counts: torch.Tensor | None = None
-        self._published: _Published | None = None
-        self._readers: dict[int, torch.cuda.Stream] = {}  # of a caller's own words, since they were published
         self._captures: set[int] = set()
         self._streamed = False
         self._copies: KernelCopies | None = None
@@ -173,11 +136,12 @@ class DeviceSignals(Signals):
         Raises
         ------
         RuntimeError
-            If it is captured, and nobody would signal, or another launch of that graph zeroes the signals.
+            If it is captured, and nobody would signal, or another launch of that graph zeroes the signals; or if
+            another thread is about to issue the matmul that signals.
         """
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
-        self._come_behind(stream)
+        self._come_behind_matmul(stream)
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)
@@ -190,7 +154,6 @@ class DeviceSignals(Signals):
             copied = None if self._copies is None else self._copies.signals_in(capture_id(stream.cuda_stream))
             return GateWords(self._captured if copied is None else copied, self._quarantine, 0, self.key)
         self._waiting[stream.cuda_stream] = self.epoch
-        self._users[stream.cuda_stream] = stream
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
     @contextlib.contextmanager
@@ -208,8 +171,7 @@ class DeviceSignals(Signals):
                 raise
         if taking.end is not None:
             with self._bell:
-                self._issued = [self._epoch] * self._count
-                self._last = [_Last(torch.cuda.current_stream(self._device).cuda_stream, taking.end)] * self._count
+                self._signalled(torch.cuda.current_stream(self._device), taking.end)
 
     def take_copies(self, copiers: int) -> CopyArguments:
         """What a launch on the current stream copies, before `use`: see `KernelCopies.take`."""
@@ -233,9 +195,11 @@ class DeviceSignals(Signals):
                 "them; give the second launch an Arrival of its own, and signal both, or make the two matmuls one"
             )
         self._captures.add(graph)
-        _captured_stores.append(self._store)
-        if self._theirs is not None:
-            _captured_stores.append(self._theirs)
+        self._keep(self._store, *(() if self._theirs is None else (self._theirs,)))
+
+    def _keep(self, *tensors: torch.Tensor) -> None:
+        """A graph that is being captured knows these by address."""
+        _captured_stores.extend(tensors)
 
     def _settle(self, stream: torch.cuda.Stream) -> None:
         """Before ``stream`` first touches our words: they are zeroed by then, and its use of them is known to torch."""
@@ -248,99 +212,6 @@ class DeviceSignals(Signals):
                 return  # torch synchronises before it captures: they are zeroed
             stream.wait_event(self._zeroed)
             self._streams.add(stream.cuda_stream)
-
-    # A matmul that publishes ---------------------------------------------------------------------------------------
-
-    def publish(self) -> PublishWords:
-        """What a launch on the current stream is told that signals this epoch; `published` says that it was issued.
-
-        It comes behind the launches that wait for earlier epochs: it may write what they read.
-
-        Raises
-        ------
-        ValueError
-            If a chunk of this epoch is signalled already.
-        RuntimeError
-            If a launch waits for it already: it may hold the SMs that the matmul would need.
-        """
-        with self._bell:
-            stream, captured = torch.cuda.current_stream(self._device), torch.cuda.is_current_stream_capturing()
-            self._settle(stream)
-            if self._theirs is None and not captured:
-                if self._users:
-                    raise RuntimeError(
-                        f"publish: a launch that waits for epoch {self._epoch} was issued before the matmul that "
-                        "signals it, and may hold the SMs that this one needs; issue them in the other order"
-                    )
-                self._check_unpublished([chunk for chunk, epoch in enumerate(self._issued) if epoch >= self._epoch])
-            if captured:
-                # One set of counts a captured launch: a replay may run beside an eager one.
-                counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
-                words = self._captured if self._theirs is None else self._theirs
-                _captured_stores.extend((counts, self._store, words))
-                return PublishWords(words, counts, 1)
-            if self._counts is None:
-                with torch.inference_mode(False):
-                    self._counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
-            self._counts.record_stream(stream)
-            before = [self._published.end] if self._published is not None and not self._published.graph else []
-            before += {last.event for last in self._last if last is not None and last.stream != stream.cuda_stream}
-            for event in (*before, *self._over.values()):
-                stream.wait_event(event)
-            if self._theirs is None:
-                return PublishWords(self._eager, self._counts, self._epoch)
-            for reader in self._readers.values():  # it zeroes them at its end
-                stream.wait_stream(reader)
-            self._readers.clear()
-            self._theirs.record_stream(stream)
-            return PublishWords(self._theirs, self._counts, 1)
-
-    @property
-    def by_matmul(self) -> bool:
-        """Whether it is an eager matmul that signals: what it writes may be of its stream's memory."""
-        return self._published is not None and not self._published.graph
-
-    def published(self, first: int | None) -> None:
-        """The launch was issued, or the last of several, and nothing after it on this stream.
-
-        Parameters
-        ----------
-        first
-            The chunk that it begins with, where one launch with a dynamic schedule does it all; else None.
-        """
-        with self._bell:
-            stream, graph = torch.cuda.current_stream(self._device), 0
-            captured = torch.cuda.is_current_stream_capturing()
-            end = torch.cuda.Event()
-            end.record(stream)
-            begun = None
-            if captured:
-                graph = capture_id(stream.cuda_stream)
-            elif self._theirs is None:
-                self._issued = [self._epoch] * self._count
-                self._last = [_Last(stream.cuda_stream, end)] * self._count
-                begun = None if first is None else (self._eager.data_ptr() + 4 * first, self._epoch)
-            elif first is not None:
-                begun = self._theirs.data_ptr() + 4 * first, 1
-            self._published = _Published(self._epoch, stream.cuda_stream, end, begun, graph)
-
-    def _come_behind(self, stream: torch.cuda.Stream) -> None:
-        """Before a launch on ``stream`` that reads what a matmul of this GPU publishes: it has begun by then."""
-        found = self._published
-        if found is None or (self._theirs is None and found.epoch != self._epoch):
-            return
-        captured = torch.cuda.is_current_stream_capturing()
-        if bool(found.graph) != captured or (captured and found.graph != capture_id(stream.cuda_stream)):
-            return  # the other one's words are others, or another replay's
-        zeroed = bool(self._readers)  # by the reader before, perhaps: not a word to wait for without a bound
-        if self._theirs is not None and not captured:
-            self._readers[stream.cuda_stream] = stream
-        if found.stream == stream.cuda_stream:
-            return
-        if found.first is None or zeroed:
-            stream.wait_event(found.end)
-        else:
-            stream_wait(stream.cuda_stream, *found.first)
 
     # Producers -----------------------------------------------------------------------------------------------------
 
@@ -385,10 +256,20 @@ class DeviceSignals(Signals):
                     "signal: under capture, HIP writes a stream's value at once and not in the graph; replay the "
                     "matmul alone, and signal words of your own (signals=) from a kernel"
                 )
-            _captured_stores.append(words)
-        else:
-            words.record_stream(stream)
-        stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, 1)
+            self._keep(words)
+            stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, 1)
+            return
+        words.record_stream(stream)
+        with self._bell:
+            stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, 1)
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._last[chunk] = _Last(stream.cuda_stream, event)
+
+    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event) -> None:
+        """A launch on ``stream`` that signals all chunks of this epoch was issued; ``end`` is behind it."""
+        self._issued = [self._epoch] * self._count
+        self._last = [_Last(stream.cuda_stream, end)] * self._count
 
     def _follow(self, chunk: int, stream: torch.cuda.Stream) -> None:
         """Come after an earlier epoch's signal of this chunk, which would take the word back if it came later."""
@@ -433,6 +314,7 @@ class DeviceSignals(Signals):
         """
         with self._bell:
             now = self._epoch
+            self._stopped()
             super().fail(error, epoch)
             if self._theirs is not None or epoch not in (None, now):
                 return
@@ -471,30 +353,61 @@ class DeviceSignals(Signals):
         self._failed.pop(self.key, None)
 
     def advance(self) -> int:
-        """Begin a new epoch. A caller's own words are zeroed, on the current stream."""
+        """Begin a new epoch. A caller's own words are zeroed, on the current stream: see `_wipe`."""
         with self._bell:
+            self._retire()
+            if self._theirs is not None:
+                self._wipe(self._theirs)
             self._epoch += 1
-            users, self._users = self._users, {}
-            for handle, stream in users.items():
-                with torch.cuda.stream(stream):
-                    if not torch.cuda.is_current_stream_capturing():  # an event of a graph is none to wait for
-                        self._over[handle] = torch.cuda.Event()
-                        self._over[handle].record()
-        if self._theirs is not None:
-            self._zero(self._theirs)
-        return self._epoch
+            return self._epoch
+
+    def _retire(self) -> None:
+        """What was launched so far is of an epoch that is over: whoever overwrites what it reads comes behind it."""
+        users, self._users = self._users, {}
+        for handle, stream in users.items():
+            with torch.cuda.stream(stream):
+                if not torch.cuda.is_current_stream_capturing():  # an event of a graph is none to wait for
+                    self._over[handle] = torch.cuda.Event()
+                    self._over[handle].record()
 
     def reset(self) -> None:
         """End the quarantine: zero what captured launches look at, on the current stream."""
-        self._zero(self._quarantine, self._captured if self._theirs is None else self._theirs)
+        with self._bell, torch.cuda.device(self._device):
+            self._settle(torch.cuda.current_stream())
+            zero(self._quarantine)
+            if self._theirs is None:
+                zero(self._captured)
+            else:
+                self._retire()
+                self._wipe(self._theirs)
         if self._copies is not None:
             self._copies.reset()
 
-    def _zero(self, *words: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.inference_mode():
-            self._settle(torch.cuda.current_stream())
-            for word in words:
-                word.zero_()
+    def _wipe(self, words: torch.Tensor) -> None:
+        """Zero a caller's own words on the current stream, behind all who are known to have written or read them.
+
+        Whoever comes to them next, on whatever stream, comes behind that. Under capture it is a part of the graph.
+        """
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            self._settle(stream)
+            words.record_stream(stream)
+            if torch.cuda.is_current_stream_capturing():
+                zero(words)
+                return
+            self._come_behind_all(stream)
+            zero(words)
+            self._zeroed = torch.cuda.Event()
+            self._zeroed.record(stream)
+            self._streams = {stream.cuda_stream}
+
+    def _come_behind_all(self, stream: torch.cuda.Stream) -> None:
+        """Behind the launches that wait for earlier epochs, and behind all signals that were issued."""
+        events = {last.event for last in self._last if last is not None and last.stream != stream.cuda_stream}
+        if self._published is not None:
+            events.add(self._published.end)
+        for event in (*events, *self._over.values()):
+            stream.wait_event(event)
 
     def clear(self) -> None:
         """Nothing to do: the launch that has seen all signals zeroes a caller's own words."""

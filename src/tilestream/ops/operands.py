@@ -24,7 +24,7 @@ from tilestream.ops.library import (
 )
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_pair, check_scale_dtype, refuse_gradients
-from tilestream.plan.ask import SCHEDULES
+from tilestream.plan.ask import SCHEDULES, check_publish
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import exit
 
@@ -84,23 +84,11 @@ class Options:
                     "stream.arrival)"
                 )
         if self.publish is not None:
-            self._check_publish()
+            check_publish(self.op, self.schedule, self.arriving)
         if self.deadline is not None:
             if not self.arriving:
                 raise ValueError(f"{self.op}: deadline={self.deadline} without arrival=; nothing is waited for")
             check_deadline(self.deadline)
-
-    def _check_publish(self) -> None:
-        if self.arriving:
-            raise ValueError(
-                f"{self.op}: publish= beside arrival=: what is NaN after an expiry would be signalled as if it were "
-                "there; leave publish= away, and signal behind the call"
-            )
-        if self.schedule not in ("auto", "dynamic"):
-            raise ValueError(
-                f"{self.op}: schedule={self.schedule!r} with publish=; it is 'auto' or 'dynamic', of which one worker "
-                "comes to the end whatever SMs a reader of the result holds"
-            )
 
     @property
     def arriving(self) -> bool:

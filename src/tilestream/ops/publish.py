@@ -91,6 +91,7 @@ def publish(
     incoming = flat.published(out.shape[:-1].numel())
     with torch.cuda.device(a.device):
         launch, why = _kernel(a, b, out, epilogue, incoming, "dynamic", workers, fast_accum, limit)
+        captured = torch.cuda.is_current_stream_capturing()
         words = signals.publish()
         try:
             if launch is not None:
@@ -101,8 +102,9 @@ def publish(
                 for chunk in _chunk_by_chunk(a, b, out, epilogue, incoming, schedule, workers, fast_accum, limit, op):
                     signals.set(chunk)
                 signals.published(None)
-        except BaseException as error:  # who waits for what is missing is told
-            signals.fail(error)
+        except BaseException as error:
+            if not captured:  # else there is no graph, and nobody waits
+                signals.fail(error)  # who waits for what is missing is told
             raise
     return why
 

@@ -89,7 +89,8 @@ def plan(
         How A's rows, and B's columns (a weight's rows), come in.
     publish
         The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. Where no
-        kernel does that, the plan is that of the whole without, and says why there is a launch a chunk.
+        kernel does that, the plan is that of the whole without, and says why there is a launch a chunk. Neither an
+        operand that arrives nor another schedule than ``"auto"`` and ``"dynamic"`` goes with it.
     layout
         How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
         matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
@@ -128,6 +129,8 @@ def plan(
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arrival):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
+    if publish is not None:
+        check_publish("plan", schedule, arrival is not None or weight_arrival is not None)
     if isinstance(order, str):
         if order not in get_args(OrderName):
             raise ValueError(f"order={order!r}; by name it is one of {', '.join(get_args(OrderName))}")
@@ -183,7 +186,9 @@ def plan(
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
         no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
         b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
-        publishes=None if publish is None else Incoming(_published(publish, batch * m), publish.pivot),
+        publishes=None if publish is None else Incoming(
+            _published(publish, batch * m), publish.pivot, own_words=publish.signals is not None
+        ),
     )  # fmt: skip
     asked = schedule
     if publish is not None and schedule == "auto" and properties.backend != "cpu":
@@ -209,6 +214,26 @@ def plan(
     except NotImplementedError as error:
         whole = made(replace(problem, publishes=None), asked)
         return replace(whole, refused=(*whole.refused, Refusal("one launch", f"{error}, each signalled behind it")))
+
+
+def check_publish(op: str, schedule: str, arriving: bool) -> None:
+    """Of ``publish=``: refuse what does not go with it.
+
+    Raises
+    ------
+    ValueError
+        If an operand arrives, or the schedule is another than ``"auto"`` and ``"dynamic"``.
+    """
+    if arriving:
+        raise ValueError(
+            f"{op}: publish= beside arrival=: what is NaN after an expiry would be signalled as if it were there; "
+            "leave publish= away, and signal behind the call"
+        )
+    if schedule not in ("auto", "dynamic"):
+        raise ValueError(
+            f"{op}: schedule={schedule!r} with publish=; it is 'auto' or 'dynamic', of which one worker comes to the "
+            "end whatever SMs a reader of the result holds"
+        )
 
 
 def default_workers(device: DeviceProperties) -> int | None:

@@ -89,6 +89,10 @@ def _arrivals(plan: Plan) -> list[tuple[str, str]]:
         chunks = publishes.chunks
         size = f"of {chunks.rows_per_chunk}" if chunks.rows_per_chunk else "of uneven rows"
         what = f"rows in {chunks.count} chunks {size}, from chunk {publishes.pivot} on"
-        begins = "" if plan.backend == "cpu" else "; a launch that reads them here begins behind the first"
+        begins = "; a launch that reads them here begins behind the first"
+        if publishes.own_words:  # which anybody may write: no stream waits for one
+            begins = "; a launch that reads them here begins behind the last, since the words are your own (signals=)"
+        if plan.backend == "cpu":
+            begins = ""
         lines.append(("publish", f"{what}; whoever completes a chunk signals it{begins}"))
     return lines

@@ -79,11 +79,14 @@ class Incoming:
         Its chunks, and the one that the raster starts from.
     copied
         Where the kernel may make the copies itself, the bytes of a word in which it does; 0 where somebody else does.
+    own_words
+        Of an output's chunks: whether they are signalled by words of the caller's own.
     """
 
     chunks: Chunks
     pivot: int = 0
     copied: int = 0
+    own_words: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,238 @@
+"""Publishing on a GPU: a matmul that signals the chunks of its output, and the launches there that read them.
+
+Whoever reads must not take the SMs that the matmul still needs (invariant 10). So the matmul is issued first, and
+
+- *words of ours*: a reader's stream goes on when the matmul has begun: when its first chunk is signalled, before which
+  there would be nothing to do. Its schedule is dynamic, so that one worker of it is enough to come to its end. The wait
+  for that word has no bound of its own (invariant 5) and needs none: the launch that writes it has been issued, waits
+  for nobody, and words that only grow are taken back by nobody. Where one launch is not all of it, the reader's stream
+  waits for the last one's end;
+- *a caller's own words*: anybody may write them, a reader zeroes them, and a stream that waits for a word that is taken
+  back is held for ever. So no stream waits for one of them: a reader's waits for the matmul's end, an event. They begin
+  each publication as zeros, written on the matmul's stream behind all who used them before, and whoever uses them after
+  comes behind that: what the publication before has left there is taken for news by nobody;
+- *under capture* the reader comes behind the matmul's end, too, and each replay begins with zeros.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from tilestream.arrival.signals import Signals
+from tilestream.runtime.driver import capture_id, stream_wait
+
+
+class PublishWords(NamedTuple):
+    """What a launch is told that signals the chunks of its output.
+
+    Attributes
+    ----------
+    signals, counts
+        ``int32[chunks]`` each.
+    epoch
+        What a signal is written as.
+    """
+
+    signals: torch.Tensor
+    counts: torch.Tensor
+    epoch: int
+
+
+class _Published(NamedTuple):
+    """A matmul that signals the chunks of an epoch, as those who read them must know it.
+
+    Attributes
+    ----------
+    epoch, stream, end
+        Which, on which stream, and behind its last launch.
+    first
+        The address of the signal that says that it has begun, and what it is then at least; None where only the end
+        says so.
+    graph
+        The capture that it is in; 0 outside.
+    """
+
+    epoch: int
+    stream: int
+    end: torch.cuda.Event
+    first: tuple[int, int] | None
+    graph: int = 0
+
+
+class Publishing(Signals):
+    """The part of `tilestream.arrival.device.DeviceSignals` that has to do with a matmul that signals.
+
+    Its words, and who uses them, are of there.
+    """
+
+    _device: torch.device
+    _theirs: torch.Tensor | None
+    _store: torch.Tensor
+    _eager: torch.Tensor
+    _captured: torch.Tensor
+    _issued: list[int]
+    _users: dict[int, torch.cuda.Stream]
+    _captures: set[int]
+
+    #: Counts of the eager launches; made when one is first needed.
+    _counts: torch.Tensor | None = None
+    #: The last matmul that was issued, and the last that was captured.
+    _published: _Published | None = None
+    _in_graph: _Published | None = None
+    #: The stream of one that is being issued.
+    _underway: torch.cuda.Stream | None = None
+
+    @abstractmethod
+    def _settle(self, stream: torch.cuda.Stream) -> None: ...
+
+    @abstractmethod
+    def _keep(self, *tensors: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _wipe(self, words: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _retire(self) -> None: ...
+
+    @abstractmethod
+    def _come_behind_all(self, stream: torch.cuda.Stream) -> None: ...
+
+    @abstractmethod
+    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event) -> None: ...
+
+    def publish(self) -> PublishWords:
+        """What a launch on the current stream is told that signals this epoch; `published` says that it was issued.
+
+        It comes behind the launches that wait for earlier epochs, since it may write what they read. A caller's own
+        words may be published again without `advance`.
+
+        Raises
+        ------
+        ValueError
+            If a chunk of this epoch is signalled already, or, captured, published by this graph.
+        RuntimeError
+            If a launch waits for it already: it may hold the SMs that the matmul would need.
+        """
+        with self._bell:
+            stream = torch.cuda.current_stream(self._device)
+            self._settle(stream)
+            if torch.cuda.is_current_stream_capturing():
+                return self._publish_in_graph(capture_id(stream.cuda_stream))
+            if self._underway is not None:
+                raise RuntimeError(
+                    "publish: another thread is issuing a matmul that signals these chunks; call one after the other, "
+                    "with arrival.advance() between"
+                )
+            if self._theirs is None:
+                self._check_unpublished([chunk for chunk, epoch in enumerate(self._issued) if epoch >= self._epoch])
+            if self._users and not self._known():
+                again = "" if self._theirs is None else (
+                    "; where others have signalled what it reads, call arrival.advance() before this"
+                )  # fmt: skip
+                raise RuntimeError(
+                    f"publish: a launch that waits for epoch {self._epoch} was issued before the matmul that signals "
+                    f"it, and may hold the SMs that this one needs; issue them in the other order{again}"
+                )
+            if self._counts is None:
+                with torch.inference_mode(False):
+                    self._counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+            self._counts.record_stream(stream)
+            if self._theirs is None:
+                self._come_behind_all(stream)
+                words = PublishWords(self._eager, self._counts, self._epoch)
+            else:
+                self._retire()
+                self._wipe(self._theirs)
+                words = PublishWords(self._theirs, self._counts, 1)
+            self._underway = stream
+            return words
+
+    def _known(self) -> bool:
+        """Whether the matmul of this epoch was issued. Readers of a caller's own words have come behind it then."""
+        return self._published is not None and self._published.epoch == self._epoch
+
+    def _publish_in_graph(self, graph: int) -> PublishWords:
+        if self._in_graph is not None and self._in_graph.graph == graph:
+            raise ValueError(
+                "publish: a matmul of this graph signals these chunks already; give the second one an Arrival of its "
+                "own"
+            )
+        if graph in self._captures:
+            raise RuntimeError(
+                "publish: a launch of this graph that waits for these chunks was captured before the matmul that "
+                "signals them, and may hold the SMs that this one needs; capture them in the other order"
+            )
+        # One set of counts a captured launch: a replay may run beside an eager one.
+        counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        words = self._captured if self._theirs is None else self._theirs
+        self._keep(counts, self._store, words)
+        self._wipe(words)
+        return PublishWords(words, counts, 1)
+
+    @property
+    def by_matmul(self) -> bool:
+        """Whether it is an eager matmul that signals: what it writes may be of its stream's memory."""
+        return self._published is not None
+
+    def published(self, first: int | None) -> None:
+        """The launch was issued, or the last of several, and nothing after it on this stream.
+
+        Parameters
+        ----------
+        first
+            The chunk that it begins with, where one launch with a dynamic schedule does it all; else None.
+        """
+        with self._bell:
+            stream = torch.cuda.current_stream(self._device)
+            captured = torch.cuda.is_current_stream_capturing()
+            end = torch.cuda.Event()
+            end.record(stream)
+            found = _Published(self._epoch, stream.cuda_stream, end, None)
+            if captured:
+                self._in_graph = found._replace(graph=capture_id(stream.cuda_stream))
+                return
+            self._underway = None
+            if self._theirs is None:
+                self._signalled(stream, end)
+                if first is not None:
+                    found = found._replace(first=(self._eager.data_ptr() + 4 * first, self._epoch))
+            self._published = found
+
+    def _stopped(self) -> None:
+        """Whoever was issuing the matmul has failed. Of a caller's words, what he did issue still writes them."""
+        stream, self._underway = self._underway, None
+        if stream is not None and self._theirs is not None:
+            end = torch.cuda.Event()
+            end.record(stream)
+            self._published = _Published(self._epoch, stream.cuda_stream, end, None)
+
+    def _come_behind_matmul(self, stream: torch.cuda.Stream) -> None:
+        """Before a launch on ``stream`` that reads what a matmul of this GPU publishes: it has begun by then.
+
+        Raises
+        ------
+        RuntimeError
+            If another thread is about to issue it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            found = self._in_graph
+            if found is None or found.graph != capture_id(stream.cuda_stream):
+                return  # another replay's
+        else:
+            with self._bell:
+                if self._underway is not None:
+                    raise RuntimeError(
+                        "arrival: another thread is issuing the matmul that signals these chunks, and this launch "
+                        "might take the SMs that it needs; read when that call has returned"
+                    )
+                self._users[stream.cuda_stream] = stream
+                found = self._published if self._known() else None
+        if found is None or found.stream == stream.cuda_stream:
+            return
+        if found.first is None:
+            stream.wait_event(found.end)
+        else:
+            stream_wait(stream.cuda_stream, *found.first)
