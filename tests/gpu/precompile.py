@@ -285,7 +285,9 @@ def of_publish(device: DeviceProperties) -> Iterator[Job | None]:
 
     for m, n, k, rows, _ in publish.CASES:
         yield published(device, m, n, k, rows)
-    others = [(4096, 1024, 512, 512, 512), (2048, 1024, 512, 512, 512)]  # two readers; words of the caller's
+    others = [  # two readers; words of the caller's, and such as are taken back
+        (4096, 1024, 512, 512, 512), (2048, 1024, 512, 512, 512), (512, 1024, 512, 512, 128),
+    ]  # fmt: skip
     for m, hidden, n, k, rows in (*(chain[:5] for chain in publish.CHAINS), *others):
         yield published(device, m, hidden, k, rows, schedule="dynamic")
         yield job(device, Case(m, n, hidden, layout="nt"), rows=Chunks.uniform(m, rows))

@@ -122,42 +122,94 @@ def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
     check(y, Maths(h, w2))
 
 
+class Chain:
+    """``(a @ w) @ w2`` through one buffer, with other numbers each turn: whoever reads early, or late, reads others."""
+
+    TIMES = (1, -2, 4)  # exact in every dtype
+
+    def __init__(self, m: int = 2048, k: int = 512, hidden: int = 1024, n: int = 512) -> None:
+        a, self.w, self.w2 = torch.randn(m, k, device="cuda").bfloat16(), weight(k, hidden), weight(hidden, n)
+        self.inputs = [times * a for times in self.TIMES]
+        self.expected = [(x @ self.w) @ self.w2 for x in self.inputs]
+        self.h = torch.empty(m, hidden, device="cuda", dtype=a.dtype)
+        self.read_: list[tuple[int, torch.Tensor]] = []
+
+    def publish(self, turn: int, publish: ts.Arrival) -> None:
+        assert ts.matmul(self.inputs[turn % 3], self.w, out=self.h, publish=publish) is self.h
+
+    def read(self, turn: int, publish: ts.Arrival) -> None:
+        self.read_.append((turn, ts.matmul(self.h, self.w2, arrival=publish, deadline=10)))
+
+    def check(self) -> None:
+        """Each turn's numbers are that turn's."""
+        torch.cuda.synchronize()
+        ts.check()
+        for turn, y in self.read_:
+            wrong = (y.float() - self.expected[turn % 3].float()).abs().nan_to_num(torch.inf).max().item()
+            assert wrong < 0.25 * abs(self.TIMES[turn % 3]), (turn, wrong)
+
+
 def test_two_readers_and_a_neighbour():
-    a, w, w2 = torch.randn(4096, 512, device="cuda").bfloat16(), weight(512, 1024), weight(1024, 512)
-    publish = ts.Arrival.uniform(512, 8, device="cuda")
-    (first, second, other), x = streams(3), torch.randn(4096, 4096, device="cuda").bfloat16()
-    for _ in range(20):
+    chain, publish = Chain(4096), ts.Arrival.uniform(512, 8, device="cuda")
+    x, (producer, first, second, other) = torch.randn(4096, 4096, device="cuda").bfloat16(), streams(4)
+    for turn in range(20):
         with torch.cuda.stream(other):
             x @ x
-        h = ts.matmul(a, w, publish=publish)
-        ys = []
+        with torch.cuda.stream(producer):
+            chain.publish(turn, publish)
         for stream in (first, second):
             with torch.cuda.stream(stream):
-                ys.append(ts.matmul(h, w2, arrival=publish, deadline=10))
+                if turn % 3 == 1:
+                    torch.cuda._sleep(1_000_000)  # the next turn's matmul must wait for it
+                chain.read(turn, publish)
         publish.advance()
-    torch.cuda.synchronize()
-    ts.check()
-    for y in ys:
-        check(y, Maths(h, w2))
+    assert len(chain.read_) == 40
+    chain.check()
 
 
+@pytest.mark.parametrize("how", ["one reader", "readers in turn", "some unread", "advanced elsewhere"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint32], ids=str)
-def test_words_of_the_callers(dtype):
-    a, w, w2 = torch.randn(2048, 512, device="cuda").bfloat16(), weight(512, 1024), weight(1024, 512)
-    words = torch.zeros(4, dtype=dtype, device="cuda")
-    publish, (producer, consumer) = ts.Arrival.uniform(512, 4, signals=words), streams(2)
-    for _ in range(20):
+def test_words_of_the_callers(dtype, how):
+    chain, words = Chain(), torch.zeros(4, dtype=dtype, device="cuda")
+    publish, (producer, other, *readers) = ts.Arrival.uniform(512, 4, signals=words), streams(4)
+    for turn in range(20):
         with torch.cuda.stream(producer):
-            h = ts.matmul(a, w, publish=publish)
-        with torch.cuda.stream(consumer):
-            y = ts.matmul(h, w2, arrival=publish, deadline=10)
+            chain.publish(turn, publish)
+        if how == "some unread" and turn % 3:
+            continue
+        with torch.cuda.stream(readers[turn % 2 if how == "readers in turn" else 0]):
+            if turn % 4 == 1:
+                torch.cuda._sleep(1_000_000)
+            chain.read(turn, publish)
+        if how == "advanced elsewhere":
+            with torch.cuda.stream(other):
+                publish.advance()
     torch.cuda.synchronize()
-    ts.check()
-    assert words.view(torch.int32).tolist() == [0] * 4, "the reader has seen them, and zeroed them"
-    check(y, Maths(h, w2))
-    ts.matmul(a, w, publish=publish)
+    left = [int(how == "some unread")] * 4
+    assert words.view(torch.int32).tolist() == left, "a reader that has seen them zeroes them"
+    chain.check()
+
+
+def test_a_reader_of_the_callers_words_that_were_taken_back_expires():
+    """No stream waits for them, which nothing would end: the launch does, and that has a deadline."""
+    chain, words = Chain(512), torch.zeros(4, dtype=torch.int32, device="cuda")
+    publish, (producer, consumer) = ts.Arrival.uniform(128, 4, signals=words), streams(2)
+    with torch.cuda.stream(producer):
+        chain.publish(0, publish)
+        words.zero_()
+    consumer.wait_stream(producer)
+    with torch.cuda.stream(consumer):
+        y = ts.matmul(chain.h, chain.w2, arrival=publish, deadline=0.5)
     torch.cuda.synchronize()
-    assert words.view(torch.int32).tolist() == [1] * 4
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.check()
+    assert y.isnan().all()
+    publish.reset()
+    with torch.cuda.stream(producer):
+        chain.publish(1, publish)
+    with torch.cuda.stream(consumer):
+        chain.read(1, publish)
+    chain.check()
 
 
 @pytest.mark.parametrize("kind", ["ragged", "batches", "odd", "float32"])
@@ -174,17 +226,19 @@ def test_what_is_published_a_launch_a_chunk_is_read_behind_the_last(kind):
         else ts.Arrival.uniform(90, 4, 1, device="cuda")
     )  # fmt: skip
     residual = torch.randn(*a.shape[:-1], hidden, device="cuda").to(dtype)
+    inputs, found = [times * a for times in Chain.TIMES], []
     producer, consumer = streams(2)
-    for _ in range(10):
+    for turn in range(10):
         with torch.cuda.stream(producer):
-            h = ts.matmul(a, w, residual=residual, activation="gelu", publish=publish)
+            h = ts.matmul(inputs[turn % 3], w, residual=residual, activation="gelu", publish=publish)
         with torch.cuda.stream(consumer):
-            y = ts.matmul(h, w2, arrival=publish, deadline=10)
+            found.append((h, ts.matmul(h, w2, arrival=publish, deadline=10)))
         publish.advance()
     torch.cuda.synchronize()
     ts.check()
-    check(h, Maths(a, w, residual=residual, activation="gelu"))
-    check(y, Maths(h, w2))
+    for turn, (h, y) in enumerate(found):
+        check(h, Maths(inputs[turn % 3], w, residual=residual, activation="gelu"))
+        check(y, Maths(h, w2))
 
 
 def test_in_a_graph_the_reader_comes_behind_the_matmul():

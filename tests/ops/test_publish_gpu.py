@@ -116,3 +116,18 @@ def test_a_launch_that_fails_is_told_to_the_readers(cuda, launches, monkeypatch)
     cuda.run()
     assert signals._read() == [-1, 1, -1, -1]
     assert isinstance(signals.error(1), RuntimeError)
+
+
+def test_a_capture_that_fails_is_told_to_no_eager_reader(cuda, launches, monkeypatch):
+    signals = DeviceSignals(4, DEVICE)
+
+    def fails(*args, **how):
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(module.gpu, "run", fails)
+    a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
+    with cuda.capture(), pytest.raises(RuntimeError, match="out of something"):
+        module.publish(a, b, out, Epilogue(), flat_of(signals, 4, 13, (), 1), "auto", 0, True, 0, "matmul")
+    cuda.run()
+    assert signals._read() == [0] * 4
+    assert signals.error(1) is None

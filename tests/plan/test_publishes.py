@@ -137,3 +137,23 @@ def test_a_published_plan_is_dynamic_whatever_would_be_faster():
             assert alone.schedule.kind != "dynamic"
     with pytest.raises(ValueError, match=r"publish: 3 chunks of 100 rows bring 201 to 300 rows, the result has 512"):
         ts.plan(512, 256, 256, publish=ts.Arrival.uniform(100, 3))
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_what_the_op_refuses_the_plan_refuses(device):
+    publish = ts.Arrival.uniform(128, 4)
+    for schedule in ("static", "stream_k"):
+        with pytest.raises(
+            ValueError, match=f"^plan: schedule='{schedule}' with publish=; it is 'auto' or 'dynamic', of"
+        ):
+            ts.plan(512, 256, 256, dtype="bfloat16", device=device, publish=publish, schedule=schedule)
+    with pytest.raises(ValueError, match=r"^plan: publish= beside arrival=: what is NaN after an expiry would be"):
+        ts.plan(512, 256, 256, device=device, publish=publish, weight_arrival=ts.Arrival.uniform(64, 4))
+
+
+def test_where_a_reader_begins_is_said():
+    torch = pytest.importorskip("torch")
+    own = ts.Arrival.uniform(128, 4, signals=torch.zeros(4, dtype=torch.int32))
+    for publish, says in ((ts.Arrival.uniform(128, 4), "the first"), (own, "the last, since the words are your own")):
+        made = ts.plan(512, 256, 256, dtype="bfloat16", device="h100", layout="nt", publish=publish)
+        assert f"a launch that reads them here begins behind {says}" in made.explain()

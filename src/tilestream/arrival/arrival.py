@@ -81,7 +81,8 @@ class Arrival:
             else arrived.
             They are zeroed by the call that has seen them all, those of chunks without rows included. After an
             `ArrivalTimeout` they are left as they are: call `reset` when your producers have stopped. None: tilestream
-            keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours.
+            keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours. As
+            ``publish=`` on a GPU they are zeroed by each matmul first, and a reader there begins behind its end.
         device
             Where our words are, which is where the input is: ``"cuda"``, ``"cuda:1"``; None: on the CPU, or where
             ``signals`` are. On a GPU a signal is issued on the current stream, see `signal`.
@@ -219,7 +220,11 @@ class Arrival:
         return self._signals.arrived(chunk)
 
     def advance(self) -> int:
-        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`."""
+        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`.
+
+        A caller's own words are zeroed; on a GPU on the current stream, behind the launches and signals that were
+        issued so far, and before those that are issued later.
+        """
         return self._signals.advance()
 
     def reset(self) -> None:

@@ -68,7 +68,8 @@ def matmul(
         Chunks of the result's rows (leading dimensions count), each signalled when it is complete: whoever is given the
         same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended. Issue
         this call first. Of a GPU's readers it is made sure that they leave it the SMs that it needs; those with kernels
-        of their own see to that themselves. Not beside ``arrival``; no gradient flows through it.
+        of their own see to that themselves. Where the signals are words of your own, a reader on a GPU begins behind
+        this call's end, and the words are zeroed first. Not beside ``arrival``; no gradient flows through it.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`. With ``publish`` the second or
         the last.
