@@ -100,6 +100,7 @@ def test_nothing_happens_before_somebody_reads_and_the_first_launch_copies(cuda)
     cuda.run()
     check_there(x, source)
     assert x.wait(0.1) is x.tensor
+    assert "by the kernel that read it first" in x.explain()
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
@@ -160,7 +161,8 @@ def test_copies_come_after_what_the_stream_was_given_that_read_the_tensor(cuda):
 
 
 @pytest.mark.parametrize("who", ["wait", "another kernel"])
-def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who):
+def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who, caplog):
+    caplog.set_level("INFO")
     x, source = offered(cuda)
     if who == "wait":
         assert x.wait() is x.tensor
@@ -169,6 +171,8 @@ def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who):
     cuda.run()
     check_there(x, source)
     assert launch(cuda, x)[0].copiers == 0
+    assert "by a copy engine: who read it first makes no copies" in x.explain()
+    assert caplog.messages == ["stream_in: a copy engine makes this epoch's copies: who reads them first makes none"]
     x.restart()  # the engine's late signals of the first epoch come before the second's
     source.fill_(2.0)
     x.tensor.fill_(float("nan"))
@@ -396,6 +400,23 @@ def test_restart_while_a_graph_is_captured(cuda):
     check_there(x, source)
 
 
+def test_a_failure_is_signalled_for_no_chunk_that_a_kernel_has_brought(cuda):
+    x, source = offered(cuda)
+    launch(cuda, x)
+    x.arrival.fail(OSError("the link is down"))
+    cuda.run()
+    check_there(x, source)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_no_matmul_publishes_what_a_stream_fills(cuda, captured):
+    x, _ = offered(cuda)
+    with cuda.capture() if captured else contextlib.nullcontext():
+        for publish in (x.arrival._signals.publish, x.arrival._signals.begin_publishing):
+            with pytest.raises(ValueError, match=r"^publish: the arrival of a stream"):
+                publish()
+
+
 def test_reset_zeroes_what_is_counted_with(cuda):
     x, source = offered(cuda)
     copies, _ = launch(cuda, x)
@@ -482,7 +503,7 @@ def test_what_no_kernel_can_read_is_refused(cuda):
     cases = [
         (TensorSource(cuda.pin(base.transpose(0, 1)), onward=True), "strides"),
         (TensorSource(cuda.pin(odd), onward=True), "a kernel copies from a multiple of 16 on"),
-        (TensorSource(torch.zeros(12, 8), onward=True), "from memory that is not pinned"),
+        (TensorSource(torch.zeros(12, 8), onward=True), "[12, 8], torch.float32, on cpu, strides (8, 1), not pinned"),
     ]
     for source, text in cases:
         arrival = Arrival.uniform(6, 2)

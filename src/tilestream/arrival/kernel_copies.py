@@ -12,12 +12,13 @@ graphs that copy the same rows may be replayed at the same time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -26,6 +27,8 @@ from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
+
+logger = logging.getLogger(__name__)
 
 #: Tables that captured launches know by address: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
@@ -157,6 +160,13 @@ class KernelCopies:
                 copiers = 0
             return CopyArguments(self._source, self._target, self._table, self._words, copiers)
 
+    @property
+    def maker(self) -> Literal["nobody", "kernel", "engine"]:
+        """Who makes this epoch's copies. Those of a graph are its own."""
+        if self.pending:
+            return "nobody"
+        return "engine" if self._taker is None else "kernel"
+
     def signals_in(self, graph: int) -> torch.Tensor | None:
         """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
         return self._graph[1] if self._graph is not None and self._graph[0] == graph else None
@@ -191,6 +201,7 @@ class KernelCopies:
                     raise
                 self._taken, self._taker = end, None
                 self.pending = False
+                logger.info("stream_in: a copy engine makes this epoch's copies: who reads them first makes none")
         finally:
             self._lock.release()
         return True
