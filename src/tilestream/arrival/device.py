@@ -194,7 +194,7 @@ class DeviceSignals(Signals):
         if self._copies is None:
             yield
             return
-        captures = set(self._captures)
+        captures, epoch = set(self._captures), self._epoch
         with self._copies.launching() as taking:
             try:
                 yield
@@ -203,7 +203,7 @@ class DeviceSignals(Signals):
                 raise
         if taking.end is not None:
             with self._bell:
-                self._issued = [self._epoch] * self._count
+                self._issued = [epoch] * self._count
                 self._last = [_Last(torch.cuda.current_stream(self._device).cuda_stream, taking.end)] * self._count
 
     def take_copies(self, copiers: int) -> CopyArguments:

@@ -99,8 +99,8 @@ class KernelCopies:
         self._made.record(torch.cuda.current_stream(self._device))
         self._known = {torch.cuda.current_stream(self._device).cuda_stream}
         self._graph: tuple[int, torch.Tensor] | None = None  # the last that was captured, and its signals
-        self._launching: Taking | None = None
         self._took = False
+        self._begun: torch.cuda.Event | None = None
         self._taken: torch.cuda.Event | None = None
         self._taker: torch.cuda.Stream | None = None
         self.pending = False
@@ -176,7 +176,10 @@ class KernelCopies:
         with self._lock:
             if self.pending:
                 self.by_engine(signals)
-            elif self._taker is not None:  # an engine needs no SM: its chunks are waited for at the gates
+            elif self._taker is None and self._begun is not None:
+                # An engine needs no SM, so its chunks are waited for at gates; but what it comes behind may need one.
+                stream.wait_event(self._begun)
+            else:
                 self._wait_for_taker(stream)
 
     def by_engine(self, signals: DeviceSignals, timeout: float | None = None) -> bool:
@@ -194,6 +197,8 @@ class KernelCopies:
                 stream = torch.cuda.current_stream(self._device)
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
+                self._begun = torch.cuda.Event()
+                self._begun.record(stream)
                 try:
                     end = self._by_engine(signals)
                 except BaseException:
