@@ -165,7 +165,7 @@ def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who, caplog):
     check_there(x, source)
     assert launch(cuda, x)[0].copiers == 0
     assert "by a copy engine: who read it first makes no copies" in x.explain()
-    assert caplog.messages == ["stream_in: a copy engine makes this epoch's copies: who reads them first makes none"]
+    assert caplog.messages == ["stream_in: a copy engine makes the copies: who reads this epoch's first makes none"]
     x.restart()  # the engine's late signals of the first epoch come before the second's
     source.fill_(2.0)
     x.tensor.fill_(float("nan"))

@@ -99,7 +99,7 @@ class KernelCopies:
         self._made.record(torch.cuda.current_stream(self._device))
         self._known = {torch.cuda.current_stream(self._device).cuda_stream}
         self._graph: tuple[int, torch.Tensor] | None = None  # the last that was captured, and its signals
-        self._took = False
+        self._took = self._said = False
         self._begun: torch.cuda.Event | None = None
         self._taken: torch.cuda.Event | None = None
         self._taker: torch.cuda.Stream | None = None
@@ -206,7 +206,9 @@ class KernelCopies:
                     raise
                 self._taken, self._taker = end, None
                 self.pending = False
-                logger.info("stream_in: a copy engine makes this epoch's copies: who reads them first makes none")
+                if not self._said:
+                    logger.info("stream_in: a copy engine makes the copies: who reads this epoch's first makes none")
+                self._said = True
         finally:
             self._lock.release()
         return True
