@@ -144,17 +144,12 @@ class DeviceSignals(Signals):
         self._published: _Published | None = None
         self._readers: dict[int, torch.cuda.Stream] = {}  # of a caller's own words, since they were published
         self._captures: set[int] = set()
-        self._streamed = False
         self._copies: KernelCopies | None = None
 
     @property
     def self_reset(self) -> bool:
         """Whether an eager call that has seen all chunks zeroes the words."""
         return self._theirs is not None
-
-    def filled_by_stream(self) -> None:
-        """These are the signals of a `tilestream.Stream`: its copies are in no graph."""
-        self._streamed = True
 
     def offer(self, copies: KernelCopies) -> None:
         """What these signal is copied by the launch that waits for it, if that can."""
@@ -199,7 +194,7 @@ class DeviceSignals(Signals):
         if self._copies is None:
             yield
             return
-        captures = set(self._captures)
+        captures, epoch = set(self._captures), self._epoch
         with self._copies.launching() as taking:
             try:
                 yield
@@ -208,7 +203,7 @@ class DeviceSignals(Signals):
                 raise
         if taking.end is not None:
             with self._bell:
-                self._issued = [self._epoch] * self._count
+                self._issued = [epoch] * self._count
                 self._last = [_Last(torch.cuda.current_stream(self._device).cuda_stream, taking.end)] * self._count
 
     def take_copies(self, copiers: int) -> CopyArguments:
@@ -259,13 +254,14 @@ class DeviceSignals(Signals):
         Raises
         ------
         ValueError
-            If a chunk of this epoch is signalled already.
+            If a chunk of this epoch is signalled already, or a `tilestream.Stream` signals them.
         RuntimeError
             If a launch waits for it already: it may hold the SMs that the matmul would need.
         """
         with self._bell:
             stream, captured = torch.cuda.current_stream(self._device), torch.cuda.is_current_stream_capturing()
             self._settle(stream)
+            self._check_unpublished(())
             if self._theirs is None and not captured:
                 if self._users:
                     raise RuntimeError(
