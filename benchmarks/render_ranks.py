@@ -36,7 +36,8 @@ def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
         f"{launch.waited / spent:.1%} of their time at the gate. *Reading*: when which rank's rows were on their way "
         "(`benchmarks/gather_timeline.py`)."
     )
-    title = f"All-gather, then matmul, the timeline of a call: {head}"
+    way = "pushed" if "_push_" in record else "pulled"  # by the record's name
+    title = f"All-gather, then matmul, the timeline of a call: rows are {way}, {head}"
     return title, text, "A row a worker, a bar a tile; above, the ranks' rows as they came"
 
 
