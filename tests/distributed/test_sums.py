@@ -276,7 +276,7 @@ def test_a_product_of_rows_that_no_view_has(monkeypatch):
 
 
 def test_half_a_sum_that_waits_for_a_peer_is_let_go(monkeypatch):
-    with world(2) as (cuda, (first, second), _):
+    with world(2) as (cuda, (first, second), posted):
         monkeypatch.setattr(sums, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("copy refused")))
         with pytest.raises(RuntimeError, match="copy refused"):
             first.call(SHARDS[2][0], patience=1e6)
@@ -286,6 +286,7 @@ def test_half_a_sum_that_waits_for_a_peer_is_let_go(monkeypatch):
         cuda.run()
         assert first.side.query(), "at once: nobody sends anything any more"
         assert first.calling.query()
+        assert "RuntimeError: copy refused" in str(posted.pop()), "not that it has waited for long enough"
         assert second.scatterer.memory.aborted()
 
 
