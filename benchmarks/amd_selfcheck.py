@@ -63,9 +63,11 @@ BENCHMARKS = {
 }
 #: Those that do not, and why.
 NVIDIA_ONLY = {
+    "gpu_all_reduce": "slots in torch's symmetric memory, beside its own one-shot and two-shot",
     "gpu_arrival": "it looks at TMA, and at the fence before it",
     "gpu_attention": "beside cuDNN and FlashAttention 4; the step speed has attention beside torch's",
     "gpu_attention_portable": "tiles for Hopper, beside cuDNN",
+    "gpu_copies": "copies over NVLink, by torch's symmetric memory",
     "gpu_gemm": "plans of the Hopper kernel; the step speed has the shapes",
 }
 #: Archs of the CDNA kernels.

@@ -36,7 +36,9 @@ def timeline(launch: LaunchTrace, record: str) -> tuple[str, str, str]:
         f"{launch.waited / spent:.1%} of their time at the gate. *Reading*: when which rank's rows were on their way "
         "(`benchmarks/gather_timeline.py`)."
     )
-    title = f"All-gather, then matmul, the timeline of a call: {head}"
+    way = {"_push_": "rows are pushed, ", "_pull_": "rows are pulled, "}  # by the record's name
+    how = next((text for part, text in way.items() if part in record), "")
+    title = f"All-gather, then matmul, the timeline of a call: {how}{head}"
     return title, text, "A row a worker, a bar a tile; above, the ranks' rows as they came"
 
 

@@ -72,7 +72,7 @@ class Stream:
     # As of torch.cuda.Stream ---------------------------------------------------------------------------------------
 
     def query(self) -> bool:
-        return self.done == self.issued
+        return not self._cuda.over and self.done == self.issued
 
     def synchronize(self) -> None:
         self.run()
@@ -124,6 +124,8 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.streams = [Stream(self, 0)]
         self.graph: Graph | None = None
+        #: Its block has ended: a stream that a late borrower gives back then is idle for nobody.
+        self.over = False
         self._recorded: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._captures = 0
         self._pinned: list[torch.Tensor] = []
@@ -220,4 +222,8 @@ def _storage(x: torch.Tensor) -> int:
 def fake_cuda() -> Iterator[FakeCuda]:
     """A fake GPU in place of torch's, for the length of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        yield FakeCuda(patch)
+        made = FakeCuda(patch)
+        try:
+            yield made
+        finally:
+            made.over = True

@@ -148,6 +148,13 @@ def test_chunks_of_unlike_sizes_make_no_crumbs(sizes, row_bytes):
     assert pieces.count <= chunks.rows * row_bytes / PIECE_BYTES + chunks.count
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2**16 - 1])
+def test_the_elements_of_a_piece_are_counted_in_31_bits(empty):
+    chunks = Chunks((0, *[2**27 - 1] * (empty + 1)))
+    pieces = Pieces.of(chunks, 0, 16, 16)
+    assert 0 < max(len(pieces.words(piece)) for piece in range(pieces.per_chunk)) * vector(16) + block(8, 16) < 2**31
+
+
 @pytest.mark.parametrize("rows", [2**30, 2**31 - 1])
 def test_what_is_counted_in_31_bits(rows):
     with pytest.raises(ValueError, match=f"^{re.escape(f'chunks: one of {rows} rows has {rows * 2} words')}"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import re
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,22 +19,15 @@ import torch
 import tilestream as ts
 import tilestream.arrival.landing
 from fake_cuda import DEVICE, FakeCuda, Until
-from tilestream.arrival import kernel_copies
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.copy_items import CopyArguments
 from tilestream.arrival.device import DeviceSignals, GateWords
 from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import TensorSource
 from tilestream.arrival.stream import Stream
-from tilestream.kernels.launch import Incoming
-from tilestream.kernels.launch import offered as offered_of
+from tilestream.kernels.launch import Incoming, Launch
 
 ROWS, K, PER_CHUNK = 10, 8, 4
-
-
-@pytest.fixture(autouse=True)
-def _captured(monkeypatch):
-    monkeypatch.setattr(kernel_copies, "_captured_tables", [])
 
 
 def offered(cuda: FakeCuda, source: torch.Tensor | None = None, pivot: int = 1) -> tuple[Stream, torch.Tensor]:
@@ -100,6 +93,7 @@ def test_nothing_happens_before_somebody_reads_and_the_first_launch_copies(cuda)
     cuda.run()
     check_there(x, source)
     assert x.wait(0.1) is x.tensor
+    assert "by the kernel that read it first" in x.explain()
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
@@ -160,7 +154,8 @@ def test_copies_come_after_what_the_stream_was_given_that_read_the_tensor(cuda):
 
 
 @pytest.mark.parametrize("who", ["wait", "another kernel"])
-def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who):
+def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who, caplog):
+    caplog.set_level("INFO")
     x, source = offered(cuda)
     if who == "wait":
         assert x.wait() is x.tensor
@@ -169,6 +164,8 @@ def test_who_reads_without_such_a_kernel_has_the_engine_copy(cuda, who):
     cuda.run()
     check_there(x, source)
     assert launch(cuda, x)[0].copiers == 0
+    assert "by a copy engine: who read it first makes no copies" in x.explain()
+    assert caplog.messages == ["stream_in: a copy engine makes the copies: who reads this epoch's first makes none"]
     x.restart()  # the engine's late signals of the first epoch come before the second's
     source.fill_(2.0)
     x.tensor.fill_(float("nan"))
@@ -252,13 +249,24 @@ def test_copies_that_the_engine_failed_to_begin_are_still_to_be_made(cuda, monke
 
 
 def test_a_reader_behind_the_engine_waits_at_its_gates_alone(cuda):
-    """Not for the last copy: an engine needs none of its SMs."""
+    """Not for the last copy: an engine needs none of its SMs. What comes before the engine may."""
     x, _ = offered(cuda)
+    before = []
+    cuda.current.give(lambda: before.append(1))
     other_launch(cuda, x)
-    reader = cuda.stream()
+    reader, seen = cuda.stream(), []
     with cuda.on(reader):
-        launch(cuda, x)
-    assert not any(isinstance(work, tuple) and work[0] is x._landing._stream for work in reader._work)
+        signals = x.arrival._signals
+        with signals.copying():
+            signals.take_copies(4)
+            signals.use()
+            reader.give(lambda: seen.append(x.arrival._signals.state()))
+    reader.run()
+    assert not seen
+    cuda.streams[0].run()
+    reader.run()
+    assert before == [1]
+    assert seen == [[False] * 3]
 
 
 def test_what_the_launch_touches_is_known_to_the_allocator(cuda):
@@ -280,23 +288,34 @@ def threads(*work) -> list[threading.Thread]:
     return [thread for thread in made if thread.is_alive()]
 
 
-def test_two_threads_that_launch_with_operands_swapped(cuda):
+def test_two_threads_that_launch_with_operands_swapped(cuda, monkeypatch):
     """Each launch's kernel copies one, and has the engine copy the other: neither waits for the other's launch."""
     x, y = offered(cuda)[0], offered(cuda)[0]
-    met = threading.Barrier(2)
+    met, copying = threading.Barrier(2), DeviceSignals.copying
+
+    @contextlib.contextmanager
+    def slowly(signals: DeviceSignals):
+        with copying(signals):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                met.wait(0.2)  # for the other to have entered its first
+            yield
+
+    monkeypatch.setattr(DeviceSignals, "copying", slowly)
+
+    class Copying(Launch):
+        def __init__(self) -> None:
+            self.plan = SimpleNamespace(schedule=None, block=(), copiers=4)
+            self._copies, self._wordless = "rows", True
+
+        def issue(self, stream, a, b, out, epilogue, words, incoming, probe) -> None:
+            copies, told = self.copies(incoming), incoming.rows.use()
+            incoming.columns.use()
+            give(cuda, copies, told)
 
     def multiply(rows: Stream, columns: Stream, stream) -> None:
         incoming = Incoming(rows.arrival._signals, columns.arrival._signals, 1.0, "matmul")
-        with cuda.on(stream), contextlib.ExitStack() as around:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                met.wait(0.2)
-            for signals in offered_of(incoming):
-                around.enter_context(signals.copying())
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    met.wait(0.2)
-            copies, words = incoming.rows.take_copies(4), incoming.rows.use()
-            incoming.columns.use()
-            give(cuda, copies, words)
+        with cuda.on(stream):
+            Copying()(rows.tensor, columns.tensor, None, None, incoming)
 
     first, second = cuda.stream(), cuda.stream()
     assert not threads(lambda: multiply(x, y, first), lambda: multiply(y, x, second))
@@ -327,73 +346,21 @@ def test_while_a_kernel_is_compiled_nothing_is_there_and_nobody_waits_for_longer
     check_there(x, source)
 
 
-def test_a_graph_copies_at_each_replay(cuda):
+def test_a_failure_is_signalled_for_no_chunk_that_a_kernel_has_brought(cuda):
     x, source = offered(cuda)
-    with cuda.capture() as graph:
-        copies, words = launch(cuda, x)
-    assert (copies.copiers, words.epoch) == (4, 0)
-    cuda.run()
-    for value in (1.0, 2.0):
-        source.fill_(value)
-        x.tensor.fill_(float("nan"))
-        graph.replay(cuda.streams[0])
-        cuda.run()
-        assert (x.tensor == value).all()
-        assert not words.words.any()
-
-
-def test_graphs_and_eager_launches_count_and_signal_apart(cuda):
-    """They may run at the same time."""
-    x, _ = offered(cuda)
-    told = []
-    for _ in range(2):
-        with cuda.capture():
-            told.append(launch(cuda, x))
-    told.append(launch(cuda, x))
-    spans = sorted(
-        (y.data_ptr(), y.data_ptr() + y.nbytes) for copies, words in told for y in (copies.words, words.words)
-    )
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-    assert not any(y.any() for copies, words in told[:2] for y in (copies.words, words.words)), "a replay begins at 0"
-
-
-def test_a_graph_keeps_no_operand_alive(cuda):
-    """Whoever keeps the graph keeps the stream."""
-    x, source = offered(cuda)
-    with cuda.capture() as graph:
-        table = launch(cuda, x)[0].table
-    kept = {y.data_ptr() for y in kernel_copies._captured_tables}
-    assert kept == {table.data_ptr()}
-    gone = weakref.ref(x._copies)
-    graph.work.clear()
-    del x, source
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_captured_launch_that_fails_has_brought_nothing_in(cuda):
-    x, source = offered(cuda)
-    with cuda.capture() as graph:
-        with pytest.raises(RuntimeError, match="out of shared memory"):
-            launch(cuda, x, fails=True)
-        with pytest.raises(RuntimeError, match=r"what ts\.stream_in copies is not in it"):
-            other_launch(cuda, x)
-        launch(cuda, x)  # with a smaller ring
-    graph.replay(cuda.streams[0])
-    cuda.run()
-    assert torch.equal(x.tensor, source)
-
-
-def test_restart_while_a_graph_is_captured(cuda):
-    x, source = offered(cuda)
-    epoch = x.arrival.epoch
-    with cuda.capture() as graph, pytest.raises(RuntimeError, match="the graph makes the copies at each replay"):
-        x.restart()
-    assert not graph.work
-    assert x.arrival.epoch == epoch
     launch(cuda, x)
+    x.arrival.fail(OSError("the link is down"))
     cuda.run()
     check_there(x, source)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_no_matmul_publishes_what_a_stream_fills(cuda, captured):
+    x, _ = offered(cuda)
+    with cuda.capture() if captured else contextlib.nullcontext():
+        for publish in (x.arrival._signals.publish, x.arrival._signals.begin_publishing):
+            with pytest.raises(ValueError, match=r"^publish: the arrival of a stream"):
+                publish()
 
 
 def test_reset_zeroes_what_is_counted_with(cuda):
@@ -407,19 +374,6 @@ def test_reset_zeroes_what_is_counted_with(cuda):
     launch(cuda, x)
     cuda.run()
     check_there(x, source)
-
-
-def test_a_graph_of_a_kernel_that_makes_none_is_refused(cuda):
-    x, _ = offered(cuda)
-    with (
-        cuda.capture(),
-        pytest.raises(RuntimeError, match="or take copies='kernel' and a matmul whose plan makes them"),
-    ):
-        other_launch(cuda, x)
-    with cuda.capture():
-        launch(cuda, x)
-        with pytest.raises(RuntimeError, match="a launch of this graph waits for these signals already"):
-            launch(cuda, x)
 
 
 def test_the_source_is_marked_behind_the_launch(cuda, monkeypatch):
@@ -482,7 +436,7 @@ def test_what_no_kernel_can_read_is_refused(cuda):
     cases = [
         (TensorSource(cuda.pin(base.transpose(0, 1)), onward=True), "strides"),
         (TensorSource(cuda.pin(odd), onward=True), "a kernel copies from a multiple of 16 on"),
-        (TensorSource(torch.zeros(12, 8), onward=True), "from memory that is not pinned"),
+        (TensorSource(torch.zeros(12, 8), onward=True), "[12, 8], torch.float32, on cpu, strides (8, 1), not pinned"),
     ]
     for source, text in cases:
         arrival = Arrival.uniform(6, 2)

@@ -65,8 +65,9 @@ class Member:
         if self.why:
             raise GroupBroken(self.name, self.why)
 
-    def break_(self, why: str) -> None:
+    def break_(self, why: str) -> GroupBroken:
         self.why = self.why or why
+        return GroupBroken(self.name, self.why)
 
 
 def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def reduce_refuses(rank, world):
         raised(lambda: tsd.matmul_all_reduce(a, b, reduce_op="max")),
         raised(lambda: tsd.matmul_all_reduce(a, [b])),
         raised(lambda: tsd.matmul_all_reduce(a, torch.ones(7, 6))),
+        raised(lambda: tsd.matmul_all_reduce(a, b, bias=torch.ones(5))),
         raised(lambda: tsd.matmul_all_reduce(a[0], b)),
         raised(lambda: tsd.matmul_all_reduce(torch.ones(4 + rank, 8), b)),
     ]

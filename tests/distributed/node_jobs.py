@@ -144,3 +144,23 @@ def layers(rank, world, nodes):
     mine = back(ours(whole[3 * rank : 3 * rank + 3]))
     expected = down(torch.relu(up(whole)))[3 * rank : 3 * rank + 3]
     return torch.allclose(mine, expected, atol=1e-4)
+
+
+def exchanges(rank, world):
+    """Two tensors a step, and one without elements, step by step; got in another order than they were put."""
+    from tilestream.distributed.between import _ByNccl
+    from tilestream.distributed.members import member_of
+
+    def sent(source, step):
+        first = torch.full((2, 3), 10.0 * source + step).t()
+        return [first, torch.empty(0, 4), torch.full((5,), 10 * source + step, dtype=torch.bfloat16)]
+
+    for _ in range(3):
+        steps = _ByNccl(member_of("test", None))
+        for step in range(1, world):
+            steps.put(step, sent(rank, step))
+        for step in reversed(range(1, world)):
+            for got, expected in zip(steps.get(step), sent((rank - step) % world, step), strict=True):
+                assert got.shape == expected.shape
+                assert got.equal(expected), (step, got)
+    return True

@@ -24,12 +24,16 @@ def test_gradients_are_torchs_and_the_graph_is_one(ranks):
 
 
 def test_what_does_not_fit_raises_and_the_plan_says_why_there_is_one_form(ranks):
-    for (op, several, k, vector, differ), said in ranks.run(2, jobs.reduce_refuses):
+    for (op, several, k, bias, vector, differ), said in ranks.run(2, jobs.reduce_refuses):
         assert op == "ValueError: matmul_all_reduce: reduce_op='max'; it is one of sum, avg"
         assert several.startswith("TypeError: matmul_all_reduce: b is a list; it is one torch.Tensor")
+        assert k.startswith("ValueError: matmul_all_reduce: ")
         assert "differ in K" in k
+        assert bias.startswith("ValueError: matmul_all_reduce: bias has shape [5]"), bias
         assert vector.startswith("ValueError: matmul_all_reduce: a has 1 dimensions; it has at least 2")
         assert differ.startswith("ValueError: matmul_all_reduce: ranks ")
         assert "a: [4] rows float32 on rank 0, [5] rows float32 on rank 1" in differ or "[5] rows" in differ
         assert said.startswith("matmul_all_reduce, 2 ranks on cpu: N 6, K 8")
         assert "form      unfused: one after the other, by collective" in said
+        assert "\n  partial   4 x 6 float32 of each rank" in said
+        assert "pivot" not in said

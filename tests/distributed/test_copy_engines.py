@@ -446,3 +446,24 @@ def test_nothing_keeps_a_gatherer_when_its_calls_are_over():
         rank = None
         gc.collect()
         assert rank is gatherer()
+
+
+def test_a_host_that_asks_while_the_watchdog_has_just_heard_issues_nothing():
+    # The watchdog's thread has heard that call 1 has expired, and has not broken the group yet; now the host's runs.
+    with world(2) as (cuda, (first, _)):
+        first.call(SHARDS[2][0])
+        first.over.add(1)
+        cuda.run()
+        gatherer, begun = first.gatherer, []
+        give_up = gatherer.give_up
+
+        def late(why: str) -> None:
+            gatherer.give_up = give_up
+            begun.append(gatherer.begun(3))
+            give_up(why)
+
+        gatherer.give_up = late
+        with first.here():
+            assert gatherer._ask(None)
+        assert begun == [None]
+        assert first.member.broken

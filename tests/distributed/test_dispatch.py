@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import types
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tilestream.distributed import dispatch
+from tilestream.distributed import plan as plans
 from tilestream.distributed.dispatch import Case, decide
-from tilestream.distributed.plan import DistributedPlan, in_one_queue
+from tilestream.distributed.plan import DistributedPlan, in_one_queue, make_plan
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -152,3 +155,59 @@ def test_more_columns_never_make_overlap_less_worth_its_handshake(op):
     for world, m in itertools.product((2, 4, 8), (4096, 16384)):
         wins = [decide(replace(gather(m, n, 8192, world), op=op)).fused for n in (256, 1024, 4096, 16384)]
         assert wins == sorted(wins), (world, m, wins)
+
+
+def planned(patch, op, form="fused", unreachable="", rank=0):
+    """A plan of two ranks that reach each other, or do not; as on GPUs."""
+    reached = ("collective", (plans.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
+    patch.setattr(plans, "_transport", lambda member, x, last: reached)
+    patch.setattr(plans, "_device_class", lambda device: "sm_90")
+    member = types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
+    return make_plan(op, member, (4096, 8192), 0, torch.empty(0, dtype=torch.bfloat16), 3584, 8192, form, {"a": "rows"})
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_no_stream_waits_for_a_peer_where_all_share_a_queue(monkeypatch, op):
+    """The watchdog's stream would stand behind it: the wait would have no bound."""
+    free = planned(monkeypatch, op)
+    assert free.fused
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    plan = planned(monkeypatch, op)
+    assert not plan.fused
+    assert plan.transport == "collective"
+    assert "refused   fused: CUDA_DEVICE_MAX_CONNECTIONS is 1" in plan.explain()
+    assert plan.greeting != free.greeting, "a rank of another environment is told so"
+    unfused = planned(monkeypatch, op, "unfused")
+    assert unfused.decision.why == 'the caller asks for form="unfused"'
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert planned(monkeypatch, op) == free
+
+
+def test_a_gather_is_fused_and_pushed_where_all_share_a_queue(monkeypatch):
+    assert planned(monkeypatch, "all_gather_matmul").decision.way == "pull"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    plan = planned(monkeypatch, "all_gather_matmul")
+    assert plan.fused
+    assert plan.decision.way == "push"
+
+
+def test_an_all_reduce_says_that_nothing_overlaps_and_a_sum_where_it_begins(monkeypatch):
+    said = planned(monkeypatch, "matmul_all_reduce").explain()
+    assert "\n  form      fused: in one shot: each rank reads the partial sums of all, and adds, by symmetric" in said
+    assert "\n  partial   4096 x 8192 bfloat16 of each rank\n" in said
+    assert "overlap" not in said
+    assert "pivot" not in said
+    for rank in range(2):
+        assert f"pivot rank {1 - rank}\n" in planned(monkeypatch, "matmul_reduce_scatter", rank=rank).explain()
+        assert f"pivot rank {rank}\n" in planned(monkeypatch, "all_gather_matmul", rank=rank).explain()
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_nodes_need_not_reach_inside_alike(monkeypatch, op):
+    """From a node's first call on it knows that its GPUs do not reach each other; others' do."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    here, there = planned(monkeypatch, op), planned(monkeypatch, op, unreachable="rank 0: no peer access")
+    assert here.greeting != there.greeting
+    assert here.between_nodes.greeting == there.between_nodes.greeting
+    other = replace(here, agreed={**here.agreed, "a": "other rows"})
+    assert other.between_nodes.greeting != here.between_nodes.greeting

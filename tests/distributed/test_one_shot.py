@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.distributed import one_shot, protocol, sums
 from tilestream.distributed.one_shot import Reducer
+from tilestream.kernels.portable import add
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
 #: Rows and columns of a partial sum.
@@ -180,3 +181,83 @@ def test_half_a_call_breaks_the_group_on_all_ranks_and_leaves_nothing_stuck(monk
         assert second.reducer.memory.aborted()
         cuda.run()
         assert first.calling[0].query()
+
+
+def test_half_a_call_that_waits_for_a_peer_is_let_go(monkeypatch):
+    """The matmul has ended, one peer is waited for, and of the other the wait was refused."""
+    with world(3) as (cuda, (first, second, _), _):
+        wait, waits = one_shot.stream_wait, []
+
+        def once(*args: int) -> None:
+            waits.append(args)
+            if len(waits) > 1:
+                raise RuntimeError("no driver")
+            wait(*args)
+
+        monkeypatch.setattr(one_shot, "stream_wait", once)
+        with pytest.raises(RuntimeError, match="no driver"):
+            first.call(SHAPES[0], patience=1e6)
+        cuda.run()
+        assert not first.calling[0].query(), "it is at the peer's flag"
+        look(first.reducer)
+        cuda.run()
+        assert first.calling[0].query(), "at once: nobody sends anything any more"
+        assert second.reducer.memory.aborted()
+
+
+def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():
+    """Where launches block, that one is behind the wait for the peers: the host is in it until they come."""
+    with world(2) as (cuda, (first, _), _):
+        seen = []
+
+        def add_up(addresses, over, epoch):
+            cuda.run()
+            assert not first.calling[0].query(), "the peer is missing"
+            look(first.reducer)
+            cuda.run()
+            seen.append(first.calling[0].query())
+
+        with cuda.on(first.calling[0]):
+            first.reducer.reduce(SHAPES[0], torch.float32, lambda out: None, add_up, 0.0)
+        assert seen == [True]
+
+
+def test_no_room_for_the_addresses_is_found_before_the_call_is_counted(monkeypatch):
+    with world(2) as (cuda, ranks, _):
+        first, second = ranks
+        first.call(SHAPES[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(second.reducer, "_slots", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+            with pytest.raises(MemoryError):
+                second.call(SHAPES[0])
+        second.shapes.clear()
+        second.call(SHAPES[0])  # the caller tries again
+        cuda.run()
+        for rank in ranks:
+            assert not rank.member.broken
+            assert rank.results[1].equal(rank.expected(1))
+
+
+def test_a_bias_of_any_strides_is_read_as_it_is(monkeypatch):
+    """The kernel knows no strides: a column, every other element, or one number that is seen as many."""
+    read = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda addresses, out, bias, *args, **kwargs: read.append((bias, kwargs["BIAS"]))
+
+    monkeypatch.setattr(add, "add_slots", Kernel())
+    monkeypatch.setattr(one_shot, "agree", lambda *args: None)
+    whole = torch.arange(16.0)
+    biases = [whole[::2], whole.view(8, 2)[:, 1], whole[:1].expand(8), whole[:8]]
+    for bias in biases:
+        with world(2) as (cuda, (first, _), _), cuda.on(first.calling[0]):
+            first.member.reducer = first.reducer
+            one_shot.matmul_reduce(
+                first.member, None, (1, 8), torch.float32, lambda out: None, False, bias, 0.0, DEVICE
+            )  # fmt: skip
+        given, has = read.pop()
+        assert has
+        assert given.is_contiguous()
+        assert given.equal(bias)
+    assert given.data_ptr() == biases[-1].data_ptr(), "of one that is, no copy is made"

@@ -15,6 +15,7 @@ from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.distributed import protocol, reduce_scatter, sum_protocol, sums
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.sums import Scatterer
+from tilestream.kernels.portable import add
 from tilestream.ops import publish
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
@@ -272,3 +273,79 @@ def test_a_product_of_rows_that_no_view_has(monkeypatch):
     shards = Shards.of((2, 3, 4), 1, 2, 1)
     reduce_scatter._pulled(None, None, shards, a, None, torch.float32, (None, None), True, "sum", None, 1.0)
     assert torch.equal(multiplied[0], a.reshape(12, 4))
+
+
+def test_half_a_sum_that_waits_for_a_peer_is_let_go(monkeypatch):
+    with world(2) as (cuda, (first, second), posted):
+        monkeypatch.setattr(sums, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("copy refused")))
+        with pytest.raises(RuntimeError, match="copy refused"):
+            first.call(SHARDS[2][0], patience=1e6)
+        cuda.run()
+        assert not first.side.query(), "it is at the peer's flag"
+        look(first.scatterer)
+        cuda.run()
+        assert first.side.query(), "at once: nobody sends anything any more"
+        assert first.calling.query()
+        assert "RuntimeError: copy refused" in str(posted.pop()), "not that it has waited for long enough"
+        assert second.scatterer.memory.aborted()
+
+
+def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():
+    """Where launches block, that one is behind the side stream: the host is in it until the peers come."""
+    with world(2) as (cuda, (first, _), _):
+        issue, seen = first.scatterer.issue, []
+
+        def blocks(*args):
+            cuda.run()
+            assert not first.side.query(), "the peer is missing"
+            look(first.scatterer)
+            cuda.run()
+            seen.append(first.side.query())
+
+        def blocking(shards, dtype, received, product, add_up, seconds):
+            issue(shards, dtype, received, product, blocks, seconds)
+
+        first.scatterer.issue = blocking
+        first.call(SHARDS[2][0])
+        assert seen == [True]
+
+
+def test_no_room_for_more_signals_is_found_before_the_call_is_counted(monkeypatch):
+    with world(2) as (cuda, ranks, _):
+        first, second = ranks
+        for rank in ranks:
+            rank.scatterer._publication = Publication(1)
+        first.call(SHARDS[2][0])
+        with monkeypatch.context() as patch:
+            patch.setattr(second.scatterer, "make_publication", lambda n: (_ for _ in ()).throw(MemoryError("no room")))
+            with pytest.raises(MemoryError):
+                second.call(SHARDS[2][0])
+        second.shapes.clear()
+        second.call(SHARDS[2][0])  # the caller tries again
+        cuda.run()
+        for rank in ranks:
+            assert not rank.member.broken
+            assert rank.results[1].equal(rank.expected(1))
+
+
+def test_a_bias_of_any_strides_is_read_as_it_is(monkeypatch):
+    read = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda whole, received, out, bias, *args, **kwargs: read.append((bias, kwargs["BIAS"]))
+
+    monkeypatch.setattr(add, "add_parts", Kernel())
+    monkeypatch.setattr(sums, "agree", lambda *args: None)
+    shards = SHARDS[2][0]
+    for bias in (torch.arange(4.0)[::2], torch.arange(4.0).view(2, 2)[:, 1], torch.ones(1).expand(2)):
+        with world(2) as (cuda, (first, _), _), cuda.on(first.calling):
+            first.member.scatterer = first.scatterer
+            first.member.buffer = lambda name, shape, dtype, device: torch.empty(shape, dtype=dtype)
+            sums.matmul_scatter(
+                first.member, None, shards, torch.empty(0), torch.float32, lambda *args: None, False, bias, 0.0
+            )
+        given, has = read.pop()
+        assert has
+        assert given.is_contiguous()
+        assert given.equal(bias)

@@ -115,7 +115,7 @@ BUGS = {
     "an item is read without a wait": Bug(
         "gemm",
         (("        mbarrier.wait(item_full.index(slot), slot_phase)\n        steps", "        steps"),),
-        (WRITES, PENDING),
+        (READS, WRITES, PENDING),
     ),
     "no wait for the store before": Bug(
         "epilogue", (("        tma.store_wait(PENDING)\n", ""),), (PENDING,)

@@ -86,7 +86,7 @@ def arguments_of(name: str) -> list[str]:
     passes = {
         "hopper": files("hopper"),
         "attention": files("attention", "hopper_attention"),
-        "alone": files("arrival", "arrival_order", "copy_items", "hopper_arrival", "demo"),
+        "alone": files("again", "arrival", "arrival_order", "copy_items", "hopper_arrival", "demo"),
         "distributed": files("distributed"),
         "sanitizers": files("consan", "sanitize"),
     }

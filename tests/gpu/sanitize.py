@@ -1,5 +1,6 @@
-"""Launches of the Hopper kernels, small, for compute-sanitizer: of the GEMM each variant and store, stream_k, a batch;
-of attention each tile, packed sequences, pages, heads side by side, shares, keys that arrive, a trace.
+"""Launches of the Hopper kernels, small, for compute-sanitizer: of the GEMM each variant and store, stream_k, a batch,
+a gate, copy items; of attention each tile, packed sequences, pages, heads side by side, shares, keys that arrive, a
+trace.
 
 ``compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/gpu/sanitize.py [SHARE/SHARES]``:
 `test_gpu_sanitize` runs it and reads the summary. Answers are checked on the CPU, so that nothing else is sanitized
@@ -13,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
@@ -86,6 +87,32 @@ def attend(case: Case, more: dict[str, Any]) -> None:
     print(launch.plan.label, launch.plan.variant, flush=True)
 
 
+#: Who copies what a GEMM waits for.
+ARRIVALS: tuple[Literal["engine", "kernel"], ...] = ("engine", "kernel")
+
+
+def arrive(copies: Literal["engine", "kernel"]) -> None:
+    """A GEMM whose rows arrive in three chunks, checked on the CPU. What the engine copies is there before."""
+    import torch
+
+    import tilestream as ts
+    from error_rule import Maths, check
+
+    m, n, k = 300, 136, 200
+    a, b = (torch.randn(shape).to(BF16) for shape in ((m, k), (k, n)))
+    result = _whole(torch.full((m, n), float("nan"), dtype=BF16))
+    with ts.stream_in(a.pin_memory(), rows_per_chunk=128, pivot=1, copies=copies) as x:
+        if copies == "engine":
+            x.wait(100.0)
+        plan = ts.plan(m, n, k, dtype=BF16, device="cuda", schedule="dynamic", workers=2, arrival=x.arrival)
+        assert (plan.backend, plan.copies) == ("hopper", "rows" if copies == "kernel" else "none"), plan.explain()
+        plan.run(x.tensor, _whole(b), out=result, arrival=x.arrival, deadline=200.0)
+        check(result.cpu(), Maths(a, b))
+        assert torch.equal(x.tensor.cpu(), a)
+    ts.check()
+    print(f"{m}x{n}x{k} copied by {copies}", flush=True)
+
+
 def main() -> None:
     import torch
 
@@ -104,6 +131,8 @@ def main() -> None:
         plan.run(**there, out=result, alpha=case.alpha, beta=case.beta, activation=case.activation)
         check(result.cpu(), case.maths(here))
         print(case.name, flush=True)
+    for copies in ARRIVALS[share::shares]:
+        arrive(copies)
     for one, more in ATTENTION[share::shares]:
         attend(one, more)
     print("all right")

@@ -206,6 +206,19 @@ def test_a_rank_that_does_not_come(killed, job, how, op, part):
         assert waited < 0.5 + 1 + (5 if SHARED else 0), "the deadline, and a second"
 
 
+def test_a_rank_that_does_not_come_to_a_sum_where_launches_block():
+    if SHARED:
+        pytest.skip("ranks that share a GPU take turns on it")
+    pool = make_pool(CUDA_LAUNCH_BLOCKING="1")
+    try:
+        first, second, works, _ = pool.run(2, jobs.sum_expires, False, bound=60, seconds=30)[0]
+    finally:
+        pool.close()
+    assert works
+    assert first.startswith("ArrivalTimeout: matmul_reduce_scatter: rank 0"), first
+    assert second.startswith("GroupBroken"), second
+
+
 @pytest.mark.parametrize(
     "environment",
     [{"CUDA_LAUNCH_BLOCKING": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}],

@@ -220,6 +220,15 @@ def test_a_plan_refuses_another_arrival_than_its_own():
             plan.run(x, b, arrival=other)
 
 
+def test_a_plan_refuses_an_arrival_that_others_copy(monkeypatch):
+    arrival = ts.Arrival.uniform(16, 4)
+    plan = ts.plan(50, 40, 24, arrival=arrival)
+    monkeypatch.setattr(type(arrival._signals), "copied", 16)
+    text = "arrival: copies offered to the kernel, in words of 16 bytes, and the plan was made for others' copies"
+    with pytest.raises(ValueError, match=f"^{text}; make a plan with this arrival"):
+        plan.run(rand(50, 24), rand(24, 40), arrival=arrival)
+
+
 def test_a_plan_does_not_drop_gradients_silently():
     x, b = rand(20, 24).requires_grad_(), rand(24, 30)
     plan = ts.plan(20, 30, 24)

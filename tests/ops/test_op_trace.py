@@ -41,7 +41,7 @@ def launch(monkeypatch):
 
 def issue(launch) -> None:
     x = torch.zeros(1)
-    gpu._issue(launch, x, x, x, Epilogue(), None, "linear")
+    gpu.issue(launch, x, x, x, Epilogue(), None, "linear")
 
 
 def test_outside_a_block_nothing_is_written_down(launch):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fake_cuda import DEVICE
+from fake_cuda import DEVICE, fake_cuda
 from tilestream.runtime import streams
 from tilestream.runtime.streams import aside, give_back, lend, lend_to
 
@@ -51,6 +51,20 @@ def test_until_the_borrower_is_gone(cuda):
     del borrower
     gc.collect()
     assert lend(DEVICE) is stream
+
+
+def test_a_stream_of_a_test_before_is_not_lent():
+    """Its borrower may be garbage that is collected later."""
+
+    class Borrower:
+        pass
+
+    with fake_cuda():
+        borrower = Borrower()
+        lend_to(borrower, DEVICE)
+    with fake_cuda() as cuda:
+        del borrower
+        assert lend(DEVICE) in cuda.streams
 
 
 def test_aside_is_current_within_the_block_and_comes_back(cuda):

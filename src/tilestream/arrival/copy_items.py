@@ -26,6 +26,9 @@ from tilestream.schedule.integers import cdiv, part_begin, part_size
 #: Bytes of a piece, about: a few rounds of `block`, beside which a ticket and a count do not weigh much.
 PIECE_BYTES = 128 * 2**10
 
+#: Words of a piece, at most: its elements, four to a word, are counted in 31 bits.
+PIECE_WORDS = 2**28
+
 #: Words that a thread has on their way at once, in 64 registers where they are of 16 bytes: 32 KiB of four warps. With
 #: 4 us from request to answer, as measured, that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
 WORDS_A_THREAD = 16
@@ -139,9 +142,8 @@ class Pieces:
         largest = _largest(self.chunks)
         if largest * self.row_words >= INT31 or self.count >= INT31:
             raise ValueError(
-                f"chunks: one of {largest} rows has {largest * self.row_words} words, and there are "
-                f"{self.count} pieces; both are counted in 31 bits: take smaller chunks, by "
-                "rows_per_chunk= or bounds="
+                f"chunks: one of {largest} rows has {largest * self.row_words} words, and there are {self.count} "
+                "pieces; both are counted in 31 bits: take smaller chunks, by rows_per_chunk= or bounds="
             )
 
     @classmethod
@@ -149,10 +151,11 @@ class Pieces:
         """Pieces of about `PIECE_BYTES` in the mean.
 
         Larger in a chunk that is larger than others: cut by the largest chunk, the small ones would be in crumbs, each
-        of which costs a ticket and a count. So there are ``bytes / PIECE_BYTES + chunks.count`` of them at most.
+        of which costs a ticket and a count. So there are ``bytes / PIECE_BYTES + chunks.count`` of them at most, as
+        long as none has more than `PIECE_WORDS`.
         """
-        size = chunks.rows * row_words * word_bytes
-        return cls(chunks, pivot, row_words, max(1, cdiv(size, chunks.count * PIECE_BYTES)))
+        mean = cdiv(chunks.rows * row_words * word_bytes, chunks.count * PIECE_BYTES)
+        return cls(chunks, pivot, row_words, max(1, mean, cdiv(_largest(chunks) * row_words, PIECE_WORDS)))
 
     @property
     def count(self) -> int:

@@ -107,17 +107,12 @@ class DeviceSignals(Publishing):
         self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's eager launches
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
         self._captures: set[int] = set()
-        self._streamed = False
         self._copies: KernelCopies | None = None
 
     @property
     def self_reset(self) -> bool:
         """Whether an eager call that has seen all chunks zeroes the words."""
         return self._theirs is not None
-
-    def filled_by_stream(self) -> None:
-        """These are the signals of a `tilestream.Stream`: its copies are in no graph."""
-        self._streamed = True
 
     def offer(self, copies: KernelCopies) -> None:
         """What these signal is copied by the launch that waits for it, if that can."""
@@ -162,7 +157,7 @@ class DeviceSignals(Publishing):
         if self._copies is None:
             yield
             return
-        captures = set(self._captures)
+        captures, epoch = set(self._captures), self._epoch
         with self._copies.launching() as taking:
             try:
                 yield
@@ -171,7 +166,7 @@ class DeviceSignals(Publishing):
                 raise
         if taking.end is not None:
             with self._bell:
-                self._signalled(torch.cuda.current_stream(self._device), taking.end)
+                self._signalled(torch.cuda.current_stream(self._device), taking.end, epoch)
 
     def take_copies(self, copiers: int) -> CopyArguments:
         """What a launch on the current stream copies, before `use`: see `KernelCopies.take`."""
@@ -266,9 +261,9 @@ class DeviceSignals(Publishing):
             event.record(stream)
             self._last[chunk] = _Last(stream.cuda_stream, event)
 
-    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event) -> None:
-        """A launch on ``stream`` that signals all chunks of this epoch was issued; ``end`` is behind it."""
-        self._issued = [self._epoch] * self._count
+    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event, epoch: int) -> None:
+        """A launch on ``stream`` that signals all chunks of an epoch was issued; ``end`` is behind it."""
+        self._issued = [epoch] * self._count
         self._last = [_Last(stream.cuda_stream, end)] * self._count
 
     def _follow(self, chunk: int, stream: torch.cuda.Stream) -> None:

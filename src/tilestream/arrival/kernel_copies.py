@@ -12,12 +12,13 @@ graphs that copy the same rows may be replayed at the same time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -26,6 +27,8 @@ from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
+
+logger = logging.getLogger(__name__)
 
 #: Tables that captured launches know by address: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
@@ -96,8 +99,8 @@ class KernelCopies:
         self._made.record(torch.cuda.current_stream(self._device))
         self._known = {torch.cuda.current_stream(self._device).cuda_stream}
         self._graph: tuple[int, torch.Tensor] | None = None  # the last that was captured, and its signals
-        self._launching: Taking | None = None
-        self._took = False
+        self._took = self._said = False
+        self._begun: torch.cuda.Event | None = None
         self._taken: torch.cuda.Event | None = None
         self._taker: torch.cuda.Stream | None = None
         self.pending = False
@@ -157,6 +160,13 @@ class KernelCopies:
                 copiers = 0
             return CopyArguments(self._source, self._target, self._table, self._words, copiers)
 
+    @property
+    def maker(self) -> Literal["nobody", "kernel", "engine"]:
+        """Who makes this epoch's copies. Those of a graph are its own."""
+        if self.pending:
+            return "nobody"
+        return "engine" if self._taker is None else "kernel"
+
     def signals_in(self, graph: int) -> torch.Tensor | None:
         """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
         return self._graph[1] if self._graph is not None and self._graph[0] == graph else None
@@ -166,7 +176,10 @@ class KernelCopies:
         with self._lock:
             if self.pending:
                 self.by_engine(signals)
-            elif self._taker is not None:  # an engine needs no SM: its chunks are waited for at the gates
+            elif self._taker is None and self._begun is not None:
+                # An engine needs no SM, so its chunks are waited for at gates; but what it comes behind may need one.
+                stream.wait_event(self._begun)
+            else:
                 self._wait_for_taker(stream)
 
     def by_engine(self, signals: DeviceSignals, timeout: float | None = None) -> bool:
@@ -184,6 +197,8 @@ class KernelCopies:
                 stream = torch.cuda.current_stream(self._device)
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
+                self._begun = torch.cuda.Event()
+                self._begun.record(stream)
                 try:
                     end = self._by_engine(signals)
                 except BaseException:
@@ -191,6 +206,9 @@ class KernelCopies:
                     raise
                 self._taken, self._taker = end, None
                 self.pending = False
+                if not self._said:
+                    logger.info("stream_in: a copy engine makes the copies: who reads this epoch's first makes none")
+                self._said = True
         finally:
             self._lock.release()
         return True

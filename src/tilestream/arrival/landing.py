@@ -130,9 +130,10 @@ class DeviceLanding(Landing):
         rows = as_rows(self._host)
         if not rows.is_contiguous() or not rows.is_pinned():
             raise ValueError(
-                f"stream_in: copies='kernel' of {self.how.removeprefix('copied to ')}, strides "
-                f"{self._host.stride()}; a kernel copies rows that lie one behind the other in pinned memory: "
-                "source.contiguous().pin_memory(), or copies='engine'"
+                f"stream_in: copies='kernel' of a source {list(self._host.shape)}, {self._host.dtype}, on "
+                f"{self._host.device}, strides {self._host.stride()}, "
+                f"{'pinned' if self._host.is_pinned() else 'not pinned'}; a kernel copies rows that lie one "
+                "behind the other in pinned memory: source.contiguous().pin_memory(), or copies='engine'"
             )
         if rows.data_ptr() % 16:
             raise ValueError(

@@ -101,7 +101,7 @@ class Publishing(Signals):
     def _come_behind_all(self, stream: torch.cuda.Stream) -> None: ...
 
     @abstractmethod
-    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event) -> None: ...
+    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event, epoch: int) -> None: ...
 
     def publish(self) -> PublishWords:
         """What a launch on the current stream is told that signals this epoch; `published` says that it was issued.
@@ -112,13 +112,15 @@ class Publishing(Signals):
         Raises
         ------
         ValueError
-            If a chunk of this epoch is signalled already, or, captured, published by this graph.
+            If a chunk of this epoch is signalled already, or, captured, published by this graph; or if a
+            `tilestream.Stream` signals them.
         RuntimeError
             If a launch waits for it already: it may hold the SMs that the matmul would need.
         """
         with self._bell:
             stream = torch.cuda.current_stream(self._device)
             self._settle(stream)
+            self._check_unpublished(())
             if torch.cuda.is_current_stream_capturing():
                 return self._publish_in_graph(capture_id(stream.cuda_stream))
             if self._underway is not None:
@@ -196,7 +198,7 @@ class Publishing(Signals):
                 return
             self._underway = None
             if self._theirs is None:
-                self._signalled(stream, end)
+                self._signalled(stream, end, self._epoch)
                 if first is not None:
                     found = found._replace(first=(self._eager.data_ptr() + 4 * first, self._epoch))
             self._published = found

@@ -60,6 +60,7 @@ class Signals:
         self._bell = threading.Condition()
         self._error: tuple[int, BaseException] | None = None
         self._times: list[float | None] = [None] * count
+        self._streamed = False
         #: The epochs whose producer's exception was raised.
         self.raised: set[int] = set()
         #: Of chunks that other ranks send: (the rank that waits here, what to call a chunk's source), by chunk.
@@ -130,13 +131,18 @@ class Signals:
         Raises
         ------
         ValueError
-            If a chunk of it is signalled already: a reader would take what is being overwritten.
+            If a chunk of it is signalled already: a reader would take what is being overwritten. Or if a
+            `tilestream.Stream` signals them.
         """
         with self._bell:
             self._check_unpublished([chunk for chunk, there in enumerate(self.state()) if there])
             return self._epoch
 
     def _check_unpublished(self, signalled: Sequence[int]) -> None:
+        if self._streamed:
+            raise ValueError(
+                "publish: the arrival of a stream, which signals its chunks itself; give an Arrival of the output's own"
+            )
         if signalled:
             way = "arrival.advance() begins the next one" if self._own else "zero your words: arrival.reset()"
             raise ValueError(f"publish: chunk {signalled[0]} of epoch {self._epoch} is signalled already; {way}")
@@ -194,7 +200,8 @@ class Signals:
         return 0
 
     def filled_by_stream(self) -> None:
-        """These are the signals of a `tilestream.Stream`."""
+        """These are the signals of a `tilestream.Stream`, and nobody else signals them."""
+        self._streamed = True
 
     def reported(self) -> None:
         """A launch has reported that the producer failed."""

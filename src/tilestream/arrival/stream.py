@@ -209,11 +209,15 @@ class Stream:
         return self._copies is None or self._copies.settled(timeout)
 
     def explain(self) -> str:
-        """Where the data comes from, and how."""
+        """Where the data comes from, and how; of ``copies="kernel"``, who made this epoch's copies, if anybody has."""
         rows = self._chunks.rows
         onward = f", {self._landing.how}" if self._landing.how else ""
         if self._copies is not None:
-            onward += " by the kernel that reads it first, if that can, else by a copy engine"
+            onward += {
+                "nobody": " by the kernel that reads it first, if that can, else by a copy engine",
+                "kernel": " by the kernel that read it first",
+                "engine": " by a copy engine: who read it first makes no copies",
+            }[self._copies.maker]
         return f"{self._source.how}{onward}; {rows} rows in {self._chunks.count} chunks"
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:

@@ -105,7 +105,7 @@ def plan_matmul_all_reduce(
     operands = _check(a, b, "sum", None, None, None)
     a, b = autocast(Options(OP), a, operands.bs[0])
     *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
-    rehearse(a, operands._replace(bs=[b]), None, None)
+    rehearse(OP, a, operands._replace(bs=[b]), None, None)
     if between:
         return _plan(inside, a, b, form, OVER_NODES).over(between[0].world)
     return _plan(inside, a, b, form)
@@ -154,7 +154,7 @@ def run(
     members = [group] if isinstance(group, Member) else [group.inside, group.between]
     for member in members:
         member.check()
-    travels = rehearse(a, Operands([b], [bias], [scale_b], ["none"]), scale_a, out_dtype)
+    travels = rehearse(OP, a, Operands([b], [bias], [scale_b], ["none"]), scale_a, out_dtype)
     wide = travels if a.is_cuda else torch.promote_types(travels, torch.float32)
     more: dict[str, Any] = {"travels": str(travels), "reduce_op": reduce_op}
     options = Options(OP, out_dtype=travels, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum)

@@ -6,7 +6,8 @@
 
 So each step a rank sends to one node and receives from one, and no two send to one at a time. A step is NCCL's send and
 receive, of which the current stream waits for what it needs. Where the group between nodes has gloo, it is
-messages, in threads: of GPUs' tensors through the CPU, which is right, and slow.
+messages, in threads: of GPUs' tensors through the CPU, which is right, and slow. That is what has run on GPUs: NCCL's
+branch has been tried on the CPU, over gloo's sends and receives, and not yet between GPUs.
 """
 
 from __future__ import annotations
@@ -139,12 +140,17 @@ def over_nodes(
     Raises
     ------
     ArrivalTimeout, GroupBroken, ValueError
-        As `tilestream.distributed.gloo.gather_matmul`. On a GPU NCCL itself looks after what it sends.
+        As `tilestream.distributed.gloo.gather_matmul`. Whatever ``compute`` raises breaks the group here, too. Of NCCL
+        the peers are not told: what they wait for ends at NCCL's own timeout.
     """
     device = like[0].device
     if device.type == "cuda" and member.backend("cuda") != "gloo":
         agree(member, plan, device)
-        return compute(_ByNccl(member))
+        try:
+            return compute(_ByNccl(member))
+        except BaseException as error:  # what was sent already would be taken for the next call's
+            member.break_(f"{plan.case.op} on rank {member.rank}: {type(error).__name__}: {error}")
+            raise
     steps, results = _ByMessages(member, like), []
 
     def computed() -> list[torch.Tensor]:

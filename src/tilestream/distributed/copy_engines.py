@@ -245,9 +245,10 @@ class Gatherer(Turns):
                 time.sleep(0.001)
 
     def _ask(self, op: object) -> int:
-        self._heard, said = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})
+        newest, said = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})
         if said:
             self.give_up(self.expired())
+        self._heard = newest  # last: until the group is broken, host and watchdog each hear of it for themselves
         return int(said)
 
     def gave_up(self, oldest: Underway) -> str:

@@ -62,7 +62,7 @@ class Hierarchy(NamedTuple):
         """`over_nodes`; what it ends with breaks the node's group, too: its ranks will not find this one at a step."""
         with self.between.call(), torch.no_grad():
             try:
-                return over_nodes(self.between, plan, like, _left(end), compute)
+                return over_nodes(self.between, plan.between_nodes, like, _left(end), compute)
             except BaseException as error:
                 if self.between.broken and not self.inside.broken:
                     self.inside.break_(f"between nodes: {type(error).__name__}: {error}")
@@ -157,7 +157,9 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:  # fmt: skip
     """As `tilestream.distributed.reduce_scatter.run`."""
     between, inside, end = *group, group.begin(a, deadline)
-    travels = reduce_scatter.rehearse(a, Operands([b], [bias], [scale_b], ["none"]), scale_a, out_dtype)
+    travels = reduce_scatter.rehearse(
+        reduce_scatter.OP, a, Operands([b], [bias], [scale_b], ["none"]), scale_a, out_dtype
+    )
     shape = reduce_scatter.part_shape(group.world, a, b, dim)
     parts = a.split(max(a.shape[dim] // between.world, 1), dim) if a.shape[dim] else [a] * between.world
     scales = [scale_a] * between.world

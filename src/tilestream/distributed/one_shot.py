@@ -14,7 +14,6 @@ NCCL behind torch.mm, by 1.04 to 1.31; of fewer rows NCCL's kernel, which needs 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,8 +24,8 @@ from tilestream.distributed import protocol as p
 from tilestream.distributed.collective import agree
 from tilestream.distributed.members import Member
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.sums import Scatterer
-from tilestream.distributed.turns import Underway, answer
+from tilestream.distributed.sums import Marks, Scatterer
+from tilestream.distributed.turns import answer
 from tilestream.ops.publish import Publication
 from tilestream.runtime.driver import stream_wait, stream_write
 
@@ -59,40 +58,36 @@ class Reducer(Scatterer):
         seconds
             That are waited for peers when the matmul has ended.
         """
+        addresses = self._slots()  # it may raise, so before the call is counted, of which no peer has heard
         epoch = self.begin()
         calling = torch.cuda.current_stream(self.device)
         handle, flag = calling.cuda_stream, self.memory.flag
-        kernel, heard, end = (torch.cuda.Event() for _ in range(3))
-        addresses = self._slots()
+        call = self.call(epoch, epoch, seconds)
+        marks = Marks(call, calling, calling)
 
         def multiply(op: text.Multiply) -> None:
             size = shape[0] * shape[1] * dtype.itemsize
             product(self.memory.slot(self._rank, op.slot)[:size].view(dtype).view(shape))
 
+        def all_told(op: text.Heard) -> None:
+            marks.mark(call.side)
+            self.issued(call)  # before the sum: a launch that blocks (CUDA_LAUNCH_BLOCKING) waits there for the peers
+
         perform: dict[type, Callable[[Any], Any]] = {
             p.AwaitCall: lambda op: self.await_call(calling),
             text.Multiply: multiply,
-            text.Multiplied: lambda op: kernel.record(calling),
+            text.Multiplied: lambda op: marks.mark(call.kernel),
             text.TellPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
             text.HearPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
-            text.Heard: lambda op: heard.record(calling),
+            text.Heard: all_told,
             text.AddSlots: lambda op: add_up(addresses[op.slot], self._over, op.epoch),
-            text.Added: lambda op: end.record(calling),
+            text.Added: lambda op: marks.mark(call.end),
         }
         try:
             answer(text.reduce(self._rank, self._world, epoch), perform)
-        except BaseException as error:  # half a call: what the peers wait for may never come
-            for event in (kernel, heard, end):
-                event.record(calling)
-            self._half(error)
+        except BaseException as error:
+            self.halved(error, marks)
             raise
-        finally:  # half a call, too: the stream may wait for peers, and somebody has to look after it
-            overrule = functools.partial(self._overrule, epoch)
-            self.issued(
-                Underway(
-                    epoch=epoch, told=epoch, overrule=overrule, patience=seconds, kernel=kernel, side=heard, end=end
-                )
-            )
 
     def _slots(self) -> torch.Tensor:
         """Where every rank's slots are: ``int64[SLOTS, world]``."""
@@ -123,6 +118,7 @@ def matmul_reduce(
             )
         reducer.reserve(shape[0] * shape[1] * dtype.itemsize)
         out = torch.empty(shape, dtype=dtype, device=device)
+        bias = None if bias is None else bias.contiguous()  # what the kernel reads has no strides
 
         def add_up(addresses: torch.Tensor, over: torch.Tensor, epoch: int) -> None:
             from tilestream.kernels.portable.add import BLOCK, add_slots

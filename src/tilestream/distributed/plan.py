@@ -26,6 +26,16 @@ _WAYS: Mapping[Way, str] = {
     "push": "each rank pushes its shard to one peer after the other: the data are the handshake",
     "pull": "each rank pulls from one peer after the other, behind a handshake",
 }
+#: What is done where it is fused, and where not. An all-reduce's rows are too few to overlap with anything.
+_OVERLAP, _ONE_SHOT = "transfer and matmul overlap", "in one shot: each rank reads the partial sums of all, and adds"
+_IN_TURN = "one after the other"
+#: Why neither a sum nor an all-reduce is fused there.
+ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share a queue, and the one that waits for a peer would hold the "
+    "others without a bound, that of the watchdog too; set it to 8, or not at all"
+)
+#: What each node decides by itself, by what its GPUs can do: nodes need not agree on it.
+_OF_A_NODE = ("form", "chunks", "way")
 #: What carries data: messages of gloo; copy engines over symmetric memory; a collective of whatever backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
@@ -67,7 +77,7 @@ class DistributedPlan:
 
     @property
     def fused(self) -> bool:
-        """Whether transfer and matmul overlap."""
+        """Whether transfer and matmul overlap; of an all-reduce, whether it is done in one shot."""
         return not self.refused
 
     @property
@@ -79,14 +89,23 @@ class DistributedPlan:
         """The plan of a call over as many nodes, of which this is a step."""
         return replace(self, nodes=nodes)
 
+    @functools.cached_property
+    def between_nodes(self) -> DistributedPlan:
+        """The same, with what nodes compare."""
+        return replace(self, agreed={name: value for name, value in self.agreed.items() if name not in _OF_A_NODE})
+
     def explain(self) -> str:
         """What was chosen and what was refused, for people."""
-        case = self.case
-        how = "transfer and matmul overlap" if self.fused else "one after the other"
+        case, shard = self.case, f"{self.case.rows} x {self.case.width} {self.case.dtype}"
+        if case.op == "matmul_all_reduce":
+            how, what = _ONE_SHOT, ("partial", f"{shard} of each rank")
+        else:
+            pivot = (self.rank + (case.op == "matmul_reduce_scatter")) % case.world  # of a sum the own part comes last
+            how, what = _OVERLAP, ("chunks", f"{self.chunks} a shard of {shard}, pivot rank {pivot}")
         lines = [
-            ("form", f"{'fused' if self.fused else 'unfused'}: {how}, by {self.transport}"),
+            ("form", f"{f'fused: {how}' if self.fused else f'unfused: {_IN_TURN}'}, by {self.transport}"),
             ("why", self.decision.why),
-            ("chunks", f"{self.chunks} a shard of {case.rows} x {case.width} {case.dtype}, pivot rank {self.rank}"),
+            what,
             ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
         ]
         if "way" in self.agreed:
@@ -149,9 +168,14 @@ def _make(
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, member.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     decision = decide(case, form)
+    if op == "matmul_all_reduce":
+        decision = replace(decision, chunks=1)
     transport, refused = _transport(member, x, dim == len(shard) - 1)
+    one_queue = transport == "symmetric memory" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
         no_form = no_form or unmeasured
+    if one_queue and op != "all_gather_matmul" and decision.fused:
+        no_form = no_form or ONE_QUEUE
     if no_form:
         decision, transport, refused = Decision(False, 1, no_form), "collective", (Refusal("fused", no_form),)
     if not refused and not all((rows, width, n, k)):
@@ -164,7 +188,7 @@ def _make(
         transport = "collective"
     if transport == "symmetric memory" and op == "matmul_reduce_scatter":
         decision = decision.alike(math.prod(shard[dim:-1]))  # what is published is in chunks of one size
-    if transport == "symmetric memory" and on_trial() is None and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if one_queue and transport == "symmetric memory" and on_trial() is None:
         decision = in_one_queue(decision)
     all_agreed: dict[str, object] = {
         "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
@@ -176,7 +200,7 @@ def _make(
 
 
 def in_one_queue(decision: Decision) -> Decision:
-    """What is done of it where all streams of a GPU share one queue: no stream may wait for a peer, and so none pulls.
+    """What is done of a gather where all streams share one queue: no stream may wait for a peer, and so none pulls.
 
     That stream would hold the others, the kernel and its deadline too, and what the watchdog lets it go with.
     """

@@ -105,7 +105,7 @@ def plan_matmul_reduce_scatter(
     checks.check_devices(OP, a, b=operands.bs)
     a, b = autocast(Options(OP), a, b)
     *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
-    rehearse(a, operands._replace(bs=[b]), None, None)
+    rehearse(OP, a, operands._replace(bs=[b]), None, None)
     if not between:
         return plan_of(inside, a, b, scatter_dim, form)
     part_shape(between[0].world * inside.world, a, b, scatter_dim)
@@ -128,11 +128,11 @@ def check_one(op: str, b: object) -> None:
 
 
 def rehearse(
-    a: torch.Tensor, operands: Operands, scale_a: torch.Tensor | None, out_dtype: torch.dtype | None
+    op: str, a: torch.Tensor, operands: Operands, scale_a: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Raise what the matmul would; returns the dtype of what travels."""
+    """Raise what the matmul would, in the name of ``op``; returns the dtype of what travels."""
     of_rows = (math.prod(a.shape[:-1]), a.shape[-1]), a.dtype
-    (travels,) = checks.rehearse(OP, of_rows, operands, _of_rows(a, scale_a), out_dtype)
+    (travels,) = checks.rehearse(op, of_rows, operands, _of_rows(a, scale_a), out_dtype)
     return travels
 
 
@@ -170,7 +170,7 @@ def run(
     seconds = checks.seconds_of(deadline, member, a.device.type)
     rows = math.prod(a.shape[:-1])
     operands = Operands([b], [bias], [scale_b], ["none"])
-    travels = rehearse(a, operands, scale_a, out_dtype)
+    travels = rehearse(OP, a, operands, scale_a, out_dtype)
     shape = part_shape(member.world, a, b, dim)
     more = {"travels": str(travels), "reduce_op": reduce_op}
     plan = plan_of(member, a, b, dim, form, **more)

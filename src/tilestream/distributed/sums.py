@@ -45,6 +45,26 @@ LOOKS = 3
 Product = Callable[[torch.Tensor, Publication, int, int, int], object]
 
 
+class Marks:
+    """Which events of a call have been recorded, and where the rest are, should its issue end half way."""
+
+    def __init__(self, call: Underway, calling: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+        self.call, self.calling = call, calling
+        self.marked: list[torch.cuda.Event] = []
+        self._on = ((call.kernel, calling), (call.side, side), (call.end, calling))
+
+    def mark(self, which: torch.cuda.Event) -> None:
+        """Record an event of the call in its stream."""
+        which.record(next(stream for event, stream in self._on if event is which))
+        self.marked.append(which)
+
+    def rest(self) -> None:
+        """Record those that were not: never one anew, which would then come behind a wait for a peer."""
+        for event, _ in self._on:
+            if event not in self.marked:
+                self.mark(event)
+
+
 class Scatterer(Turns):
     """A member's sums on one GPU: their signals, and what is under way. Hold the member's call."""
 
@@ -84,42 +104,48 @@ class Scatterer(Turns):
             That are waited for peers when the kernel has ended.
         """
         assert shards.rows % shards.parts == 0, "what is published is in chunks of one size"
-        epoch = self.begin()
         count = shards.batches * shards.world * shards.parts
-        if self._publication.chunks < count:
+        if self._publication.chunks < count:  # it may raise, so before the call is counted
             self.quiet()
             self._publication = self.make_publication(count)
+        epoch = self.begin()
         before, calling = self._told, torch.cuda.current_stream(self.device)
         self._told += shards.batches * shards.parts
-        for stream in (self._side, calling):
-            received.record_stream(stream)
-        whole = self._slot(self._rank, epoch % p.SLOTS, shards, dtype)
-        kernel, end = torch.cuda.Event(), torch.cuda.Event()
+        call = self.call(epoch, self._told, seconds)
+        marks = Marks(call, calling, self._side)
         try:
-            self._produce(epoch, shards, whole, product, calling, kernel)
-            done = self._scatter(epoch, shards, dtype, received, before)
-        except BaseException as error:  # half a call: what the peers wait for may never come
-            self._half(error)
-            raise
-        perform: dict[type, Callable[[Any], Any]] = {
-            p.AwaitSide: lambda op: calling.wait_event(done),
-            q.Sum: lambda op: add_up(whole, self._over, epoch),
-            q.Summed: nothing,
-        }
-        try:
+            for stream in (self._side, calling):
+                received.record_stream(stream)
+            whole = self._slot(self._rank, epoch % p.SLOTS, shards, dtype)
+            self._produce(epoch, shards, whole, product, marks)
+            self._scatter(epoch, shards, dtype, received, before, marks)
+            self.issued(call)  # before the sum: a launch that blocks (CUDA_LAUNCH_BLOCKING) waits there for the peers
+            perform: dict[type, Callable[[Any], Any]] = {
+                p.AwaitSide: lambda op: calling.wait_event(call.side),
+                q.Sum: lambda op: add_up(whole, self._over, epoch),
+                q.Summed: lambda op: marks.mark(call.end),
+            }
             answer(q.add_up(epoch), perform)
         except BaseException as error:
-            self._half(error)
+            self.halved(error, marks)
             raise
-        finally:  # without a sum, too: the side stream waits for peers, and somebody has to look after it
-            end.record(calling)
-            overrule = functools.partial(self._overrule, epoch)
-            self.issued(Underway(epoch, overrule, kernel, done, end, self._told, seconds))
 
-    def _produce(
-        self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, calling: torch.cuda.Stream,
-        kernel: torch.cuda.Event,
-    ) -> None:  # fmt: skip
+    def call(self, epoch: int, told: int, patience: float) -> Underway:
+        """A call that is to be issued."""
+        kernel, side, end = (torch.cuda.Event() for _ in range(3))
+        return Underway(epoch, functools.partial(self._overrule, epoch), kernel, side, end, told, patience)
+
+    def halved(self, error: BaseException, marks: Marks) -> None:
+        """Half a call has been issued: the peers are told, and its streams, which may wait for them, looked after."""
+        self._half(error)
+        unseen = marks.call.side not in marks.marked
+        marks.rest()
+        if unseen:
+            self.issued(marks.call)
+
+    def _produce(self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, marks: Marks) -> None:
+        calling = marks.calling
+
         def compute(op: q.Compute) -> None:
             if op.step == 0:  # one launch computes all of them, in this order, and publishes each
                 out = whole.view(shards.total, shards.width)
@@ -130,14 +156,14 @@ class Scatterer(Turns):
             p.AwaitCall: lambda op: self.await_call(calling),
             p.Post: lambda op: self.post(calling),
             q.Compute: compute, q.Computed: nothing, q.Publish: nothing,
-            q.Ended: lambda op: kernel.record(calling),
+            q.Ended: lambda op: marks.mark(marks.call.kernel),
         }  # fmt: skip
         answer(q.produce(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
 
     def _scatter(
-        self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int
-    ) -> torch.cuda.Event:
-        side, handle, done = self._side, self._side.cuda_stream, torch.cuda.Event()
+        self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int, marks: Marks
+    ) -> None:
+        side, handle = self._side, self._side.cuda_stream
         total, mine = shards.batches * shards.world * shards.parts, list(shards.of_rank(self._rank))
         flag, address = self.memory.flag, self._publication.address
 
@@ -161,10 +187,9 @@ class Scatterer(Turns):
             q.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
             q.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
             q.PullPart: pull, q.PulledPart: nothing,
-            p.Done: lambda op: done.record(side),
+            p.Done: lambda op: marks.mark(marks.call.side),
         }  # fmt: skip
         answer(q.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
-        return done
 
     def _slot(self, rank: int, slot: int, shards: Shards, dtype: torch.dtype) -> torch.Tensor:
         """A slot as what is in it: a rank's product, ``[batches, world, rows, width]``."""
@@ -184,7 +209,13 @@ class Scatterer(Turns):
         return answer(q.begin_sum(epoch), {p.AwaitSide: await_side, p.Begin: self._begin})
 
     def gave_up(self, oldest: Underway) -> str:
-        """As of `Turns`: where the kernel has ended, the side stream has not, and patience is over."""
+        """As of `Turns`: where the kernel has ended, the side stream has not, and patience is over.
+
+        At once where the group is broken: its peers have been told, and send nothing any more.
+        """
+        member = self._member()
+        if member is not None and member.broken:
+            return super().expired()
         epoch, looks, since = self._suspect
         now = time.perf_counter()
         if oldest.epoch != epoch or not looks:
@@ -254,6 +285,7 @@ def matmul_scatter(
                 f"{plan.case.op}: a is on {device}; this group's calls are on {scatterer.device}: a rank has one GPU"
             )
         scatterer.reserve(math.prod(shards.shape) * dtype.itemsize)
+        bias = None if bias is None else bias.contiguous()  # what the kernel reads has no strides
         mine = (shards.batches, shards.rows, shards.width)
         received = member.buffer("received", (shards.world, *mine), dtype, device)
         out = torch.empty(mine, dtype=dtype, device=device)

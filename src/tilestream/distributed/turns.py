@@ -20,7 +20,6 @@ from tilestream.distributed.members import Member
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import exit
 from tilestream.runtime.driver import stream_write
-from tilestream.runtime.errors import GroupBroken
 from tilestream.runtime.streams import aside, lend_to
 
 #: Seconds between two looks of the watchdog, while a call is under way.
@@ -66,7 +65,7 @@ class Turns:
     op = ""
 
     def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
-        self._rank, self._world, self._name, self.device = member.rank, member.world, member.name, device
+        self._rank, self._world, self.device = member.rank, member.world, device
         self._member = weakref.ref(member)
         self.memory = memory or PeerMemory(member, device)
         self._side = lend_to(self, device)
@@ -191,7 +190,7 @@ class Turns:
 
         def overrule(op: p.Overrule) -> None:
             if call := self.call_of(op.epoch):
-                call.overrule(GroupBroken(self._name, why))
+                call.overrule(member.break_(why))  # which says why it was broken first
 
         def release(op: p.Release) -> None:
             if call := self.call_of(op.epoch):

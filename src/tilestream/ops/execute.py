@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtype
 from tilestream.plan import limit as limits
 from tilestream.plan.ask import SCALES
-from tilestream.plan.problem import Problem, Scales, dtype_name
+from tilestream.plan.problem import Incoming, Problem, Scales, dtype_name
 from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
 from tilestream.runtime.workspace import workspace
 from tilestream.schedule.schedule import Schedule
@@ -256,8 +257,27 @@ def _check_chunks(
 ) -> None:
     a3, b3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b))
     problem, asked = plan.problem, problem_of(a3, b3, a.dtype, rows, columns)
-    if (asked.rows, asked.columns, asked.row_of_batch) != (problem.rows, problem.columns, problem.row_of_batch):
+    there, planned = ((_as_brought(one.rows), _as_brought(one.columns), one.row_of_batch) for one in (asked, problem))
+    if there != planned:
         raise ValueError("arrival: not the chunks and pivot that the plan was made for; make a plan with this arrival")
+    for name, one, other in (
+        ("arrival", asked.rows, problem.rows),
+        ("weight_arrival", asked.columns, problem.columns),
+    ):
+        if one is not None and other is not None and one.copied != other.copied:
+            raise ValueError(
+                f"{name}: {_copies(one)}, and the plan was made for {_copies(other)}; make a plan with this arrival"
+            )
+
+
+def _copies(incoming: Incoming) -> str:
+    """For people."""
+    return f"copies offered to the kernel, in words of {incoming.copied} bytes" if incoming.copied else "others' copies"
+
+
+def _as_brought(incoming: Incoming | None) -> Incoming | None:
+    """Whoever copies it."""
+    return None if incoming is None else replace(incoming, copied=0)
 
 
 def make_epilogue(

@@ -46,7 +46,8 @@ def faults(found: dict) -> list[str]:
         "looks at signals": found["looks"] == expected["looks"],
         "naps": found["naps"] == expected["naps"],
         "fences": found["fences"] == expected["fences"],
-        "a round of copies": expected["round"].items() <= found["rounds"].items(),
+        # Those of 8 bytes: other counts. A kernel that makes no copies has not one of the others.
+        "a round of copies": expected["round"] == {size: n for size, n in found["rounds"].items() if size != "64"},
         "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK and found["shared"] <= SHARED,
     }
     return [name for name, kept in rules.items() if not kept]
@@ -100,6 +101,7 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
         ({"naps": 0}, "naps"),
         ({"fences": 0}, "fences"),
         ({"rounds": {"64": 32}}, "a round of copies"),
+        ({"rounds": {"64": 11, "128": 16, "U16": 1}}, "a round of copies"),
         ({"stores": 0}, "TMA stores"),
         ({"loads": 1}, "TMA loads"),
         ({"local": 1}, "spills"),
