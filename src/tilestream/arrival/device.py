@@ -381,7 +381,8 @@ class DeviceSignals(Publishing):
     def _wipe(self, words: torch.Tensor) -> None:
         """Zero a caller's own words on the current stream, behind all who are known to have written or read them.
 
-        Whoever comes to them next, on whatever stream, comes behind that. Under capture it is a part of the graph.
+        Whoever comes to them next, on whatever stream, comes behind that. Under capture ``words`` may be those of the
+        captured launches, too, and this is a part of the graph.
         """
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
