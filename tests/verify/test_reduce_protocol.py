@@ -10,6 +10,7 @@ from tilestream import verify
 from tilestream.verify.one_shot import OneShotCase
 from tilestream.verify.search import search
 from tilestream.verify.seeded import seeded_bugs
+from tilestream.verify.seeded_one_shot import reduces_in_one_slot
 
 
 @pytest.mark.parametrize("case", verify.configurations("reduce", "quick"), ids=str)
@@ -20,23 +21,22 @@ def test_every_order_comes_to_its_end_with_the_right_sums(case):
 
 
 def test_it_passes_where_its_bugs_are_found():
-    """With the real text, and the slots and the host that it has."""
+    """With the real text, and the host and the watchdog that it has."""
     for bug in seeded_bugs():
         if bug.model == "reduce":
             real = OneShotCase()
             case = replace(
                 bug.cases[0],
                 epochs=min(bug.cases[0].epochs, 3),
+                begin=real.begin,
                 reduce=real.reduce,
                 watch=real.watch,
-                slots=real.slots,
-                ahead=real.ahead,
             )
             assert search(case.build()).fault is None, bug.name
 
 
 def test_merged_states_hide_nothing():
-    for change in ({"epochs": 2}, {"epochs": 1, "expires": ((0, 1),)}, {"epochs": 2, "slots": 1}):
+    for change in ({"epochs": 2}, {"epochs": 1, "expires": ((0, 1),)}, {"epochs": 2, "reduce": reduces_in_one_slot}):
         case = OneShotCase(**change)
         merged, plain = (search(case.build(reduce)) for reduce in (True, False))
         assert (merged.fault is None) == (plain.fault is None)

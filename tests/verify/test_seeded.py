@@ -150,7 +150,7 @@ GATHER = ("begin", "publish", "side", "finish", "watch", "slots", "sets")
 #: Those of a sum.
 SUMS = ("begin", "produce", "scatter", "add_up", "watch")
 #: Those of an all-reduce.
-REDUCE = ("reduce", "watch")
+REDUCE = ("begin", "reduce", "watch")
 
 
 def written():

@@ -1,8 +1,8 @@
 """What the models of ranks have in common: hosts, watchdogs, abort words, ranks that are lost.
 
 A rank is some processes: the host, which issues calls ahead of the device; calling streams, kernels included; other
-streams; and the watchdog, which is the last of them. `tilestream.verify.gather` and `tilestream.verify.sums` say what
-streams do.
+streams; and the watchdog, which is the last of them. `tilestream.verify.gather`, `tilestream.verify.sums` and
+`tilestream.verify.one_shot` say what streams do.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class RanksCase:
         """What traces call a calling stream."""
         return f"calling stream {stream}" if self.streams > 1 else "calling stream"
 
-    def of(self, chunks: str) -> str:
+    def of(self, chunks: str = "") -> str:
         """The case in words."""
-        words = [f"{self.world} ranks, {chunks} chunks a shard, {self.epochs} calls, {self.slots} slots"]
+        shards = f"{chunks} chunks a shard, " if chunks else ""
+        words = [f"{self.world} ranks, {shards}{self.epochs} calls, {self.slots} slots"]
         words += [f"rank {rank}'s kernel of call {epoch} may expire" for rank, epoch in self.expires]
         words += [f"from {self.streams} streams in turn"] if self.streams > 1 else []
         words += [f"rank {self.lost} may be lost"] if self.lost is not None else []

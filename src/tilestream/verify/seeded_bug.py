@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tilestream.verify.faults import KINDS
 from tilestream.verify.report import Result, explore
@@ -51,3 +53,8 @@ class SeededBug:
 def says(of: object) -> str:
     """What is wrong with a text: the first line of what is said of it."""
     return (of.__doc__ or "").strip().split("\n")[0]
+
+
+def with_slots(slots: int) -> Callable[[Any], Any]:
+    """A change, for `rewritten`, that has ranks use so many slots."""
+    return lambda op: op._replace(slot=op.epoch % slots) if hasattr(op, "slot") else op

@@ -5,17 +5,13 @@ Where that reads best they are the real text with operations changed on their wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilestream.distributed import protocol as p
+from tilestream.verify.seeded_bug import with_slots
 from tilestream.verify.seeded_ring import rewritten
 
 Turn = p.Turn
-
-
-def _with_slots(slots: int) -> Callable[[Any], Any]:
-    return lambda op: op._replace(slot=op.epoch % slots) if hasattr(op, "slot") else op
 
 
 # The host ------------------------------------------------------------------------------------------------------------
@@ -43,12 +39,12 @@ def begins_ahead(epoch: int) -> Turn:
 
 def publish_one_slot(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """One slot for all calls: it is filled while a peer's kernel still reads it."""
-    return rewritten(p.publish(rank, chunks, epoch, from_slot), _with_slots(1))
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), with_slots(1))
 
 
 def publish_two_slots(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """Two slots: enough while every kernel that ends has had its rows. One that expires has not."""
-    return rewritten(p.publish(rank, chunks, epoch, from_slot), _with_slots(2))
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), with_slots(2))
 
 
 def own_not_signalled(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
@@ -76,12 +72,12 @@ def frees_at_once(epoch: int) -> Turn:
 
 def side_one_slot(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """The side stream of `publish_one_slot`."""
-    return rewritten(p.side(rank, world, chunks, epoch, way), _with_slots(1))
+    return rewritten(p.side(rank, world, chunks, epoch, way), with_slots(1))
 
 
 def side_two_slots(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:
     """The side stream of `publish_two_slots`."""
-    return rewritten(p.side(rank, world, chunks, epoch, way), _with_slots(2))
+    return rewritten(p.side(rank, world, chunks, epoch, way), with_slots(2))
 
 
 def pushes_to_the_next_slot(rank: int, world: int, chunks: int, epoch: int, way: p.Way) -> Turn:

@@ -1,10 +1,15 @@
-"""Seeded bugs of model 9: ways to reduce in one shot with one thing wrong each."""
+"""Seeded bugs of model 9: ways to reduce in one shot with one thing wrong each; watchdogs are sums' and gathers'."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilestream.distributed import one_shot_protocol as text
 from tilestream.distributed import protocol as p
+from tilestream.distributed import sum_protocol as q
 from tilestream.distributed.one_shot_protocol import Turn
+from tilestream.verify.seeded_bug import with_slots
+from tilestream.verify.seeded_ring import rewritten
 
 
 def tells_before_multiplied(rank: int, world: int, epoch: int) -> Turn:
@@ -22,30 +27,26 @@ def tells_before_multiplied(rank: int, world: int, epoch: int) -> Turn:
     return epoch
 
 
+def _first_alone(text_of: Turn, kind: type) -> Turn:
+    """Of the operations of a kind only the first."""
+    seen: list[object] = []
+
+    def change(op: Any) -> Any:
+        if isinstance(op, kind):
+            seen.append(op)
+        return None if isinstance(op, kind) and len(seen) > 1 else op
+
+    return rewritten(text_of, change)
+
+
 def hears_the_next_rank_alone(rank: int, world: int, epoch: int) -> Turn:
     """One peer is waited for, as if its being there said that of all."""
-    heard = 0
-    text_of = text.reduce(rank, world, epoch)
-    op = next(text_of)
-    while not isinstance(op, text.Added):
-        heard += isinstance(op, text.HearPeer)
-        answer = 0 if isinstance(op, text.HearPeer) and heard > 1 else (yield op)
-        op = text_of.send(answer)
-    yield op
-    return epoch
+    return _first_alone(text.reduce(rank, world, epoch), text.HearPeer)
 
 
 def tells_the_next_rank_alone(rank: int, world: int, epoch: int) -> Turn:
     """One peer is told, and the others wait for ever."""
-    told = 0
-    text_of = text.reduce(rank, world, epoch)
-    op = next(text_of)
-    while not isinstance(op, text.Added):
-        told += isinstance(op, text.TellPeer)
-        answer = 0 if isinstance(op, text.TellPeer) and told > 1 else (yield op)
-        op = text_of.send(answer)
-    yield op
-    return epoch
+    return _first_alone(text.reduce(rank, world, epoch), text.TellPeer)
 
 
 def tells_when_added(rank: int, world: int, epoch: int) -> Turn:
@@ -63,40 +64,18 @@ def tells_when_added(rank: int, world: int, epoch: int) -> Turn:
     return epoch
 
 
-def overrules_nothing(rank: int, world: int) -> p.Turn:
-    """The stream is let go, and the sum is taken for one."""
-    if not (yield from p.give_up(rank, world)):
-        return None
-    while epoch := (yield p.Oldest()):
-        yield p.AwaitKernel(epoch)
-        yield p.Release(epoch)
-        while not (yield p.AwaitDone(epoch)):
-            yield p.Release(epoch)
-    return None
+def reduces_in_one_slot(rank: int, world: int, epoch: int) -> Turn:
+    """One slot: the next product is written where the last is read."""
+    return rewritten(text.reduce(rank, world, epoch), with_slots(1))
 
 
-def overrules_afterwards(rank: int, world: int) -> p.Turn:
-    """The sum is overruled when the stream has been let go."""
-    if not (yield from p.give_up(rank, world)):
-        return None
-    while epoch := (yield p.Oldest()):
-        yield p.AwaitKernel(epoch)
-        yield p.Release(epoch)
-        yield p.Overrule(epoch)
-        while not (yield p.AwaitDone(epoch)):
-            yield p.Release(epoch)
-    return None
+def reduces_in_two_slots(rank: int, world: int, epoch: int) -> Turn:
+    """Two slots: who lets go of a stream writes over what a late peer reads."""
+    return rewritten(text.reduce(rank, world, epoch), with_slots(2))
 
 
-def tells_nobody(rank: int, world: int) -> p.Turn:
-    """A rank that gives up keeps it to itself."""
-    if not (yield p.Notice()):
-        return None
-    yield p.Break()
-    while epoch := (yield p.Oldest()):
-        yield p.Overrule(epoch)
-        yield p.AwaitKernel(epoch)
-        yield p.Release(epoch)
-        while not (yield p.AwaitDone(epoch)):
-            yield p.Release(epoch)
-    return None
+def begins_ahead(epoch: int) -> Turn:
+    """The host runs two calls ahead: the third slot is used up before it knows."""
+    return rewritten(
+        q.begin_sum(epoch), lambda op: op._replace(epoch=op.epoch - 1) if isinstance(op, p.AwaitSide) else op
+    )

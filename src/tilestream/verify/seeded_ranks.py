@@ -106,28 +106,21 @@ def _sums() -> tuple[SeededBug, ...]:
 
 
 def _reduces() -> tuple[SeededBug, ...]:
-    def bug(name: str, kind: str, wrong: Any, role: str = "", epochs: int = 1, **more: Any) -> SeededBug:
-        text = {role: wrong} if role else {}
-        what = says(wrong) if role else wrong
+    def bug(name: str, kind: str, role: str, wrong: Any, epochs: int = 1, **more: Any) -> SeededBug:
         least = epochs if "expires" in more else 1  # what has many states is not tried where it is too small to show
-        cases = tuple(OneShotCase(**{"epochs": n, **text, **more}) for n in range(least, epochs + 1))
-        return SeededBug(name, kind, "reduce", what, cases)
+        cases = tuple(OneShotCase(**{"epochs": n, role: wrong, **more}) for n in range(least, epochs + 1))
+        return SeededBug(name, kind, "reduce", says(wrong), cases)
 
     early, over, gives_up = "read before arrival", "overwritten while read", ((0, 1),)
-    one, two, ahead = (
-        "One slot: the next product is written where the last is read.",
-        "Two slots: who lets go of a stream writes over what a late peer reads.",
-        "The host runs two calls ahead: the third slot is used up before it knows.",
-    )
     return (
-        bug("told before it is multiplied", early, o.tells_before_multiplied, "reduce"),
-        bug("one peer heard for all", early, o.hears_the_next_rank_alone, "reduce", world=3),
-        bug("one peer told", "deadlock", o.tells_the_next_rank_alone, "reduce", world=3),
-        bug("told when added", "deadlock", o.tells_when_added, "reduce"),
-        bug("let go and not made NaN", early, o.overrules_nothing, "watch", expires=gives_up),
-        bug("made NaN too late", early, o.overrules_afterwards, "watch", expires=gives_up),
-        bug("given up, and not said", "not told", o.tells_nobody, "watch", expires=gives_up),
-        bug("one slot for all calls", over, one, epochs=2, slots=1),
-        bug("two slots, and one gives up", over, two, epochs=3, slots=2, expires=((0, 2),)),
-        bug("two calls ahead, and one gives up", over, ahead, epochs=4, ahead=2, expires=((0, 2),)),
+        bug("told before it is multiplied", early, "reduce", o.tells_before_multiplied),
+        bug("one peer heard for all", early, "reduce", o.hears_the_next_rank_alone, world=3),
+        bug("one peer told", "deadlock", "reduce", o.tells_the_next_rank_alone, world=3),
+        bug("told when added", "deadlock", "reduce", o.tells_when_added),
+        bug("let go and not made NaN", early, "watch", q.overrules_nothing, expires=gives_up),
+        bug("made NaN too late", early, "watch", q.overrules_afterwards, expires=gives_up),
+        bug("given up, and not said", "not told", "watch", g.tells_nobody, expires=gives_up),
+        bug("one slot for all calls", over, "reduce", o.reduces_in_one_slot, 2),
+        bug("two slots, and one gives up", over, "reduce", o.reduces_in_two_slots, 3, expires=((0, 2),)),
+        bug("two calls ahead, and one gives up", over, "begin", o.begins_ahead, 4, expires=((0, 2),)),
     )

@@ -77,7 +77,7 @@ def scatters_one_slot(rank: int, world: int, batches: int, parts: int, epoch: in
 
 
 def overrules_nothing(rank: int, world: int) -> Turn:
-    """The side stream is let go, and nothing says that what it pulls is no number."""
+    """The stream that waits is let go, and nothing says that what comes of it is no number."""
     if not (yield from p.give_up(rank, world)):
         return None
     while epoch := (yield p.Oldest()):
@@ -89,7 +89,7 @@ def overrules_nothing(rank: int, world: int) -> Turn:
 
 
 def overrules_afterwards(rank: int, world: int) -> Turn:
-    """The sum is made NaN when the side stream has been let go: it may have been added by then."""
+    """The sum is made NaN when the stream that waits has been let go: it may have been added by then."""
     if not (yield from p.give_up(rank, world)):
         return None
     while epoch := (yield p.Oldest()):
