@@ -322,14 +322,8 @@ def gather_matmul(
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
         agree(member, plan, device)
-        gatherer = member.gatherer
-        if gatherer is None:
-            gatherer = member.gatherer = Gatherer(member, device)
-        elif gatherer.device != device:
-            raise ValueError(
-                f"{plan.case.op}: a_shard is on {device}; this group's calls are on {gatherer.device}: "
-                "a rank has one GPU"
-            )
+        gatherer = member.gatherer = member.gatherer or Gatherer(member, device)
+        gatherer.check_gpu("a_shard", device)
         size = _aligned(math.prod(shards.shape) * x.element_size()) + 4 * shards.total
         gatherer.reserve(size, shards.batches * shards.world * shards.parts)
         whole = x.new_empty(shards.shape) if return_a else None

@@ -109,13 +109,8 @@ def matmul_reduce(
     """
     with torch.cuda.device(device):
         agree(member, plan, device)
-        reducer = member.reducer
-        if reducer is None:
-            reducer = member.reducer = Reducer(member, device)
-        elif reducer.device != device:
-            raise ValueError(
-                f"{plan.case.op}: a is on {device}; this group's calls are on {reducer.device}: a rank has one GPU"
-            )
+        reducer = member.reducer = member.reducer or Reducer(member, device)
+        reducer.check_gpu("a", device)
         reducer.reserve(shape[0] * shape[1] * dtype.itemsize)
         out = torch.empty(shape, dtype=dtype, device=device)
         bias = None if bias is None else bias.contiguous()  # what the kernel reads has no strides

@@ -277,13 +277,8 @@ def matmul_scatter(
     device = like.device
     with torch.cuda.device(device):
         agree(member, plan, device)
-        scatterer = member.scatterer
-        if scatterer is None:
-            scatterer = member.scatterer = Scatterer(member, device)
-        elif scatterer.device != device:
-            raise ValueError(
-                f"{plan.case.op}: a is on {device}; this group's calls are on {scatterer.device}: a rank has one GPU"
-            )
+        scatterer = member.scatterer = member.scatterer or Scatterer(member, device)
+        scatterer.check_gpu("a", device)
         scatterer.reserve(math.prod(shards.shape) * dtype.itemsize)
         bias = None if bias is None else bias.contiguous()  # what the kernel reads has no strides
         mine = (shards.batches, shards.rows, shards.width)

@@ -78,6 +78,13 @@ class Turns:
 
     # The host ------------------------------------------------------------------------------------------------------
 
+    def check_gpu(self, what: str, device: torch.device) -> None:
+        """Raise unless an operand is where this group's calls are."""
+        if device != self.device:
+            raise ValueError(
+                f"{self.op}: {what} is on {device}; this group's calls are on {self.device}: a rank has one GPU"
+            )
+
     def begin(self) -> int:
         """The epoch of a new call, once at most `protocol.AHEAD` are under way."""
         epoch = self.begun(self._epoch + 1)
