@@ -40,3 +40,21 @@ def portable(monkeypatch):
     monkeypatch.setattr(hopper, "refusal", lambda problem, device: "a test asks for the portable kernel")
     yield
     forget()
+
+
+@pytest.fixture(params=["picked", "portable"])
+def backend(request):
+    """What the plan picks, and the portable kernel."""
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    return request.param
+
+
+@pytest.fixture
+def nothing_reported():
+    """No launch of the test has reported anything in the end."""
+    import tilestream as ts
+
+    yield
+    torch.cuda.synchronize()
+    ts.check()

@@ -26,21 +26,7 @@ BF16 = torch.bfloat16
 BLOCKING = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
 #: A launch that waits for what is issued after it cannot be had where each launch is waited for: it expires.
 launch_first = pytest.mark.skipif(BLOCKING, reason="launches before its chunks are issued")
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True, params=["picked", "portable"])
-def backend(request):
-    if request.param == "portable":
-        request.getfixturevalue("portable")
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _nothing_reported():
-    yield
-    torch.cuda.synchronize()
-    ts.check()
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("backend", "nothing_reported")]
 
 
 def pinned(*shape: int) -> torch.Tensor:

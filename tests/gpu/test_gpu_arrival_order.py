@@ -24,22 +24,8 @@ from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.streams import lend_to
 from tilestream.sweep.takers import Neighbour
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("backend", "nothing_reported")]
 WORKERS = 60
-
-
-@pytest.fixture(autouse=True, params=["picked", "portable"])
-def backend(request):
-    if request.param == "portable":
-        request.getfixturevalue("portable")
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _nothing_reported():
-    yield
-    torch.cuda.synchronize()
-    ts.check()
 
 
 def planned(arrival: ts.Arrival, workers: int | None = WORKERS, order: str | None = None) -> ts.Plan:

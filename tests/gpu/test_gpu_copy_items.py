@@ -20,21 +20,7 @@ from error_rule import Maths, check
 from tilestream.runtime.properties import cuda_properties
 from tilestream.sweep.takers import Neighbour
 
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True, params=["picked", "portable"])
-def backend(request):
-    if request.param == "portable":
-        request.getfixturevalue("portable")
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _nothing_reported():
-    yield
-    torch.cuda.synchronize()
-    ts.check()
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("backend", "nothing_reported")]
 
 
 def offered(source: torch.Tensor, chunking: str = "uniform", pivot: int = 0) -> ts.Stream:
