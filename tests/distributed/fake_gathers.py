@@ -10,6 +10,7 @@ from fake_ranks import Member, Memory, look, pretend
 
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.device import Apart
 from tilestream.distributed import copy_engines, protocol
 from tilestream.distributed.copy_engines import Gatherer
 from tilestream.distributed.shards import Shards
@@ -29,6 +30,15 @@ def report(channel: Channel, signals, chunk: int) -> None:
     for i, word in enumerate(record):
         channel.records[at + 1 + i] = word
     channel.records[at] = number + 1
+
+
+def read(slot: torch.Tensor, apart: Apart | None) -> torch.Tensor:
+    """What a kernel reads: rows that stand apart, and of the slot the others."""
+    rows = slot.clone()
+    if apart is not None:
+        batches = rows.view(-1, apart.period, rows.shape[-1])
+        batches[:, apart.first : apart.first + apart.height] = apart.rows.view(len(batches), apart.height, -1)
+    return rows
 
 
 class Gathering:
@@ -61,11 +71,12 @@ class Gathering:
 
     def call(
         self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, ways=("push",), fails=False,
-        scales: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None, apart=True, products=1,
     ) -> None:  # fmt: skip
         """The next call: a kernel that hands in what is gathered, or None where it has expired.
 
-        ``ways``: call by call, and from the first on again.
+        ``ways``: call by call, and from the first on again. ``apart``: whether the kernel reads rows that stand apart
+        where they stand. ``products``: how often what is waited for is asked for.
         """
         self.shapes.append(shards)
         number, calling = len(self.shapes), self.calling
@@ -73,13 +84,15 @@ class Gathering:
         def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
             if fails:
                 raise RuntimeError("out of memory")
-            words, seen, signals = arrival._signals.use(), gathered.data, arrival._signals
+            seen, signals = gathered.data, arrival._signals
+            words = [signals.use(apart) for _ in range(products)][-1]
+            own = signals.apart if apart else None
 
             def ended() -> bool:
                 state = words.words.tolist()
                 late = [i for i, word in enumerate(state) if word < words.epoch]
                 if not late:
-                    self.results[number] = seen.clone()
+                    self.results[number] = read(seen, own)
                     self.scales = None if gathered.scales is None else gathered.scales.clone()
                 elif number in self.over or -words.epoch in state:
                     self.results[number] = None
@@ -126,9 +139,9 @@ def world(ranks: int):
         patch.setattr(copy_engines, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
         take_out = copy_engines.take_out
 
-        def later(whole, gathered, signals, shards):
+        def later(whole, gathered, signals, *rest):
             epoch = signals.epoch
-            cuda.current.give(lambda: take_out(whole, gathered, Then(signals, epoch), shards))
+            cuda.current.give(lambda: take_out(whole, gathered, Then(signals, epoch), *rest))
 
         patch.setattr(copy_engines, "take_out", later)
         memory = Memory(ranks, 512, 16)
@@ -139,7 +152,8 @@ class Then:
     """Signals as they were when a call was issued."""
 
     def __init__(self, signals, epoch: int) -> None:
-        self.epoch, self.words = epoch, signals.use().words
+        self.epoch, self.words = epoch, signals.use(apart=True).words
 
-    def use(self):
+    def use(self, apart):
+        assert apart
         return self

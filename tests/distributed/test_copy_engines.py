@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.distributed import copy_engines, dispatch, protocol, turns
 from tilestream.distributed.shards import Shards
+from tilestream.distributed.whole import Whole
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
 #: Of each world, shapes whose chunks are others' from call to call.
@@ -26,7 +27,7 @@ SHARDS = {
 }
 #: Ways of a call's shards, of the next one's, and so on.
 WAYS = st.lists(st.sampled_from(dispatch.WAYS), min_size=1, max_size=3)
-HOW = st.fixed_dictionaries({"strided": st.booleans(), "ways": WAYS})
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "ways": WAYS, "apart": st.booleans()})
 
 
 @given(data=st.data(), size=st.sampled_from((2, 3)))
@@ -172,7 +173,7 @@ def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_piec
     with world(2) as (_, (first, _)):
         for strided in (False, True):
             before = first.side.done
-            first.call(SHARDS[2][0], strided=strided)
+            first.call(SHARDS[2][0], strided=strided, apart=False)
             first.calling.run(1)
             first.side.run()
             assert (first.side.done > before) == (not strided)
@@ -180,6 +181,41 @@ def test_pushes_go_beside_the_copy_into_the_own_slot_unless_the_shard_is_in_piec
                 pass
             first.side.run()
             assert first.side.query() == (not strided), "behind the first call's kernel"
+
+
+@pytest.mark.parametrize("shards", [Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)], ids=str)
+def test_a_shard_that_is_read_where_the_caller_has_it_is_copied_nowhere(shards):
+    with world(2) as (cuda, ranks):
+        for rank in ranks:
+            rank.call(shards)
+        cuda.run()
+        for rank in ranks:
+            slot = rank.gatherer._slot(rank.rank, 1, shards, Whole(rank.tensor, None)).data
+            assert slot[:, rank.rank].view(torch.uint8).eq(255).all()
+            assert slot[:, 1 - rank.rank].equal(rank.expected(1)[:, 1 - rank.rank])
+            assert rank.results[1].equal(rank.expected(1))
+
+
+@pytest.mark.parametrize("products", [1, 3])
+def test_it_is_copied_once_for_all_launches_that_read_it_in_the_slot(monkeypatch, products):
+    shards = Shards(2, 2, 3, 1)
+    with world(2) as (cuda, ranks):
+        copied, copy = [], copy_engines.copy
+        monkeypatch.setattr(copy_engines, "copy", lambda to, source: (copied.append(to), copy(to, source)))
+        for rank in ranks:
+            rank.call(shards, apart=False, products=products)
+        assert len(copied) == len(ranks) * shards.batches
+        cuda.run()
+        for rank in ranks:
+            assert rank.results[1].equal(rank.expected(1))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callers_tensor_is_not_kept(fails):
+    with world(2) as (_, (first, _)):
+        with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
+            first.call(SHARDS[2][0], fails=fails)
+        assert [arrival._signals.apart for arrival in first.gatherer._arrivals.values()] == [None]
 
 
 def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):
@@ -246,9 +282,13 @@ def test_what_was_gathered_is_copied_out_of_the_slot_and_nan_where_it_did_not_co
             signals.begin(5)
             whole = torch.zeros(shards.shape, dtype=dtype)
             copy_engines.take_out(whole, slot, signals, shards)
+            rest = torch.zeros(shards.shape, dtype=dtype)
+            copy_engines.take_out(rest, slot, signals, shards, 1)
         expected = slot.float()
         expected[0, 0, 1:] = expected[1, 1, :1] = float("nan")
         assert torch.equal(whole.float().nan_to_num(-1.0), expected.nan_to_num(-1.0)), dtype
+        expected[:, 1] = 0.0
+        assert torch.equal(rest.float().nan_to_num(-1.0), expected.nan_to_num(-1.0)), dtype
 
 
 def test_the_whole_is_there_behind_the_call():
@@ -313,10 +353,11 @@ def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended
 @pytest.mark.parametrize("way", dispatch.WAYS)
 @pytest.mark.parametrize("what", ["copy_across", "PeerSignals", "copy", "stream_write"])
 def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch, what, way):
+    strided = what == "copy"  # else what is pushed is not copied
     with world(2) as (cuda, (first, second)):
         monkeypatch.setattr(copy_engines, what, lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
         with pytest.raises(RuntimeError, match="no driver"):
-            first.call(SHARDS[2][0], ways=[way])
+            first.call(SHARDS[2][0], ways=[way], strided=strided)
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHARDS[2][0])

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import gemm as gemm_text
+from tilestream.kernels.hopper import load as load_text
 from tilestream.kernels.hopper import multiply as multiply_text
 from tilestream.kernels.hopper import queues as queues_text
 from tilestream.kernels.loop import Add, AddUp, Compute, Look, Restore, Write, settle
@@ -150,6 +151,7 @@ class Dtype(NamedTuple):
 class TensorMap(NamedTuple):
     dtype: Dtype
     shape: list[int]
+    apart: bool = False
 
     @property
     def block_type(self) -> TensorMap:
@@ -196,16 +198,19 @@ class Kernel:
 
     ``counted``: the answers to looks and counts. ``change``: a piece of the text, and what stands there instead.
     ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
-    item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself.
+    item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself. ``apart``: the first
+    row tile that stands apart, how many do, and of how many.
     """
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
         change: tuple[str, str] | None = None, over: int | None = None, swapped: bool = False,
-        ordered: int = 0, copies: str = "none",
+        ordered: int = 0, copies: str = "none", apart: tuple[int, int, int] = (0, 0, 1),
     ) -> None:  # fmt: skip
         self.shape, self.ring, self.items, self.counted, self.change = shape, shape.ring, items, counted, change
         self.over, self.swapped, self.ordered = over, swapped, ordered
+        first, tiles, period = apart
+        self.apart = [tile for tile in range(99) if first <= tile % period < first + tiles]
         self.log: list[Any] = []
         self.copies: list[tuple[Any, ...]] = []
         self.nbytes = 0
@@ -235,7 +240,7 @@ class Kernel:
             "tma": SimpleNamespace(store_wait=lambda left: self.log.append(Drain(left))), "range": range,
             "narrow": narrow, "fragment": Anything(),
             "Gate": gate_text.Gate, "Arriving": gate_text.Arriving, "Watch": gate_text.Watch,
-            "Publishing": Anything(),
+            "Publishing": Anything(), "Apart": load_text.Apart,
             "LINE": gate_text.LINE.value, "present": lambda clock: 0, "quarantined": lambda *_: int(over == ALREADY),
             "pass_gate": self.pass_gate, "fenced": self.fenced, "leave_gate": self.leave_gate, "float": self.nan,
             "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
@@ -265,6 +270,8 @@ class Kernel:
         given |= dict(zip(("y_map", "y_map_1", "y_map_2"), [*y_maps, None, None], strict=False))
         given |= {
             "x_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K]),
+            "apart_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K], apart=True), "APART": bool(tiles),
+            "apart_first": first, "apart_tiles": tiles, "apart_period": period,
             "out_map": TensorMap(Dtype("out", 16), [self.half_rows, shape.strip]), "STAGES": ring_.depth,
             "ROWS": ROWS, "WIDTHS": shape.widths, "STRIP": shape.strip, "BUFFERS": ring_.buffers, "BLOCK_K": BLOCK_K,
             "X_K_MAJOR": True, "Y_K_MAJOR": True, "STORE": "tma" if ring_.strips else "direct",
@@ -366,6 +373,9 @@ class Kernel:
         else:
             self.log.append(load)
         x_tile, y_tile = (self.item.pn, self.item.pm) if self.swapped else (self.item.pm, self.item.pn)
+        if name == "x":
+            assert tensor_map.apart == (x_tile in self.apart)
+            x_tile = self.apart.index(x_tile) if tensor_map.apart else x_tile
         row = x_tile * ROWS + half * self.half_rows
         if name != "x":
             row = y_tile * self.shape.columns + sum(self.shape.widths[: self.parts.index(name)])
@@ -539,7 +549,8 @@ class Held(NamedTuple):
 
 #: What of the kernel is run as it stands, beside `gemm`.
 TEXTS = (
-    gemm_text.load_loop, gemm_text.load_steps, gemm_text.math_loop, gemm_text.load_operand, gemm_text.make_stages,
+    gemm_text.load_loop, gemm_text.math_loop, gemm_text.make_stages,
+    load_text.load_steps, load_text.load_operand, load_text.stands,
     multiply_text.product,
     multiply_text.multiply, multiply_text.multiply_narrow, multiply_text.multiply_precisely, multiply_text.poison,
     multiply_text.operand,
@@ -877,12 +888,17 @@ CHANGES = {
     "a void item is nobody's": ("mine = steps != 0", "mine = steps > 0"),
     "a void item is multiplied": ("        if steps < 0:", "        if steps < -99:"),
     "a void item is STOP": ("going = steps", "going = tl.maximum(steps, 0)"),
+    "rows that stand apart are looked for among the others": ("if is_apart:", "if not is_apart:"),
+    "batches of rows that stand apart lie apart": ("tile // apart.period * apart.tiles + at", "at"),
+    "the rows before those that stand apart are taken for them": ("(at >= 0) & ", ""),
     "a void item is a number": (' + float("nan")', ""),
     "order is kept by a void item": (
         '    if CONSUMERS == "ping_pong":\n        mbarrier.arrive(order.index(1 - WHO))\n    accs = ()',
         "    accs = ()",
     ),
 }
+#: Row tiles that stand apart: first, how many, of how many; of several batches, too.
+APART = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
 CHANGED_SHAPES = [shape for shape in SHAPES if shape.ring.depth == 3 and shape.ring.strips]
 
 
@@ -897,6 +913,12 @@ def differs(change: tuple[str, str] | None) -> bool:
             for who in range(shape.ring.num_consumers):
                 if unmet(kernel.operations(who)) != of_math(shape.ring, items, who, counted):
                     return True
+        for shape, apart in itertools.product(GATED_SHAPES[:1], APART):
+            items = items_of(SCRIPTS[-1])
+            if Kernel(shape, items, change=change, over=NEVER, apart=apart).operations(None) != of_load(
+                shape.ring, items, NEVER
+            ):
+                return True
         for shape, over, swapped in itertools.product(GATED_SHAPES, (ALREADY, 1, NEVER), (False, True)):
             items = items_of(SCRIPTS[-1])
             kernel = Kernel(shape, items, change=change, over=over, swapped=swapped)
@@ -921,6 +943,15 @@ def test_copies_are_made_once_before_the_warps_part_and_change_nothing_behind(co
             assert kernel.operations(who) == of_math(shape.ring, items, who, over=NEVER)
 
 
+@pytest.mark.parametrize("apart", APART)
+def test_rows_that_stand_apart_are_loaded_from_there(apart):
+    items = items_of(SCRIPTS[-1])
+    for shape in GATED_SHAPES:
+        kernel = Kernel(shape, items, over=NEVER, apart=apart)
+        assert any(item.pm in kernel.apart for item in items)
+        assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
+
+
 def test_a_text_that_says_the_same_is_not_seen():
     assert not differs(None)
     for name in ("empty", "full", "order", "item_empty"):
@@ -929,7 +960,9 @@ def test_a_text_that_says_the_same_is_not_seen():
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_text_that_is_changed_is_seen(change):
-    text = "".join(inspect.getsource(module) for module in (gemm_text, multiply_text, gate_text, epilogue_text))
+    text = "".join(
+        inspect.getsource(module) for module in (gemm_text, load_text, multiply_text, gate_text, epilogue_text)
+    )
     assert change[0] in text
     assert differs(change)
 

@@ -52,6 +52,28 @@ class GateWords(NamedTuple):
     key: int
 
 
+class Apart(NamedTuple):
+    """Rows of what arrives that are there, and stand apart from where the others arrive. A launch may read them there.
+
+    Attributes
+    ----------
+    rows
+        ``[n, K]``, contiguous: those of the first batch, of the next, and so on.
+    first, height
+        In each batch of the operand, the first of them, and how many there are.
+    period
+        Rows of a batch of the operand.
+    bring
+        For a launch that reads them where the others are: copies them there, on the current stream, once.
+    """
+
+    rows: torch.Tensor
+    first: int
+    height: int
+    period: int
+    bring: Callable[[], None]
+
+
 class _Last(NamedTuple):
     """Where a chunk was last signalled, and the moment after it."""
 
@@ -78,6 +100,8 @@ class DeviceSignals(Publishing):
         The caller's own ``int32[count]`` there; None for ours.
     """
 
+    #: Rows that stand apart, for the launches of the present epoch.
+    apart: Apart | None = None
     #: Signals of producers that failed, until a launch has reported it: the exception shall outlive the arrival.
     _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
@@ -125,8 +149,10 @@ class DeviceSignals(Publishing):
 
     # Launches ------------------------------------------------------------------------------------------------------
 
-    def use(self) -> GateWords:
+    def use(self, apart: bool = False) -> GateWords:
         """What a launch on the current stream waits for; eager or captured as the stream is.
+
+        ``apart``: it reads the rows that stand apart where they stand.
 
         Raises
         ------
@@ -137,6 +163,8 @@ class DeviceSignals(Publishing):
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
         self._come_behind_matmul(stream)
+        if self.apart is not None and not apart:
+            self.apart.bring()
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)

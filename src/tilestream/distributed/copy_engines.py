@@ -12,13 +12,15 @@ what each of its operations is on a GPU. None but the kernel needs an SM (invari
 is issued after it, so the order in which the driver runs streams does not matter.
 
 A slot is as large as the whole: each rank's shard stands at its place there, and the kernel reads the slot itself. A
-shard is pushed out of the caller's tensor, beside the copy into the own slot; one that is not in one piece (strides)
-out of that slot, behind it. Where the whole is wanted, too (``return_a``), it is copied out of the slot behind the
-kernel.
+shard that is pushed is read where the caller has it, by the kernel and by the copy engines; it is copied into the own
+slot only for a kernel that cannot (`tilestream.arrival.device.Apart`). One that is pulled, or not in one piece
+(strides), goes out of that slot, behind that copy. Where the whole is wanted, too (``return_a``), it is copied out of
+the slot behind the kernel.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import weakref
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import PeerSignals
+from tilestream.arrival.device import Apart, PeerSignals
 from tilestream.distributed import protocol as p
 from tilestream.distributed.collective import agree
 from tilestream.distributed.members import Member
@@ -115,29 +117,52 @@ class Gatherer(Turns):
         overrule: Callable[[BaseException], None] = nothing
         try:
             arrival = self.arrival(shards, epoch)
-            overrule = _signals(arrival).overrule
+            signals = _signals(arrival)
+            overrule = signals.overrule
             slot = self._slot(self._rank, epoch % p.SLOTS, shards, shard)
             if shard.scales is not None:  # few, and often one number that is seen as many
                 shard = shard._replace(scales=shard.scales.contiguous())
             for x in (*shard, *slot, whole):
                 if x is not None:  # not freed, and used for something else, before the side stream is waited for (9)
                     x.record_stream(calling)
-            self._publish(epoch, shards, shard, slot, calling, way)
+            from_slot = way == "pull" or not shard.data.is_contiguous()
+            apart = None if from_slot else self._apart(shards, shard.data, slot.data)
+            self._publish(epoch, shards, shard, slot, calling, from_slot)
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             self._travel(epoch, shards, shard, slot, way)
         except BaseException as error:  # half a call: what the peers wait for may never come
             self._half(error)
             self._end(epoch, overrule, calling)  # and a side stream that waits for them is let go
             raise
-        self._without_kernel[epoch] = _signals(arrival), seconds
+        self._without_kernel[epoch] = signals, seconds
+        signals.apart = apart
         try:
             outs = compute(slot, arrival)
             del self._without_kernel[epoch]
             if whole is not None:
-                take_out(whole, slot.data, _signals(arrival), shards)
+                take_out(whole, slot.data, signals, shards, None if apart is None else self._rank)
+                if apart is not None:
+                    self._place(whole, shard.data)
         finally:  # without a kernel, too: the peers get their rows
+            signals.apart = None  # the caller's tensor is his again
             self._end(epoch, overrule, calling)
         return outs
+
+    def _apart(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> Apart:
+        """The own rows where the caller has them; a launch that reads them in the slot has them copied there."""
+        left = [slot]
+
+        def bring() -> None:
+            while left:  # once, for all products of the call
+                self._place(left.pop(), mine)
+
+        rows = shards.rows
+        return Apart(mine.view(-1, shards.width), self._rank * rows, rows, shards.world * rows, bring)
+
+    def _place(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        """Copy the own rows to their place, each batch in one piece: a copy engine does it, and no SM is needed."""
+        for into, source in zip(whole[:, self._rank], mine, strict=True):
+            copy(into, source)
 
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream) -> None:
         """What comes behind the kernel."""
@@ -147,15 +172,15 @@ class Gatherer(Turns):
         self.issued(Underway(epoch, overrule, kernel, end, end, epoch))
 
     def _publish(
-        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream, way: p.Way
+        self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream, from_slot: bool
     ) -> None:
         own = [part.chunk for part in shards.of_rank(self._rank)]
 
         def fill(op: p.Fill) -> None:
-            for mine, there in zip(shard, slot, strict=True):
-                if mine is not None and there is not None:
-                    for batch in range(shards.batches):  # each in one piece: a copy engine does it, and no SM is needed
-                        copy(there[batch, self._rank], mine[batch])
+            if from_slot:  # else the data stand apart
+                self._place(slot.data, shard.data)
+            if shard.scales is not None and slot.scales is not None:
+                self._place(slot.scales, shard.scales)
 
         def signal(op: p.Signal) -> None:
             stream_write(calling.cuda_stream, self.memory.signal(self._rank, op.slot, own[op.chunk]), op.epoch)
@@ -167,7 +192,6 @@ class Gatherer(Turns):
             p.Filled: nothing,  # what is issued to a stream comes after what was
             p.Signal: signal,
         }
-        from_slot = way == "pull" or not shard.data.is_contiguous()
         answer(p.publish(self._rank, len(own), epoch, from_slot), perform)
 
     def _travel(self, epoch: int, shards: Shards, shard: Whole, slot: Whole, way: p.Way) -> None:
@@ -290,16 +314,22 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
 
 
-def take_out(whole: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards) -> None:
-    """Copy what was gathered out of its slot, on the current stream, behind the kernel; NaN where it did not come."""
-    words = signals.use().words.view(shards.batches, shards.world, shards.parts, 1, 1)
+def take_out(
+    whole: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards, less: int | None = None
+) -> None:
+    """Copy what was gathered out of its slot, on the current stream, behind the kernel; NaN where it did not come.
+
+    ``less``: not the rows of that rank.
+    """
+    words = signals.use(apart=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
     arrived = words >= signals.epoch  # by a kernel of its own, before what it says has arrived is read
     bits = torch.int8 if whole.element_size() == 1 else torch.int16
     nan = whole.view(bits).new_full((), torch.iinfo(bits).max)  # in each of the formats
-    for i in range(shards.parts):
+    ranks = [slice(shards.world)] if less is None else [slice(less), slice(less + 1, shards.world)]
+    for of, i in itertools.product(ranks, range(shards.parts)):
         rows = slice(shards.rows * i // shards.parts, shards.rows * (i + 1) // shards.parts)
-        into, source = (x.view(bits)[:, :, rows] for x in (whole, gathered))
-        torch.where(arrived[:, :, i], source, nan, out=into)
+        into, source = (x.view(bits)[:, of, rows] for x in (whole, gathered))
+        torch.where(arrived[:, of, i], source, nan, out=into)
 
 
 def _aligned(size: int) -> int:

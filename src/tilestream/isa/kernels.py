@@ -333,7 +333,7 @@ def hopper_gemm(question: Question) -> Source:
     problem, schedule = plan.problem, plan.schedule
     arguments = Arguments(plan, contiguous(question))
     x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
-    parts = ((arguments.x, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
+    parts = ((arguments.x, x), (None, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
     maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in parts]
     scale = None if problem.scales == "none" else Pointer("float32")
     given = (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from tilestream.arrival.copy_items import NO_COPIES, CopyArguments
-from tilestream.arrival.device import GateWords
+from tilestream.arrival.device import Apart, GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import NO_GATE, GateArguments, chunk_table, queue_table
 from tilestream.kernels.portable.schedule import RECORD
@@ -37,8 +37,12 @@ class Signals(Protocol):
     def copied(self) -> int:
         """Bytes of the words in which a kernel may copy what they signal; 0 where no copies are offered."""
 
-    def use(self) -> GateWords:
-        """Words for a launch on the current stream."""
+    @property
+    def apart(self) -> Apart | None:
+        """Rows that stand apart from the others."""
+
+    def use(self, apart: bool = False) -> GateWords:
+        """Words for a launch on the current stream; ``apart``: one that reads such rows where they stand."""
 
 
 class Copied(Signals, Protocol):
@@ -152,12 +156,13 @@ class Launch:
             return None
         return cast("Copied", incoming.rows if self._copies == "rows" else incoming.columns)
 
-    def gate(self, device: torch.device, incoming: Incoming | None) -> GateArguments:
-        """What a launch on the current stream is told of what arrives."""
+    def gate(self, device: torch.device, incoming: Incoming | None, apart: bool = False) -> GateArguments:
+        """What a launch on the current stream is told of what arrives; ``apart``: see `Signals.use`, of A's rows."""
         if incoming is None:
             return NO_GATE
         rows, columns = (
-            (None, None, 1, 0) if signals is None else signals.use() for signals in (incoming.rows, incoming.columns)
+            (None, None, 1, 0) if signals is None else signals.use(apart and signals is incoming.rows)
+            for signals in (incoming.rows, incoming.columns)
         )
         report = channel(device)
         return GateArguments(

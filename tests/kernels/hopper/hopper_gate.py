@@ -16,6 +16,7 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``ordered``: ``worst``, with A's rows in ragged chunks, in arrival order;
 * ``split``: ``worst``, with A's rows in ragged chunks;
 * ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
+* ``apart``: ``rows``, some of which stand apart, as a rank's own rows do of what it gathers;
 * ``published``: ``plain``, with the output in chunks that are signalled; ``parted``: the same by stream_k;
 
 as far as the plan has the tile for that; with 16-bit operands, with float32 ones as tf32, and with 8-bit ones of one
@@ -77,19 +78,25 @@ def described(made: Map | None, dtype: str) -> TensorDescriptor | None:
 
 
 def fill(
-    plan: Plan, layout: Layout, out_address: int = 0, bias_address: int = 0, probe: bool = False, trace: bool = False
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    plan: Plan, layout: Layout, out_address: int = 0, bias_address: int = 0, probe: bool = False, trace: bool = False,
+    apart: int = 0,
+) -> tuple[dict[str, Any], tuple[Any, ...]]:  # fmt: skip
     """What `tilestream.kernels.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
 
     Parameters
     ----------
     out_address, bias_address
         Modulo 16.
+    apart
+        Rows that stand apart.
     """
-    arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace)
+    arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace, apart)
     problem, schedule = plan.problem, plan.schedule
     x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
-    parts = ((arguments.x, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
+    parts = (
+        (arguments.x, x), (arguments.apart, x), *((part, y) for part in arguments.y),
+        (arguments.out, problem.out_dtype),
+    )  # fmt: skip
     maps = [described(made, dtype) for made, dtype in parts]
     addend = "bfloat16" if problem.fp8 else problem.dtype
     scale = None if problem.scales == "none" else Pointer("float32")
@@ -107,7 +114,7 @@ def fill(
     gate, copies = gate_arguments(plan), copy_arguments(plan)
     publish = NO_PUBLISH if problem.publishes is None else PublishArguments(Pointer("int32", 4), Pointer("int32", 4), 1)
     return arguments.options, arguments.fill(
-        (*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish, copies
+        (*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish, copies, (3, 5, 8) if apart else (0, 0, 0)
     )
 
 
@@ -131,7 +138,7 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
     "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "ordered", "published", "static",
-    "stealing", "table", "weight", "parted", "copied", "copied weight",
+    "stealing", "table", "weight", "parted", "copied", "copied weight", "apart",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
@@ -155,6 +162,7 @@ class Configuration(NamedTuple):
     plan: Plan
     layout: Layout
     tile: Tile
+    apart: int = 0
 
 
 def configurations(what: str) -> Iterator[Configuration]:
@@ -180,6 +188,7 @@ QUICK = (
     (("ping_pong", 64, 128), True, "bfloat16", "across", "nt"),
     (("single", 64, 64), False, "bfloat16", "worst", "nt"),
     (("cooperative", 128, 256), False, "bfloat16", "rows", "nt"),
+    (("cooperative", 128, 192), False, "bfloat16", "apart", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "weight", "nt"),
     (("cooperative", 128, 128), False, "bfloat16", "copied", "nt"),
     (("single", 64, 64), False, "bfloat16", "copied weight", "nt"),
@@ -212,6 +221,7 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     if few:
         yield "tf32", "worst", "nt"
         yield "tf32", "split", "nt"
+        yield "fp8", "apart", "nt"
         yield "float16", "wide", "nt"
         yield "fp8 mixed", "plain", "nt"
 
@@ -220,7 +230,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     dtype, other, fast = INPUTS[inputs]
     full = how in ("worst", "direct", "wide", "split", "arriving", "ordered")
     batch = 2 if how in ("worst", "split", "arriving", "ordered") else 1
-    rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving") else None
+    rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving", "apart") else None
     rows = Incoming(Chunks.uniform(_SIZE, 512), 0, 16) if how == "copied" else rows
     rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how in ("split", "ordered") else rows
     columns = Incoming(Chunks((0, 5, 5, _SIZE))) if how in ("weight", "arriving") else None
@@ -239,10 +249,10 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     found = _candidates(problem, row, swapped, kind, tile, order, 2 if how == "stealing" else None)
     if not found and how in ("across", "parted"):
         found = _candidates(problem, row, swapped, "static", tile)
-    if not found:
+    if not found or (how == "apart" and swapped):  # of columns none stand apart
         return None
     chosen = found[0]
-    if how in ("rows", "weight", "ordered", "copied", "copied weight"):
+    if how in ("rows", "weight", "ordered", "copied", "copied weight", "apart"):
         chosen, _ = in_arrival_order(problem, "hopper", chosen, False, "arrival", None)
     plan = of_candidate(problem, DEVICE, "hopper", chosen, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
@@ -260,7 +270,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *stored[1:]), residual=(step, *stored[1:]))
     name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
     # Without fast accumulation a stage is 128 of K, whatever the tile.
-    return Configuration(name, plan, made, row if fast else row._replace(lines=1))
+    return Configuration(name, plan, made, row if fast else row._replace(lines=1), 512 if how == "apart" else 0)
 
 
 def _candidates(
@@ -305,7 +315,7 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
 
 def expected(configuration: Configuration) -> dict[str, Any]:
     """By what the plan says."""
-    _, plan, layout, row = configuration
+    _, plan, layout, row, _ = configuration
     problem = plan.problem
     arguments = Arguments(plan, layout)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
@@ -329,6 +339,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "registers": [24, 40, 216, 232] if row.loops == 1 else [40, 120, 232, 256],
         "wgmma": sorted({f"m64n{width}k{depth}.f32.{names[x]}.{names[y]}" for width in arguments.widths}),
         # Where the load warp asks for its next ticket, there is a loop before that and one behind it.
+        # Rows that stand apart are loaded by the instruction that loads the others: its map is selected.
         "loads": (halves * copies[0] + sum(copies[1:])) * (2 if asks else 1),
         # One instruction does for four copies, each a warp's.
         "stores": row.loops * strips if arguments.out else 0,
@@ -354,7 +365,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
 def one(configuration: Configuration) -> dict[str, Any]:
     """Compiled, and reported on."""
     try:
-        return report(configuration, *build(*fill(configuration.plan, configuration.layout)))
+        return report(configuration, *build(*fill(configuration.plan, configuration.layout, apart=configuration.apart)))
     except Exception as error:
         return {"name": configuration.name, "error": f"{type(error).__name__}: {error}"[-600:]}
 

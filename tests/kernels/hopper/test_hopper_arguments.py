@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import GateWords
+from tilestream.arrival.device import Apart, GateWords
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.gate import GateArguments
 from tilestream.kernels.hopper import launch as launching
@@ -342,10 +342,13 @@ def test_a_launch_that_waits_does_not_begin_before_the_kernel_ahead_has_ended(op
 class Words:
     """Stands in for a GPU's signals."""
 
-    def __init__(self, count: int, epoch: int, key: int) -> None:
+    def __init__(self, count: int, epoch: int, key: int, apart: Apart | None = None) -> None:
         self.given = GateWords(torch.zeros(count + 1, dtype=torch.int32)[1:], torch.zeros(1), epoch, key)
+        self.apart = apart
 
-    def use(self) -> GateWords:
+    def use(self, apart: bool = False) -> GateWords:
+        if self.apart is not None and not apart:
+            self.apart.bring()
         return self.given
 
 
@@ -368,6 +371,61 @@ def test_a_launch_is_given_the_words_of_what_arrives(written, kind):
         assert "row_table" not in call, "uniform chunks are arithmetic"
         assert "counters" in call, "a gate has an abort word, whatever the schedule"
     assert len(written) == 1, "one compiled kernel for every epoch"
+
+
+SHARD = 128
+
+
+def shard_of(*, rows=2 * SHARD, first=SHARD, height=SHARD, period=4 * SHARD, offset=0, dtype=torch.bfloat16):
+    """A rank's rows of two batches of four ranks' rows; and where it is written down that they were brought."""
+    brought: list[str] = []
+    store = torch.zeros(rows * K + offset, dtype=dtype)
+    assert store.data_ptr() % 16 == 0
+    return Apart(store[offset:].view(rows, K), first, height, period, lambda: brought.append("brought")), brought
+
+
+def launched(apart: Apart, **how) -> None:
+    m = 8 * SHARD
+    plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
+    GemmLaunch(plan, layout(m=m))(a, b, out, Epilogue(alpha=3.0), Incoming(Words(8, 1, 0, apart), None, 2.5, "matmul"))
+
+
+def test_rows_that_stand_apart_are_read_there(written):
+    apart, brought = shard_of()
+    launched(apart)
+    ((launcher, call),) = [(made, made.calls[0]) for made in written]
+    described = launcher.arguments["apart_map"]
+    assert (described.shape, described.strides) == ((2 * SHARD, K), (K, 1))
+    assert launcher.arguments["APART"]
+    assert call["apart_map"] == apart.rows.data_ptr() != call["x_map"]
+    assert [call[name] for name in ("apart_first", "apart_tiles", "apart_period")] == [1, 1, 4], "in tiles of 128 rows"
+    assert (call["row_epoch"], call["alpha"]) == (1, 3.0), "in its place"
+    assert not brought
+
+
+@pytest.mark.parametrize(
+    ("how", "rest"),
+    [
+        ({"first": SHARD - 64}, {}), ({"height": SHARD - 8}, {}), ({"period": 4 * SHARD - 64}, {}), ({"offset": 4}, {}),
+        ({"dtype": torch.float16}, {}), ({}, {"tile": (64, 128), "swapped": True}),
+    ],
+    ids=["first", "height", "period", "address", "dtype", "swapped"],
+)  # fmt: skip
+def test_where_they_cannot_be_they_are_brought(written, how, rest):
+    apart, brought = shard_of(**how)
+    launched(apart, **rest)
+    assert brought == ["brought"]
+    assert not written[0].arguments["APART"]
+    assert "apart_map" not in written[0].calls[0]
+
+
+def test_columns_of_which_some_stand_apart_are_brought(written):
+    apart, brought = shard_of()
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    launch = GemmLaunch(make(columns=RAGGED), layout())
+    launch(a, b, out, Epilogue(), Incoming(None, Words(3, 1, 0, apart), 2.5, "matmul"))
+    assert brought == ["brought"]
 
 
 def test_a_deadline_of_centuries_is_counted_in_64_bits(written):

@@ -98,7 +98,9 @@ class Words:
     def copied(self) -> int:
         return 0
 
-    def use(self) -> GateWords:
+    apart = None
+
+    def use(self, apart: bool = False) -> GateWords:
         return GateWords(self.words, self.quarantine, self.epoch, self.key)
 
 

@@ -56,19 +56,24 @@ class Arguments:
     ----------
     out_aligned
         Whether the output's address is a multiple of 16.
+    apart
+        Rows of x that stand apart from the others: see `tilestream.kernels.hopper.load`.
 
     Attributes
     ----------
-    x, y, out
-        Maps, of y three, one for each part of a tile's columns: None where there are fewer, and where TMA cannot
-        address the output.
+    reads_apart
+        Whether rows of x can stand apart.
+    x, apart, y, out
+        Maps, of y three, one for each part of a tile's columns: None where there are fewer, where no rows stand apart,
+        and where TMA cannot address the output.
     options
         How the kernel is compiled.
     """
 
     def __init__(
-        self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False
-    ) -> None:
+        self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False,
+        apart: int = 0,
+    ) -> None:  # fmt: skip
         self.plan, self.layout = plan, layout
         problem, swapped = plan.problem, plan.swapped
         block_m, block_n, block_k = plan.block
@@ -79,6 +84,8 @@ class Arguments:
         self._halves = 2 if plan.variant == "cooperative" else 1
         self.rows, self.widths = x[1], widths(y[1], widest(problem))
         self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
+        self.reads_apart = problem.rows is not None and not swapped and not batches and self._x_major
+        self.apart = self.x._replace(shape=(apart, problem.k), strides=(problem.k, 1)) if apart else None
         made = [_operand(y, width, problem.k, block_k, batches) for width in self.widths]
         self.y: tuple[Map | None, ...] = (*(one for one, _ in made), *[None] * (MOST_PARTS - len(made)))
         self._y_major = made[0][1]
@@ -120,22 +127,24 @@ class Arguments:
 
     def fill(
         self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,
-        publish: PublishArguments = NO_PUBLISH, copies: CopyArguments = NO_COPIES,
+        publish: PublishArguments = NO_PUBLISH, copies: CopyArguments = NO_COPIES, apart: tuple[Any, ...] = (0, 0, 0),
     ) -> tuple[Any, ...]:  # fmt: skip
         """All of them, in the kernel's order.
 
         Parameters
         ----------
         operands
-            The maps of x, of y's parts (three: None where there are fewer) and of the output; then out, bias, residual,
-            scale of the rows, scale of the columns, partials, counts, counters, table, probe, base, reset, alpha, beta:
-            values, or whatever stands in for them.
+            The maps of x, of its rows that stand apart, of y's parts (three: None where there are fewer) and of the
+            output; then out, bias, residual, scale of the rows, scale of the columns, partials, counts, counters,
+            table, probe, base, reset, alpha, beta: values, or whatever stands in for them.
+        apart
+            As of `tilestream.kernels.hopper.load.Apart`: first, tiles, period.
         """
-        base, reset, alpha, beta = operands[15:]
+        base, reset, alpha, beta = operands[16:]
         return (
-            *operands[:15], *gate.pointers, *copies.pointers, *publish[:2], base, reset, *gate.numbers, copies.copiers,
-            publish.epoch, *self._published, *self._chunks, *self._extents, alpha, beta, *self._schedule, capacity,
-            *self._constants,
+            *operands[:16], *gate.pointers, *copies.pointers, *publish[:2], base, reset, *gate.numbers, copies.copiers,
+            publish.epoch, *self._published, *self._chunks, *apart, *self._extents, alpha, beta, *self._schedule,
+            capacity, *self._constants,
         )  # fmt: skip
 
     def _made(self, probe: bool, trace: bool) -> dict[str, Any]:
@@ -181,6 +190,7 @@ class Arguments:
             "PROBE": probe,
             "TRACE": trace,
             "PUBLISH": "none" if problem.publishes is None else "columns" if plan.swapped else "rows",
+            "APART": self.apart is not None,
         }
 
     def _strip(self) -> int:

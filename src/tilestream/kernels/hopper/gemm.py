@@ -12,6 +12,8 @@ The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Wh
 ``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
 Where the kernel makes such an operand's copies itself (``COPIES``), it does so before its warps part:
 `tilestream.kernels.portable.copy_items`.
+Where rows of x stand apart from the others (``APART``), tiles of them are loaded from there:
+`tilestream.kernels.hopper.load`.
 Where the output is published (``PUBLISH``: its rows are the accumulator's, or its columns), a consumer does so behind
 an item's epilogue: `tilestream.kernels.hopper.publish`.
 
@@ -37,7 +39,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilestream.kernels.hopper.compat import barrier, tma_load, viewed
+from tilestream.kernels.hopper.compat import barrier
 from tilestream.kernels.hopper.epilogue import (
     add_up,
     finish_strip,
@@ -59,6 +61,7 @@ from tilestream.kernels.hopper.gate import (
     take_arrived,
 )
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
+from tilestream.kernels.hopper.load import Apart, load_steps, stands
 from tilestream.kernels.hopper.multiply import product
 from tilestream.kernels.hopper.publish import UNALIGNED as PUBLISH_UNALIGNED
 from tilestream.kernels.hopper.publish import UNSPECIALISED as PUBLISH_UNSPECIALISED
@@ -73,49 +76,9 @@ from tilestream.kernels.portable.spans import begin_span, end_span, place_of, re
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
     "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
-    "stride_sb", "stride_tb", "alpha", "beta", "copiers",
+    "stride_sb", "stride_tb", "alpha", "beta", "copiers", "apart_first", "apart_tiles", "apart_period",
     *GATE_UNSPECIALISED, *PUBLISH_UNSPECIALISED,
 )  # fmt: skip
-
-
-@gluon.jit
-def load_operand(
-    tensor_map, bar, stages, at, batch, row, k, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, K_MAJOR: gl.constexpr,
-    BATCHED: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of one operand's part of a stage: a copy for each consumer that has a half of its own."""
-    for half in gl.static_range(HALVES):
-        first = row + half * HALF_ROWS
-        if K_MAJOR:
-            outer, inner = first, k
-        else:
-            outer, inner = k, first
-        buffer = stages.index(at * HALVES + half)
-        if BATCHED:
-            tma_load(tensor_map, [batch, outer, inner], bar, viewed(buffer, tensor_map))
-        else:
-            tma_load(tensor_map, [outer, inner], bar, buffer)
-
-
-@gluon.jit
-def load_steps(
-    begin, end, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase, x_batch, y_batch, row, column,
-    WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr,
-    BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
-):  # fmt: skip
-    """Load K steps [begin, end) of a tile into the ring: ``(stage, phase)`` behind them."""
-    for k in range(begin, end):
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        bar = full.index(stage)
-        mbarrier.expect(bar, BYTES)
-        load_operand(x_map, bar, x_stages, stage, x_batch, row, k * BLOCK_K, HALVES, HALF_ROWS, X_K_MAJOR, BATCHED)
-        for i in gl.static_range(len(WIDTHS)):
-            load_operand(
-                y_maps[i], bar, y_stages[i], stage, y_batch, column + start_of(WIDTHS, i), k * BLOCK_K, 1, 0,
-                Y_K_MAJOR, BATCHED,
-            )  # fmt: skip
-        stage, phase = step(stage, phase, STAGES)
-    return stage, phase
 
 
 @gluon.jit
@@ -128,7 +91,7 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_loop(
-    x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+    x_map, apart, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
     x_batched, y_batched, counters, base, reset, table, probe,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     gate, rows, columns,
@@ -136,7 +99,7 @@ def load_loop(
     BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr,
     SWAPPED: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr,
     TRANSPOSED: gl.constexpr, PROBE: gl.constexpr, CHAINED: gl.constexpr,
-    ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr, TRACE: gl.constexpr,
+    ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr, TRACE: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, passes their gates, hands them on, and loads their K steps into the ring."""
     GATED: gl.constexpr = ROW_CHUNKS != "none" or COLUMN_CHUNKS != "none"
@@ -227,21 +190,25 @@ def load_loop(
         mbarrier.arrive(item_full.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
+            is_apart = False
+            row = pr
+            if APART:
+                is_apart, row = stands(apart, pr)
             if ASKS:
                 early = tl.maximum(k_begin, k_end - EARLY)
                 stage, phase = load_steps(
-                    k_begin, early, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase,
-                    batch * x_batched, batch * y_batched, pr * ROWS, pc * COLUMNS,
-                    WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED,
+                    k_begin, early, x_map, apart, is_apart, y_maps, x_stages, y_stages, full, empty, stage, phase,
+                    batch * x_batched, batch * y_batched, row * ROWS, pc * COLUMNS,
+                    WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, APART,
                 )  # fmt: skip
                 k_begin = early
                 # Not where the worker's queue is empty, and it will look before it takes.
                 go = tl.where(source <= queues, 1, 0)
                 asked = ask(counters, source_queue(source, home_queue(worker, queues)), go)
             stage, phase = load_steps(
-                k_begin, k_end, x_map, y_maps, x_stages, y_stages, full, empty, stage, phase,
-                batch * x_batched, batch * y_batched, pr * ROWS, pc * COLUMNS,
-                WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED,
+                k_begin, k_end, x_map, apart, is_apart, y_maps, x_stages, y_stages, full, empty, stage, phase,
+                batch * x_batched, batch * y_batched, row * ROWS, pc * COLUMNS,
+                WIDTHS, BLOCK_K, STAGES, HALVES, ROWS // HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, APART,
             )  # fmt: skip
     if GATED:
         end_gate(
@@ -368,13 +335,13 @@ def math_loop(
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=(*UNALIGNED, *PUBLISH_UNALIGNED))
 def gemm(
-    x_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
+    x_map, apart_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, probe,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
     queue_table, copy_source, copy_target, copy_table, copy_words, out_signals, out_counts,
     base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op, copiers,
     out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
-    column_chunks, columns_per_chunk, column_unread,
+    column_chunks, columns_per_chunk, column_unread, apart_first, apart_tiles, apart_period,
     x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
     stride_tb, stride_tc, alpha, beta,
@@ -389,7 +356,7 @@ def gemm(
     SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, CHAINED: gl.constexpr, ROW_CHUNKS: gl.constexpr, COLUMN_CHUNKS: gl.constexpr,
     COPIES: gl.constexpr, COPY_BLOCK: gl.constexpr, COPY_VECTOR: gl.constexpr,
-    PROBE: gl.constexpr, TRACE: gl.constexpr, PUBLISH: gl.constexpr,
+    PROBE: gl.constexpr, TRACE: gl.constexpr, PUBLISH: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
     HALVES: gl.constexpr = 2 if CONSUMERS == "cooperative" else 1
@@ -429,6 +396,7 @@ def gemm(
         ),
         queue_table, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
+    apart = Apart(apart_map, apart_first, apart_tiles, apart_period)
     publishing = Publishing(out_signals, out_counts, out_epoch, out_per_chunk, out_times)
     if COPIES != "none":
         # Before the warps part: all that math has, and their registers.
@@ -459,12 +427,12 @@ def gemm(
                 GATED, probe, TRACE, publishing, PUBLISH,
             )),
             (load_loop, (
-                x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+                x_map, apart, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity, gate, rows, columns,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS, TRACE,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS, TRACE, APART,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -479,11 +447,11 @@ def gemm(
                 GATED, probe, TRACE, publishing, PUBLISH,
             )),
             (load_loop, (
-                x_map, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
+                x_map, apart, y_maps, x_stages, y_stages, full, empty, slots, item_full, item_empty,
                 x_batched, y_batched, counters, base, reset, table, probe,
                 batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch,
                 capacity, gate, rows, columns,
                 ROWS, WIDTHS, BLOCK_K, STAGES, HALVES, BYTES, X_K_MAJOR, Y_K_MAJOR, BATCHED, SWAPPED,
-                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS, TRACE,
+                KIND, SPLIT, STEAL, ORDER, TRANSPOSED, PROBE, CHAINED, ROW_CHUNKS, COLUMN_CHUNKS, TRACE, APART,
             )),
         ], [1], [LOAD_REGISTERS])  # fmt: skip

@@ -53,7 +53,8 @@ class GemmLaunch(Launch):
         self._arguments = Arguments(plan, layout, out_aligned)
         self._out_aligned = out_aligned
         self._layout = layout
-        self._launchers: dict[type, Launcher] = {}
+        #: By what is recorded, and how many rows stand apart.
+        self._launchers: dict[tuple[type, int], Launcher] = {}
         self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
 
     def issue(
@@ -67,37 +68,51 @@ class GemmLaunch(Launch):
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words,
         )  # fmt: skip
-        copies, gate = self.copies(incoming), self.gate(a.device, incoming)
-        launcher = self._launchers.get(type(probe))
+        copies, apart, tiles = self.copies(incoming), *self._apart(a, incoming)
+        gate = self.gate(a.device, incoming, apart is not None)
+        kind = type(probe), 0 if apart is None else apart.shape[0]
+        launcher = self._launchers.get(kind)
         if launcher is None:
-            launcher = self._launchers[type(probe)] = self._compiled(
-                a, b, out, given, gate, copies, epilogue, probe
+            launcher = self._launchers[kind] = self._compiled(
+                a, b, out, given, gate, copies, kind[1], epilogue, probe
             )  # fmt: skip
         x, y = (b, a) if swapped else (a, b)
-        maps = (out.data_ptr(),) if self._stored_by_map else ()
+        maps = ((y.data_ptr(),) * self._parts) + ((out.data_ptr(),) if self._stored_by_map else ())
         pointers, numbers = (given, ()) if incoming is None else ((*given, *gate.pointers), gate.numbers)
         if copies is not NO_COPIES:
             pointers, numbers = (*pointers, *copies.pointers), (*numbers, copies.copiers)
         if (publish := epilogue.publish) is not None:
             pointers, numbers = (*pointers, *publish[:2]), (*numbers, publish.epoch)
+        if apart is not None:
+            maps, numbers = (apart.data_ptr(), *maps), (*numbers, *tiles)
         launcher(
-            stream, x.data_ptr(), *(y.data_ptr(),) * self._parts, *maps,
+            stream, x.data_ptr(), *maps,
             *[tensor.data_ptr() for tensor in pointers if tensor is not None],
             words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
 
+    def _apart(self, a: torch.Tensor, incoming: Incoming | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+        """The rows of ``a`` that stand apart, where they can be read there; and which tiles: see `Arguments.fill`."""
+        apart = None if incoming is None or incoming.rows is None else incoming.rows.apart
+        if apart is None or not self._arguments.reads_apart:
+            return None, ()
+        tile, numbers = self._arguments.rows, (apart.first, apart.height, apart.period)
+        if any(x % tile for x in numbers) or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:
+            return None, ()
+        return apart.rows, tuple(x // tile for x in numbers)
+
     def _compiled(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
-        gate: GateArguments, copies: CopyArguments, epilogue: Epilogue, probe: Probe | SpanLog | None,
+        gate: GateArguments, copies: CopyArguments, apart: int, epilogue: Epilogue, probe: Probe | SpanLog | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
-        arguments, capacity = self._arguments, 0
-        if isinstance(probe, SpanLog):
-            arguments = Arguments(self.plan, self._layout, self._out_aligned, trace=True)
-        elif probe is not None:
-            arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probe=True), probe.capacity
+        trace, probed = isinstance(probe, SpanLog), isinstance(probe, Probe)
+        arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probed, trace, apart), 0
+        if isinstance(probe, Probe):
+            capacity = probe.capacity
         x, y = (b, a) if self.plan.swapped else (a, b)
-        maps = (arguments.x, x.dtype), *((part, y.dtype) for part in arguments.y), (arguments.out, out.dtype)
+        parts = ((part, y.dtype) for part in arguments.y)
+        maps = (arguments.x, x.dtype), (arguments.apart, x.dtype), *parts, (arguments.out, out.dtype)
         publish = epilogue.publish or NO_PUBLISH
         if (publish is NO_PUBLISH) != (self.plan.problem.publishes is None):
             raise ValueError(
@@ -127,7 +142,8 @@ class GemmLaunch(Launch):
             copies = CopyArguments._make([VARIES] * 5)
         if publish is not NO_PUBLISH:
             publish = PublishArguments(VARIES, VARIES, VARIES)
-        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies)
+        numbers = (VARIES,) * 3 if apart else (0, 0, 0)
+        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, numbers)
         return Launcher(kernel, grid, filled)
 
 
