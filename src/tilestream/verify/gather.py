@@ -82,6 +82,8 @@ class GatherCase(RanksCase):
         Whether shards are not in one piece.
     ways
         In which shards travel, call by call, and from the first on again.
+    apart
+        Whether the kernel reads a shard that is pushed out of the caller's tensor there, too; else in the slot.
     sets
         Sets of signals, as the text that is run has them.
     publish, side, finish
@@ -91,6 +93,7 @@ class GatherCase(RanksCase):
     chunks: tuple[int, ...] = (1,)
     strided: bool = False
     ways: tuple[p.Way, ...] = ("push",)
+    apart: bool = False
     sets: int = p.SLOTS
     publish: Callable[[int, int, int, bool], Turn] = p.publish
     side: Callable[[int, int, int, int, p.Way], Turn] = p.side
@@ -107,6 +110,14 @@ class GatherCase(RanksCase):
     def way_of(self, epoch: int) -> p.Way:
         """In which the shards of a call travel."""
         return self.ways[(epoch - 1) % len(self.ways)]
+
+    def from_slot(self, epoch: int) -> bool:
+        """Whether a call's shard goes out of the own slot."""
+        return self.strided or self.way_of(epoch) == "pull"
+
+    def reads_apart(self, epoch: int) -> bool:
+        """Whether a call's kernel reads the own shard where the caller has it; it is not in the slot then."""
+        return self.apart and not self.from_slot(epoch)
 
     @property
     def words(self) -> int:
@@ -130,7 +141,7 @@ class GatherCase(RanksCase):
             return None
         yield Write(epoch)
         chunks = self.chunks_of(epoch)
-        yield from self.publish(rank, chunks, epoch, self.strided or self.way_of(epoch) == "pull")
+        yield from self.publish(rank, chunks, epoch, self.from_slot(epoch))
         for peer in (rank, *p.peers(rank, self.world)):
             for chunk in range(chunks):
                 if not (yield Gate(peer, chunk, epoch)):
@@ -152,7 +163,8 @@ class GatherCase(RanksCase):
         """As of `RanksCase`.
 
         The last call that the side stream is done with; where the push under way reads, and what; the pull under way;
-        flags by peer; the caller's tensors; signals and slots; by stream, the place that its kernel reads.
+        flags by peer; the caller's tensors; signals and slots; by stream, the place that its kernel reads, or that it
+        reads the caller's tensor.
         """
         words = self.slots * self.words
         return {
@@ -163,6 +175,7 @@ class GatherCase(RanksCase):
     def __str__(self) -> str:
         words = [self.of("/".join(map(str, self.chunks)))]
         words += ["strided"] if self.strided else []
+        words += ["own rows apart"] if self.apart else []
         words += [f"by {'/'.join(self.ways)}"] if self.ways != ("push",) else []
         return ", ".join(words)
 
@@ -246,7 +259,10 @@ class GatherModel(RanksModel):
             m[self.at(rank, "push")] = (source, OVERWRITTEN)
 
     def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
-        self._overwrite(rank, -1 - self.stream(op.epoch), m)
+        tensor, reads = -1 - self.stream(op.epoch), self.at(rank, "read")
+        if tensor in m[reads : reads + self.case.streams]:
+            raise Fault("overwritten while read", f"rank {rank}'s kernel reads the caller's tensor")
+        self._overwrite(rank, tensor, m)
         m[self.at(rank, "tensors", self.stream(op.epoch))] = op.epoch
 
     def _write(self, rank: int, place: int, value: int, m: Memory) -> None:
@@ -261,11 +277,15 @@ class GatherModel(RanksModel):
                 m[self.at(peer, "pull")] = (rank, place, OVERWRITTEN)
 
     def _fill(self, rank: int, op: p.Fill, answer: int, m: Memory) -> None:
+        if self.case.reads_apart(op.epoch):
+            return
         for chunk in range(self.case.chunks_of(op.epoch)):
             self._write(rank, self.place(op.slot, rank, chunk, op.epoch), TORN, m)
         self._overwrite(rank, op.slot, m)
 
     def _filled(self, rank: int, op: p.Filled, answer: int, m: Memory) -> None:
+        if self.case.reads_apart(op.epoch):
+            return
         for chunk in range(self.case.chunks_of(op.epoch)):
             self._write(rank, self.place(op.slot, rank, chunk, op.epoch), op.epoch, m)
 
@@ -305,14 +325,17 @@ class GatherModel(RanksModel):
         m[self.at(rank, "sided")] = op.epoch
 
     def _read(self, rank: int, op: Read, answer: int, m: Memory) -> None:
-        place = self.place(op.epoch % self.case.slots, op.rank, op.chunk, op.epoch)
-        value = m[self.at(rank, "slots", place)]
+        stream = self.stream(op.epoch)
+        reads = self.place(op.epoch % self.case.slots, op.rank, op.chunk, op.epoch) + 1
+        value = m[self.at(rank, "slots", reads - 1)]
+        if op.rank == rank and self.case.reads_apart(op.epoch):
+            reads, value = -1 - stream, m[self.at(rank, "tensors", stream)]
         what = f"rank {rank}'s kernel of call {op.epoch} reads chunk {op.chunk} of rank {op.rank}'s shard"
         if value == OVERWRITTEN or value > op.epoch:
             raise Fault("overwritten while read", f"{what}, and has that of a later call")
         if value != op.epoch:
             raise Fault("read before arrival", f"{what}, and has {'half of it' if value < 0 else f'that of {value}'}")
-        m[self.at(rank, "read", self.stream(op.epoch))] = place + 1
+        m[self.at(rank, "read", stream)] = reads
 
     def _read_done(self, rank: int, op: ReadDone, answer: int, m: Memory) -> None:
         m[self.at(rank, "read", self.stream(op.epoch))] = 0

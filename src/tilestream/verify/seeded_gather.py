@@ -12,6 +12,7 @@ from tilestream.verify.seeded_bug import with_slots
 from tilestream.verify.seeded_ring import rewritten
 
 Turn = p.Turn
+FILLS = (p.Fill, p.Filled)
 
 
 # The host ------------------------------------------------------------------------------------------------------------
@@ -50,6 +51,11 @@ def publish_two_slots(rank: int, chunks: int, epoch: int, from_slot: bool) -> Tu
 def own_not_signalled(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
     """The own chunks are in the slot, and nobody says so: the kernel waits for them."""
     return rewritten(p.publish(rank, chunks, epoch, from_slot), lambda op: None if isinstance(op, p.Signal) else op)
+
+
+def fills_nothing(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:
+    """The shard stays where the caller has it, and the kernel looks for it in the slot."""
+    return rewritten(p.publish(rank, chunks, epoch, from_slot), lambda op: None if isinstance(op, FILLS) else op)
 
 
 def posts_before_filled(rank: int, chunks: int, epoch: int, from_slot: bool) -> Turn:

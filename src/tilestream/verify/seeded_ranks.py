@@ -38,6 +38,7 @@ def _gathers() -> tuple[SeededBug, ...]:
             "two slots and an expiry", overwritten, two, 3, (0, 1), publish=two, side=g.side_two_slots, slots=2,
             sets=2, strided=True,
         ),
+        bug("own rows not in the slot", early, g.fills_nothing, 1, publish=g.fills_nothing),
         bug("own rows not signalled", "deadlock", g.own_not_signalled, 1, publish=g.own_not_signalled),
         bug(
             "pushed before the slot is full", early, g.posts_before_filled, 1, publish=g.posts_before_filled,
