@@ -107,7 +107,7 @@ BUGS = {
         (READS, PENDING),
     ),
     "no wait for an empty stage": Bug(
-        "gemm", (("        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (READS, WRITES, PENDING)
+        "load", (("        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),), (READS, WRITES, PENDING)
     ),
     "no wait for a full stage": Bug(
         "multiply", (("        mbarrier.wait(full.index(stage), phase)\n" + _NEXT + _MORE, _NEXT + _MORE),), (WRITES,)
@@ -204,7 +204,8 @@ def run(kernel: Any, case: HopperCase) -> None:
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
     a, b = operands["a"], operands["b"]
     x, y = (b, a) if plan.swapped else (a, b)
-    maps = (descriptor(arguments.x, x), *(descriptor(part, y) for part in arguments.y), descriptor(arguments.out, out))
+    parts = (descriptor(part, y) for part in arguments.y)
+    maps = (descriptor(arguments.x, x), None, *parts, descriptor(arguments.out, out))
     filled = arguments.fill((*maps, out, *[None] * 9, 0, 0, 1.0, 1.0))
     launch(kernel, filled, (plan.workers, 1, 1), arguments.options)
     maths = case.maths(operands)
@@ -222,7 +223,7 @@ def _alone() -> Iterator[None]:
 
 #: Each word of the item ring is a buffer that the sanitizer watches: of those, the ones that these cases use.
 _FIELDS = {"ring": (("gl.constexpr = gl.constexpr(16)", "gl.constexpr = gl.constexpr(3)"),)}
-GEMM = Sanitized(("ring", "epilogue", "multiply", "gemm"), "gemm", CASES, BUGS, run, _FIELDS)
+GEMM = Sanitized(("ring", "epilogue", "multiply", "load", "gemm"), "gemm", CASES, BUGS, run, _FIELDS)
 
 
 def main(of: Sanitized) -> None:

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
@@ -504,6 +505,38 @@ GATED = [
     for (row, bounds), kind in itertools.product(zip(FEW, (_ODD, _WHOLE, _RAGGED), strict=True), KINDS)
 ]
 
+
+class ApartCase(NamedTuple):
+    """What ranks gather, of which a rank's own rows stand apart; and whether the kernel reads them there."""
+
+    case: HopperCase
+    first: int
+    height: int
+    period: int
+    there: bool = True
+
+    def has(self, row: int) -> bool:
+        """Whether a row of the operand stands apart."""
+        return self.first <= row % self.period < self.first + self.height
+
+
+def _apart() -> Iterator[ApartCase]:
+    """Each variant; one batch and three, one chunk a shard and two, each rank's; shards that are no whole tiles."""
+    for (i, row), (batches, parts) in itertools.product(enumerate(FEW), ((1, 1), (1, 2), (3, 1))):
+        shard, world, rank = 2 * row.rows, 3, (i + parts + batches) % 3
+        how = {"rows": _uniform(batches * world * shard, shard // parts), "pivot": rank * parts, "workers": 61}
+        for kind, layout, dtype in zip(KINDS, ("nn", "nt", "nt"), (BF16, F16, E4M3), strict=True):
+            if _has(row, dtype=dtype):
+                case = _case(row, batches * world * shard, _N, _K, schedule=kind, layout=layout, dtype=dtype, **how)
+                yield ApartCase(case, rank * shard, shard, world * shard)
+    for row in FEW:
+        case = _case(row, 3 * 200, _N, _K, layout="nt", rows=_uniform(600, 200), pivot=1, workers=61)
+        yield ApartCase(case, 200, 200, 600, there=False)
+    swapped = _case(FEW[1], 768, _N, _K, layout="nt", swapped=True, rows=_uniform(768, 256), pivot=2, workers=61)
+    yield ApartCase(swapped, 512, 256, 768, there=False)
+
+
+APART = [*_apart()]
 
 #: What the cost model chooses for, beside torch's own ops.
 AUTO = [

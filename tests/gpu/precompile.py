@@ -48,13 +48,17 @@ STAND_IN = DeviceProperties(
 
 
 class Job(NamedTuple):
-    """A launch: its plan and layout, addresses modulo 16 of a, b and out, whether there is a probe, or a trace."""
+    """A launch: its plan and layout, addresses modulo 16 of a, b and out, whether there is a probe, or a trace.
+
+    ``apart``: rows of A that stand apart.
+    """
 
     plan: Plan
     layout: Layout
     address: tuple[int, int, int] = (0, 0, 0)
     probe: bool = False
     trace: bool = False
+    apart: int = 0
 
 
 def job(
@@ -208,6 +212,12 @@ def of_hopper_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
         yield Job(*case.plan(device))
     for case in hopper.GATED:
         yield Job(*case.plan(device), probe=True)
+    for of in hopper.APART:
+        plan, layout = of.case.plan(device)
+        rows = plan.problem.m // of.period * of.height
+        yield Job(plan, layout)
+        if of.there:
+            yield Job(plan, layout, apart=rows)
 
 
 def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
@@ -245,16 +255,16 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
     ):  # fmt: skip
         more = {"bias": True, "activation": "gelu"} if rows == 200 else {}
         for chunks in (1, 2) if rows == 4096 else (1,):
-            yield gathered(device, world, rows, n, k, chunks, layout, **more)
+            yield from gathered(device, world, rows, n, k, chunks, layout, **more)
         yield job(device, Case(world * rows, n, k, layout=layout, **more))
     for shape, _, dtype, chunks, _, how in gather_jobs.SHAPES:
         more = {"scales": "row", "fast_accum": False} if how == "scaled" else {}
         batches, rows, k = math.prod(shape[:-2]), *shape[-2:]
-        yield gathered(device, world, rows, 128, k, chunks, batches=batches, dtype=getattr(torch, dtype), **more)
+        yield from gathered(device, world, rows, 128, k, chunks, batches=batches, dtype=getattr(torch, dtype), **more)
     for m, n, k in bench.gathers(world):
         for chunks in bench.chunk_counts(m // world):
-            yield gathered(device, world, m // world, n, k, chunks)
-            yield gathered(device, world, m // world, 8, k, chunks, "nn")
+            yield from gathered(device, world, m // world, n, k, chunks)
+            yield from gathered(device, world, m // world, 8, k, chunks, "nn")
         yield job(device, Case(m, n, k, layout="nt"))
     for m, n, k in bench.scatters(world):
         yield job(device, Case(m, n, k, layout="nt"))
@@ -269,14 +279,19 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
 def gathered(
     device: DeviceProperties, world: int, rows: int, n: int, k: int, chunks: int, layout: str = "nt",
     batches: int = 1, **more: Any,
-) -> Job | None:  # fmt: skip
-    """What a gather of so many rows a rank, in each batch, launches."""
+) -> Iterator[Job | None]:  # fmt: skip
+    """What a gather of so many rows a rank, in each batch, launches: the own rows in the slot, and apart."""
     from tilestream.distributed.shards import Shards
 
     shards = Shards(batches, world, rows, k, min(chunks, rows))
     uniform = rows % chunks == 0
     chunking = Chunks.uniform(shards.total, rows // chunks) if uniform else Chunks(shards.bounds())
-    return job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
+    made = job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
+    yield made
+    if made is not None and made.plan.backend == "hopper":
+        tiles = hopper_gate.Arguments(made.plan, made.layout).tiles_apart(rows, rows, world * rows)
+        if tiles is not None:
+            yield made._replace(apart=batches * rows)
 
 
 def of_publish(device: DeviceProperties) -> Iterator[Job | None]:
@@ -322,8 +337,8 @@ SECTIONS = {
 def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Options and arguments of a launch, of no address."""
     if job.plan.backend == "hopper":
-        return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace)
-    plan, layout, address, probe, trace = job
+        return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace, apart=job.apart)
+    plan, layout, address, probe, trace, _ = job
     problem, schedule = plan.problem, plan.schedule
     words = schedule.kind != "static" or plan.gate is not None
     addend = "bfloat16" if problem.fp8 else problem.dtype

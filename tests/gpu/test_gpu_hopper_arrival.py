@@ -16,11 +16,12 @@ if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.g
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from gpu_cases import BF16
-from hopper_cases import ARRIVING, GATED, HopperCase, chunks_of
+from hopper_cases import APART, ARRIVING, GATED, ApartCase, HopperCase, chunks_of
 
 import tilestream as ts
 from device_order import check_gates, check_order
 from error_rule import Maths, check
+from tilestream.arrival.device import Apart
 from tilestream.kernels.epilogue import Epilogue
 from tilestream.kernels.hopper.launch import GemmLaunch
 from tilestream.kernels.launch import Incoming, Probe
@@ -182,6 +183,62 @@ def test_a_chunk_that_never_comes_and_the_call_after_it(case):
         run.again()
         run.feed_all()
         assert torch.equal(run(), want)
+
+
+def stand_apart(run: Run, of: ApartCase) -> list[str]:
+    """From now on these rows are NaN where the others arrive, and stand apart; to the list: when they are brought."""
+    one, brought = run.coming["arrival"], []
+    batches = one.whole.view(-1, of.period, one.whole.shape[1])
+    mine = batches[:, of.first : of.first + of.height]
+    around = poison(torch.empty(mine.numel() + 2 * 64, dtype=mine.dtype, device="cuda"))
+    rows = around[64:-64].view(-1, mine.shape[2])
+    rows.copy_(mine.reshape(rows.shape))
+
+    def bring() -> None:
+        one.tensor.view(batches.shape)[:, of.first : of.first + of.height].copy_(rows.view(mine.shape))
+        brought.append("brought")
+
+    one.arrival._signals.apart = Apart(rows, of.first, of.height, of.period, bring)
+    return brought
+
+
+def feed_others(one: Coming, of: ApartCase, but: int | None = None) -> None:
+    """Signal all chunks but one, and copy those that do not stand apart."""
+    for chunk in one.order:
+        if chunk == but:
+            continue
+        if of.has(one.bounds[chunk]):
+            with torch.cuda.stream(one.stream):
+                one.arrival.signal(chunk)
+        else:
+            one.feed(chunk)
+
+
+@launch_first
+@pytest.mark.parametrize("of", APART, ids=lambda of: of.case.name)
+def test_rows_that_stand_apart(of):
+    run = Run(of.case)
+    want = run.whole()
+    one = run.coming["arrival"]
+    brought = stand_apart(run, of)
+    for again in range(3):
+        run.again()
+        out = run()
+        time.sleep(0.001 * again)
+        feed_others(one, of)
+        assert torch.equal(out, want), "other bits than with all rows in one place"
+    assert brought == ([] if of.there else ["brought"] * 3)
+    missing = next(chunk for chunk in one.order if not of.has(one.bounds[chunk]))
+    run.again()
+    feed_others(one, of, missing)
+    out = run(deadline=0.03)
+    first, last = one.bounds[missing : missing + 2]
+    assert out[first:last].isnan().all()
+    there = ~out.isnan()
+    assert there.any()
+    assert torch.equal(out[there], want[there])
+    with pytest.raises(ts.ArrivalTimeout):
+        ts.check()
 
 
 @pytest.mark.parametrize("case", GATED, ids=by_name)

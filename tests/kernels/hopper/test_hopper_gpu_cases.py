@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -49,6 +50,22 @@ def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
         for swapped in (False, True)[: len(cases.ways(row))]:
             assert seen[row.variant, row.rows, row.columns, swapped, False] >= 2
             assert seen[row.variant, row.rows, row.columns, swapped, True] >= 2
+
+
+def test_rows_that_stand_apart_do_where_it_says(cases):
+    from tilestream.kernels.hopper.arguments import Arguments
+
+    seen = Counter()
+    for case, first, height, period, there in cases.APART:
+        plan, layout = case.plan(cases._ANY)
+        assert plan.problem.m % period == 0
+        tiles = Arguments(plan, layout).tiles_apart(first, height, period)
+        assert (tiles is not None) == there, case.name
+        seen[plan.variant, there] += 1
+        seen["batches", plan.problem.m // period] += there
+        seen["first", first > 0] += there
+    assert min(seen[key] for key in itertools.product(("single", "cooperative", "ping_pong"), (True, False))) >= 1
+    assert min(seen[key] for key in (("batches", 1), ("batches", 3), ("first", False), ("first", True))) >= 3
 
 
 def test_arriving_cases_wait_and_leave_sms_to_whoever_copies(cases):

@@ -61,8 +61,6 @@ class Arguments:
 
     Attributes
     ----------
-    reads_apart
-        Whether rows of x can stand apart.
     x, apart, y, out
         Maps, of y three, one for each part of a tile's columns: None where there are fewer, where no rows stand apart,
         and where TMA cannot address the output.
@@ -84,7 +82,7 @@ class Arguments:
         self._halves = 2 if plan.variant == "cooperative" else 1
         self.rows, self.widths = x[1], widths(y[1], widest(problem))
         self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
-        self.reads_apart = problem.rows is not None and not swapped and not batches and self._x_major
+        self._may_stand_apart = problem.rows is not None and not swapped and not batches and self._x_major
         self.apart = self.x._replace(shape=(apart, problem.k), strides=(problem.k, 1)) if apart else None
         made = [_operand(y, width, problem.k, block_k, batches) for width in self.widths]
         self.y: tuple[Map | None, ...] = (*(one for one, _ in made), *[None] * (MOST_PARTS - len(made)))
@@ -124,6 +122,16 @@ class Arguments:
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
+
+    def tiles_apart(self, first: int, height: int, period: int) -> tuple[int, int, int] | None:
+        """Rows of A that stand apart (`tilestream.arrival.device.Apart`), in tiles of x: see `fill`.
+
+        None where they cannot be read there: they are no whole tiles of x, or not x's, or not K-major.
+        """
+        numbers = first, height, period
+        if not self._may_stand_apart or any(number % self.rows for number in numbers):
+            return None
+        return first // self.rows, height // self.rows, period // self.rows
 
     def fill(
         self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,

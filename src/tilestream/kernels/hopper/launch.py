@@ -94,12 +94,10 @@ class GemmLaunch(Launch):
     def _apart(self, a: torch.Tensor, incoming: Incoming | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """The rows of ``a`` that stand apart, where they can be read there; and which tiles: see `Arguments.fill`."""
         apart = None if incoming is None or incoming.rows is None else incoming.rows.apart
-        if apart is None or not self._arguments.reads_apart:
+        if apart is None or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:
             return None, ()
-        tile, numbers = self._arguments.rows, (apart.first, apart.height, apart.period)
-        if any(x % tile for x in numbers) or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:
-            return None, ()
-        return apart.rows, tuple(x // tile for x in numbers)
+        tiles = self._arguments.tiles_apart(apart.first, apart.height, apart.period)
+        return (None, ()) if tiles is None else (apart.rows, tiles)
 
     def _compiled(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
