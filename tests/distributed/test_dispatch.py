@@ -138,12 +138,16 @@ def test_nothing_is_pulled_where_all_streams_share_a_queue():
     assert in_one_queue(pushed) == pushed
 
 
-@pytest.mark.parametrize(("m", "says"), [(8192, "pulls from one peer"), (64, "pushes its shard to one peer")])
-def test_a_plan_on_gpus_says_which_way_and_the_ranks_compare_it(m, says):
+@pytest.mark.parametrize(
+    ("m", "says", "own"),
+    [(8192, "pulls from one peer", "in the slot"), (64, "pushes its shard to one peer", "where the caller has it")],
+)
+def test_a_plan_on_gpus_says_which_way_and_the_ranks_compare_it(m, says, own):
     case = gather(m, 5000, 8192, 2, "float16")
     decision = decide(case, "fused")
     plan = DistributedPlan(case, 0, decision, "symmetric memory", (), {"chunks": 1, "way": decision.way})
     assert f"\n  way       each rank {says}" in plan.explain()
+    assert f"\n  own shard read {own}" in plan.explain()
     assert f"way {decision.way}" in plan.explain()
     other = replace(plan, agreed={**plan.agreed, "way": "another"})
     assert other.greeting != plan.greeting

@@ -157,7 +157,8 @@ class Gatherer(Turns):
                 self._place(left.pop(), mine)
 
         rows = shards.rows
-        return Apart(mine.view(-1, shards.width), self._rank * rows, rows, shards.world * rows, bring)
+        whole = mine.view(shards.batches * rows, shards.width)
+        return Apart(whole, self._rank * rows, rows, shards.world * rows, bring)
 
     def _place(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
         """Copy the own rows to their place, each batch in one piece: a copy engine does it, and no SM is needed."""

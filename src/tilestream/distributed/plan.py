@@ -26,6 +26,11 @@ _WAYS: Mapping[Way, str] = {
     "push": "each rank pushes its shard to one peer after the other: the data are the handshake",
     "pull": "each rank pulls from one peer after the other, behind a handshake",
 }
+#: Where the own kernel reads the own shard.
+_OWN: Mapping[Way, str] = {
+    "push": "where the caller has it, if it is in one piece, and whole tiles of the Hopper kernel; else in the slot",
+    "pull": "in the slot, where it is copied first: the peers pull it from there",
+}
 #: What is done where it is fused, and where not. An all-reduce's rows are too few to overlap with anything.
 _OVERLAP, _ONE_SHOT = "transfer and matmul overlap", "in one shot: each rank reads the partial sums of all, and adds"
 _IN_TURN = "one after the other"
@@ -109,7 +114,7 @@ class DistributedPlan:
             ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
         ]
         if "way" in self.agreed:
-            lines.insert(3, ("way", _WAYS[self.decision.way]))
+            lines[3:3] = [("way", _WAYS[self.decision.way]), ("own shard", f"read {_OWN[self.decision.way]}")]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         if self.nodes > 1:
             lines += over_nodes.explain(self.nodes, case)
