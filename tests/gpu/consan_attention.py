@@ -133,7 +133,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     arguments = HopperAttentionArguments(plan, layout)
     maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
     slots = torch.zeros(64, dtype=torch.int32, device=device)
-    given = (lse, None, None, None, lengths, table, slots, None, None, None)
+    given = (lse, *[None] * 6, lengths, table, slots, None, None, None)
     filled = arguments.fill((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
 
     def check() -> None:

@@ -98,7 +98,7 @@ def key(job: Job) -> str:
     count = len(gate.attend.arg_names)
     first = gate.attend.arg_names.index("CONSUMERS") - count
     maps = [(x.block_shape, str(x.base.dtype)) for x in filled[:4]]
-    return repr((options, maps, [x is None for x in filled[4:14]], filled[first:]))
+    return repr((options, maps, [x is None for x in filled[4:17]], filled[first:]))
 
 
 def build(job: Job) -> str | None:

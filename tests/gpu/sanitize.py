@@ -39,7 +39,7 @@ def cases() -> Iterator[HopperCase]:
 
 #: Of attention, each with what it is asked for beside: two workers, several items each, of which the last is cut off.
 ATTENTION: tuple[tuple[Case, dict[str, Any]], ...] = tuple(
-    (Case(*lengths, heads, dims, features, how, page, dtype=BF16), more)
+    (Case(*lengths, heads, dims, features, how, page, dtype=more.pop("dtype", BF16)), more)
     for lengths, heads, dims, features, how, page, more in (
         (((190,), (300, 300)), (2, 2), (64, 64), "full", "dense", 0, {}),  # three consumers, in turns
         (((200,), (300,)), (2, 1), (64, 64), "all", "dense", 0, {}),
@@ -52,6 +52,8 @@ ATTENTION: tuple[tuple[Case, dict[str, Any]], ...] = tuple(
         (((3,), (500,)), (4, 1), (128, 128), "sinks", "dense", 0, {"splits": 3}),
         (((130,), (200,)), (2, 1), (128, 128), "causal", "dense", 0, {"chunks": 4}),
         (((130,), (200,)), (2, 1), (128, 128), "causal", "dense", 0, {"trace": True}),
+        (((140,), (300,)), (2, 1), (128, 128), "causal", "dense", 0, {"dtype": E4M3}),
+        (((5, 130), (90, 150)), (2, 1), (64, 64), "all", "packed paged", 16, {"dtype": E4M3}),
     )
 )
 

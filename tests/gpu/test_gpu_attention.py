@@ -81,6 +81,16 @@ def _cases() -> dict[str, list[Case]]:
             _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=E4M3)
             for lengths, dims, features in itertools.product(SHORT[::2], DIMS, ("full", "causal", "all"))
         ],
+        "float8 lists": [
+            Case(*mix, heads=(6, 2), dims=dims, features=features, how=how, page=page, extra=3, dtype=E4M3)
+            for mix, dims, features, (how, page) in itertools.product(
+                MIXES, DIMS, ("causal", "all"), (("packed", 0), ("packed paged", 8), ("packed paged", 64))
+            )
+        ],
+        "float8 pages": [
+            Case((rows,), (300, 77), (8, 2), dims, "causal", how, 16, dtype=E4M3)
+            for rows, dims, how in itertools.product((1, 64, 200), DIMS, ("paged", "lengths"))
+        ],
         "lists": [
             Case(*mix, heads=heads, dims=dims, features=features, how=how, page=page, extra=extra, dtype=BF16)
             for mix, heads, dims, features, (how, page), extra in itertools.product(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 import threading
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from tilestream.kernels.hopper import attention as text
+from tilestream.kernels.hopper import attention_convert as convert_text
 from tilestream.kernels.hopper import attention_load as load_text
 from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
@@ -35,7 +37,8 @@ from tilestream.schedule import integers, raster, ring
 
 #: What of the kernel is run as it stands.
 TEXTS = (
-    text.attend, text.math_loop, text.math_step, text.start_scores, text.as_operand, text.store_strip,
+    text.attend, text.math_loop, text.math_step, text.start_scores, text.settled, text.as_operand, text.store_strip,
+    convert_text.convert_loop,
     load_text.load_loop, load_text.load_block, load_text.item_of, load_text.place,
     softmax_text.softmax, softmax_text.masked, softmax_text.finished, softmax_text.capped,
     list_text.rows_of, list_text.place_of, portable_text.sigmoid,
@@ -61,8 +64,21 @@ def of(x: Any) -> Array:
 class Integer(int):
     """A scalar of the device: 32 bits, and 64 where it is so converted."""
 
-    def to(self, _: object) -> Integer:
-        return self
+    def to(self, _: object, bitcast: bool = False) -> Any:
+        return Real(struct.unpack("<f", struct.pack("<i", self))[0]) if bitcast else self
+
+
+class Real(float):
+    """A scalar of the device: a floating-point number, which may be taken for its bits."""
+
+    def to(self, _: object, bitcast: bool) -> Integer:
+        assert bitcast
+        return Integer(struct.unpack("<i", struct.pack("<f", self))[0])
+
+    def __mul__(self, other: Any) -> Any:
+        return of(float(self) * other) if isinstance(other, np.ndarray) else Real(float(self) * float(other))
+
+    __rmul__ = __mul__
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -94,6 +110,12 @@ class Dtype:
     primitive_bitwidth = 16
 
 
+class Narrow:
+    """A floating-point type of 8 bits, whose numbers are in an array as they are."""
+
+    primitive_bitwidth = 8
+
+
 class Pointer:
     """An address in a flat array."""
 
@@ -109,7 +131,7 @@ class Pointer:
         assert (at >= 0).all(), "in range"
         assert (at < self.memory.size).all(), "in range"
         found = self.memory[at]
-        return of(found) if at.ndim else Integer(found) if self.memory.dtype.kind == "i" else float(found)
+        return of(found) if at.ndim else Integer(found) if self.memory.dtype.kind == "i" else Real(found)
 
     def store(self, value: np.ndarray, mask: np.ndarray) -> None:
         at = np.broadcast_to(self.at, mask.shape)[mask]
@@ -122,10 +144,10 @@ class Pointer:
 class TensorMap:
     """A map of a flat array: coordinates to addresses, in 64 bits; what is outside of its extents is not there."""
 
-    def __init__(self, made: Any, memory: np.ndarray) -> None:
+    def __init__(self, made: Any, memory: np.ndarray, dtype: Any = Dtype) -> None:
         self.shape, self.strides, self.box, self.memory = made.shape, made.strides, made.box, memory
-        self.dtype, self.layout = Dtype, None
-        self.block_type = SimpleNamespace(shape=list(made.box), nbytes=2 * math.prod(made.box))
+        self.dtype, self.layout, self.size = dtype, None, dtype.primitive_bitwidth // 8
+        self.block_type = SimpleNamespace(shape=list(made.box), nbytes=self.size * math.prod(made.box))
 
     def elements(self, at: Any) -> tuple[np.ndarray, np.ndarray]:
         """Which of a box's elements there are, and where these lie."""
@@ -138,10 +160,10 @@ class TensorMap:
             place = int(first) + np.arange(size, dtype=np.int64)
             shape = [size if i == axis else 1 for i in range(len(self.box))]
             there = there & ((place >= 0) & (place < extent)).reshape(shape)
-            byte = byte + (place.astype(np.uint64) * np.uint64(2 * stride)).reshape(shape)
+            byte = byte + (place.astype(np.uint64) * np.uint64(self.size * stride)).reshape(shape)
         rows = math.prod(self.box[:-1]), self.box[-1]
         there = np.broadcast_to(there, self.box).reshape(rows)
-        element = np.broadcast_to(byte // np.uint64(2), self.box).reshape(rows)
+        element = np.broadcast_to(byte // np.uint64(self.size), self.box).reshape(rows)
         assert (element[there] < self.memory.size).all(), "a copy stays inside its tensor"
         return there, element.astype(np.int64)
 
@@ -156,25 +178,29 @@ class TensorMap:
 
 
 class Memory:
-    """Shared memory of 16-bit numbers: stages of rows, in slabs of 128 bytes of columns."""
+    """Shared memory: stages of rows, in slabs of 128 bytes of columns."""
 
-    def __init__(self, stages: int, rows: int, columns: int) -> None:
-        self.width = min(64, columns)
+    def __init__(self, dtype: Any, stages: int, rows: int, columns: int) -> None:
+        self.width = min(1024 // dtype.primitive_bitwidth, columns)
         self.physical = np.full((stages, columns // self.width, rows, self.width), np.nan)
-        self.dtype, self.shape = Dtype, [stages, rows, columns]
+        self.dtype, self.shape = dtype, [stages, rows, columns]
 
     def index(self, at: int) -> Buffer:
         assert 0 <= at < len(self.physical)
         return Buffer(self.physical[at])
 
     def boxes(self, tensor_map: TensorMap) -> SimpleNamespace:
-        rows, width = math.prod(tensor_map.box[:-1]), tensor_map.box[-1]
-        assert width == self.width
-        found = self.physical.reshape(-1, rows, width)
+        found = self.blocks(math.prod(tensor_map.box[:-1]), tensor_map.box[-1])
+        return SimpleNamespace(index=lambda at: found.index(at).slabs[0])
 
-        def index(at: int) -> np.ndarray:
+    def blocks(self, rows: int, width: int) -> SimpleNamespace:
+        """Of 16-bit numbers the slabs are as wide; those of 8 may be taken for others, by whoever reads them too."""
+        assert width == self.width or self.dtype is Narrow
+        found = self.physical.reshape(-1, 1, rows, width)
+
+        def index(at: int) -> Buffer:
             assert 0 <= at < len(found)
-            return found[at]
+            return Buffer(found[at])
 
         return SimpleNamespace(index=index)
 
@@ -190,6 +216,9 @@ class Buffer:
 
     def store(self, x: np.ndarray) -> None:
         self.slabs[:] = np.asarray(x).reshape(x.shape[0], len(self.slabs), -1).transpose(1, 0, 2)
+
+    def load(self, _: object) -> Array:
+        return of(self.read().copy())
 
     def read(self) -> np.ndarray:
         found = self.slabs.transpose(1, 0, 2).reshape(self.slabs.shape[1], -1)
@@ -259,9 +288,12 @@ class Machine:
             if change is not None:
                 code = changed(jitted.fn, change)
             names[jitted.fn.__name__] = FunctionType(code, names, jitted.fn.__name__, jitted.fn.__defaults__)
+        narrow = arguments.plan.problem.dtype == "float8_e4m3fn"
         maps = [
-            TensorMap(getattr(arguments, name), operands[name]) for name in ("q", "k", "v", "out")
+            TensorMap(getattr(arguments, name), operands[name], Narrow if narrow and name != "out" else Dtype)
+            for name in ("q", "k", "v", "out")
         ]  # fmt: skip
+        self.names_of_barriers = [name for name in BARRIERS if narrow or not name.startswith("raw")]
         given = [None if operands.get(name) is None else Pointer(operands[name]) for name in GIVEN]
         gate, counters = NO_KEY_GATE, None
         if arguments.plan.problem.keys is not None:
@@ -342,12 +374,14 @@ class Machine:
             max=lambda x, axis: of(np.asarray(x).max(axis)), sum=lambda x, axis: of(np.asarray(x).sum(axis)),
             log2=lambda x: of(np.log2(np.asarray(x))), convert_layout=lambda x, *_, **__: x,
             load=lambda pointer: pointer.load(), store=lambda pointer, value, mask: pointer.store(value, mask),
-            allocate_shared_memory=lambda _, shape, __: Memory(*shape), warp_specialize=self.warp_specialize,
+            allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape), warp_specialize=self.warp_specialize,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), SliceLayout=lambda *_: None,
-            DotOperandLayout=lambda *_: None, float32=None, int32=None, int64=None,
+            DotOperandLayout=lambda *_: None, BlockedLayout=lambda *_: None, float16=Dtype,
+            float32=None, int32=None, int64=None,
         )  # fmt: skip
         tl = SimpleNamespace(
-            cast=lambda value, _: Integer(value), int32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
+            cast=lambda value, _: Integer(value) if isinstance(value, int) else Real(value), int32=None,
+            float32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
             where=lambda condition, x, y: Integer(x if condition else y),
         )  # fmt: skip
         return {
@@ -356,7 +390,10 @@ class Machine:
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
             "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": lambda: None,
             "tma_load": self.tma_load, "tma_store": self.tma_store, "viewed": lambda buffer, _: buffer,
-            "boxes": lambda stages, tensor_map: stages.boxes(tensor_map), "mma_layout": lambda *_: None,
+            "boxes": lambda stages, tensor_map: stages.boxes(tensor_map),
+            "in_blocks": lambda stages, rows, columns: stages.blocks(rows, columns),
+            "HEIGHT": convert_text.HEIGHT.value, "WIDTH": convert_text.WIDTH.value,
+            "mma_layout": lambda *_: None,
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait, "take": self.take,
             "enter": lambda *_: None, "leave": lambda *_: None, "put": self.put, "get": self.get,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
@@ -383,7 +420,7 @@ class Machine:
         self.loops = loops
 
     def make_barriers(self, count: int, arrivals: int) -> SimpleNamespace:
-        name = BARRIERS[len({bar.name.split("[")[0] for bar in self.barriers})]
+        name = self.names_of_barriers[len({bar.name.split("[")[0] for bar in self.barriers})]
         made = [Barrier(f"{name}[{i}]", arrivals) for i in range(count)]
         self.barriers += made
 
@@ -486,10 +523,23 @@ class Machine:
 
 #: In the order in which the kernel makes them.
 BARRIERS = (
-    "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full", "item_empty", "order"
+    "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "raw_full", "raw_empty", "item_full", "item_empty",
+    "order",
 )  # fmt: skip
 #: Operands behind the maps, in the kernel's order; counters there are none.
-GIVEN = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of")
+GIVEN = (
+    "lse",
+    "sinks",
+    "scale_q",
+    "scale_k",
+    "scale_v",
+    "cu_queries",
+    "cu_keys",
+    "lengths",
+    "table",
+    "starts",
+    "order_of",
+)
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:

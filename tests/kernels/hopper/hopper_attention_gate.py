@@ -51,6 +51,7 @@ def fill(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> t
     given = (
         Pointer("float32") if p.return_lse or plan.shares > 1 else None,
         Pointer("float32") if p.sinks and plan.shares == 1 else None,
+        *(Pointer("float32") if p.scaled else None for _ in range(3)),
         ints if p.varlen else None, ints if p.tokens_k else None, ints if p.lengths else None,
         ints if p.page_size else None, ints if p.varlen else None, ints if p.varlen else None,
         None if plan.schedule.kind == "static" and p.keys is None else Pointer("int64"),
@@ -96,8 +97,12 @@ HOWS: dict[str, dict[str, Any]] = {
         "seqlen_q": 32,
     },
 }  # fmt: skip
+HOWS["fp8"] = {"causal": True, "return_lse": True, "dtype": "float8_e4m3fn", "scaled": True}
+HOWS["fp8, split"] = {**HOWS["split"], "dtype": "float8_e4m3fn", "scaled": True}
+HOWS["fp8, worst"] = {**HOWS["worst"], "dtype": "float8_e4m3fn", "scaled": True}
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80))
-QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64")
+QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64",
+         "128-128 fp8 turns 2x128")  # fmt: skip
 
 
 def configurations(what: str) -> Iterator[Configuration]:
@@ -144,6 +149,10 @@ def expected(made: Configuration) -> dict[str, Any]:
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
     math, load = hopper_attention.registers(consumers, columns, p.keys is not None)
     boxes = parts + columns // 64
+    registers, products = {math, load}, {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
+    if hopper_attention.is_narrow(p):
+        registers = {*hopper_attention.registers_where_narrow(columns)}
+        products = {f"m64n{block}k32.f32.e4m3.e4m3", f"m64n{columns}k16.f32.f16.f16"}
     queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)
     shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries, plan.shares)
     # The first block's, and a loop for each run; where blocks are taken from the first on, the last may be ragged.
@@ -152,8 +161,8 @@ def expected(made: Configuration) -> dict[str, Any]:
     # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)
     return {
-        "registers": sorted({math, load}),
-        "wgmma": sorted({f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}),
+        "registers": sorted(registers),
+        "wgmma": sorted(products),
         "loads": consumers * parts + boxes,
         "stores": consumers * columns // (32 if plan.shares > 1 else 64),
         "exponentials": consumers * exponentials,
