@@ -97,17 +97,15 @@ TILES = (
 )
 
 
+#: Of a thread, where values have 8 bits: of math warps, of warps that convert values, of the load warp's group; 512 in
+#: all, the first four math warps' counted in. With 216 for the math warps Triton 3.6 and 3.9 spill at blocks of 128
+#: keys and columns; with 24 for the others, there.
+NARROW_REGISTERS = (224, 32, 32)
+
+
 def is_narrow(problem: AttentionProblem) -> bool:
     """Whether values have 8 bits: then four more warps convert them."""
     return ITEMSIZE[problem.dtype] == 1
-
-
-def registers_where_narrow(columns: int) -> tuple[int, int, int]:
-    """As `registers`, where values have 8 bits: of math warps, of warps that convert values, of the load warp's group.
-
-    512 in all, the first four math warps' counted in. The sums of 64 ``columns`` take 32 less than those of 128.
-    """
-    return (208, 48, 48) if columns > 64 else (200, 48, 64)
 
 
 def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int, int]:
@@ -223,8 +221,10 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
     if p.keys is not None and is_narrow(p):
         return "keys arrive, and warps that convert values of 8 bits leave no registers for a gate"
     if is_narrow(p) and max(p.head_dim, p.head_dim_v) > 128:
-        columns = max(p.head_dim, p.head_dim_v)
-        return f"sums of {columns} columns leave no registers for warps that convert values of 8 bits"
+        return (
+            f"{max(p.head_dim, p.head_dim_v)} columns; in 8 bits it takes 128, which leave room for warps that convert "
+            "values"
+        )
     if not p.positive:
         return "a scale that is not positive: it takes the largest product for the largest score"
     if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:

@@ -97,9 +97,16 @@ HOWS: dict[str, dict[str, Any]] = {
         "seqlen_q": 32,
     },
 }  # fmt: skip
-HOWS["fp8"] = {"causal": True, "return_lse": True, "dtype": "float8_e4m3fn", "scaled": True}
-HOWS["fp8, split"] = {**HOWS["split"], "dtype": "float8_e4m3fn", "scaled": True}
-HOWS["fp8, worst"] = {**HOWS["worst"], "dtype": "float8_e4m3fn", "scaled": True}
+_NARROW = {"dtype": "float8_e4m3fn", "scaled": True}
+HOWS |= {
+    "fp8": {**_NARROW, "causal": True, "return_lse": True},
+    "fp8, full": {**_NARROW, "scaled": False},
+    "fp8, split": {**HOWS["split"], **_NARROW},
+    # All that the load warp may have to know, with blocks as large as there are.
+    "fp8, pages": {**HOWS["split, worst"], **_NARROW, "window": (None, None), "softcap": 0.0},
+    "fp8, worst": {**HOWS["worst"], **_NARROW},
+    "fp8, split, worst": {**HOWS["split, worst"], **_NARROW},
+}
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80))
 QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64",
          "128-128 fp8 turns 2x128")  # fmt: skip
@@ -151,7 +158,7 @@ def expected(made: Configuration) -> dict[str, Any]:
     boxes = parts + columns // 64
     registers, products = {math, load}, {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
     if hopper_attention.is_narrow(p):
-        registers = {*hopper_attention.registers_where_narrow(columns)}
+        registers = {*hopper_attention.NARROW_REGISTERS}
         products = {f"m64n{block}k32.f32.e4m3.e4m3", f"m64n{columns}k16.f32.f16.f16"}
     queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)
     shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries, plan.shares)

@@ -247,7 +247,7 @@ def test_a_launch_of_8_bits_gives_the_scales(written):
     assert [call[f"scale_{name}"] for name in "qkv"] == [scale.data_ptr() for scale in scales]
     given = launcher.arguments
     assert given["SCALES"] == (0, 1, 0, 1, 0, 0)
-    assert (given["SCALED"], given["CONVERT_REGISTERS"], given["PARTS"], given["COLUMNS"]) == (True, 48, 1, 128)
+    assert (given["SCALED"], given["CONVERT_REGISTERS"], given["PARTS"], given["COLUMNS"]) == (True, 32, 1, 128)
     assert given["q_map"].shape == (B, S, H, D)
     arguments = HopperAttentionArguments(plan, attention_gpu.layout_of(x))
     assert (arguments.k.box, arguments.v.box) == ((1, 128, 1, 128), (1, 128, 1, 64))

@@ -20,6 +20,7 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.hopper_attention import (
     BEYOND,
     LINE,
+    NARROW_REGISTERS,
     ROWS,
     WIDTH_OF_VALUES,
     columns_of,
@@ -28,7 +29,6 @@ from tilestream.plan.hopper_attention import (
     parts_of,
     queries_of,
     registers,
-    registers_where_narrow,
     share_dtype,
     width,
 )
@@ -116,7 +116,7 @@ class HopperAttentionArguments:
         math_registers, load_registers = registers(self._consumers, columns_of(p), p.keys is not None)
         convert_registers = 0
         if is_narrow(p):
-            math_registers, convert_registers, load_registers = registers_where_narrow(columns_of(p))
+            math_registers, convert_registers, load_registers = NARROW_REGISTERS
         return {
             "CONSUMERS": self._consumers,
             "PACK": plan.pack,

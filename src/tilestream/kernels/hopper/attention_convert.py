@@ -22,7 +22,7 @@ from tilestream.kernels.hopper.compat import barrier, in_blocks
 from tilestream.kernels.hopper.ring import ITEMS, get, step
 
 #: Rows, and columns of a box, that are converted at a time: as many as there are registers for.
-HEIGHT: gl.constexpr = gl.constexpr(64)
+HEIGHT: gl.constexpr = gl.constexpr(32)
 WIDTH: gl.constexpr = gl.constexpr(64)
 
 
@@ -33,8 +33,8 @@ def convert_loop(
 ):  # fmt: skip
     """Convert the values of each item's key blocks, stage by stage."""
     BLOCKS: gl.constexpr = BLOCK * COLUMNS // (HEIGHT * WIDTH)
-    # A thread has 16 columns of a row: 16 bytes, and then 32.
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    # A thread has 8 columns of a row: 8 bytes, and then 16.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     sources = in_blocks(v_raw, HEIGHT, WIDTH)
     targets = in_blocks(v_stages, HEIGHT, WIDTH)
     stage = tl.cast(0, tl.int32)
