@@ -37,7 +37,8 @@ lint: $(VENV)/.stamp-dev ## Check style, formatting, and types for every support
 	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \
 	run $(BIN)/ruff check; \
 	run $(BIN)/ruff format --check; \
-	for version in $(MYPY_VERSIONS); do run $(BIN)/mypy --python-version $$version; done; \
+	echo "mypy for Python $(MYPY_VERSIONS)"; \
+	printf '%s\n' $(MYPY_VERSIONS) | xargs -P $(JOBS) -I VERSION $(BIN)/mypy --python-version VERSION || failed=1; \
 	exit $$failed
 
 format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.

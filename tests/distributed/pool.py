@@ -24,7 +24,9 @@ LOST = "lost"
 
 def _rank_main(pipe: Any, path: list[str], backend: str, environment: dict[str, str]) -> None:
     sys.path[:] = path
-    os.environ.update(environment)
+    # No rank leaves the making of the group before every rank is through it: one with little to do was gone again while
+    # another still connected to it ("connection closed by peer").
+    os.environ.update(TORCH_DIST_INIT_BARRIER="1", **environment)
     import torch
     import torch.distributed as dist
 

@@ -123,8 +123,8 @@ def _is_sampled(what: str, inputs: str, block: tuple[int, int], how: str, layout
     narrow = inputs in QUICK_8_BIT
     if inputs in ALIKE or (how, layout, aligned) not in (SAMPLE_8_BIT if narrow else SAMPLE):
         return False
-    if what == "quick" and how in ("ordered", "copied", "static"):
-        return block == QUICK[-1]
+    if what == "quick" and how in ("arriving", "ordered", "copied", "static"):
+        return inputs == "bfloat16" and block == QUICK[-1]
     if what == "quick":
         if "fnuz" in inputs and how != "worst":
             return False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +134,17 @@ class Copied(Words):
         dtype = getattr(torch, word_dtype(self.word))
         words = (x.view(-1).view(dtype) for x in (self.source, self.target))
         return CopyArguments(*words, self.table, self.counts, min(copiers, self.copiers))
+
+
+def crossed(names: str, first: Sequence[Any], second: Sequence[Any], **how: Any) -> pytest.MarkDecorator:
+    """Parameters ``names`` with each of ``first`` and each of ``second``; in the quick tests each value is met once."""
+    quick = max(len(first), len(second))
+    meets = {(i % len(first), i % len(second)) for i in range(quick)}
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(x, y, marks=() if (i, j) in meets else pytest.mark.slow)
+            for (i, x), (j, y) in itertools.product(enumerate(first), enumerate(second))
+        ],
+        **how,
+    )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE, KINDS, Words, nan_like, run, small_tiles
+from interpreted import DEVICE, KINDS, Words, crossed, nan_like, run, small_tiles
 
 from device_order import check_gates, check_order
 from error_rule import Maths, check, rand
@@ -73,8 +73,7 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@crossed("chunks, kind", [*CHUNKS], KINDS)
 def test_every_pivot_and_the_order_of_the_gate(chunks, kind):
     from tilestream.kernels.launch import Probe
 
@@ -89,8 +88,7 @@ def test_every_pivot_and_the_order_of_the_gate(chunks, kind):
         check_order(plan.schedule, logs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunks", ["tiles", "odd", "ragged"])
+@crossed("chunks, kind", ["tiles", "odd", "ragged"], KINDS)
 def test_a_chunk_that_never_comes(chunks, kind):
     cut = CHUNKS[chunks]
     b = rand(40, 33)

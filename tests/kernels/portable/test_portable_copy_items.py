@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, KINDS, Copied, nan_like, run, small_tiles
+from interpreted import DEVICE, KINDS, Copied, crossed, nan_like, run, small_tiles
 
 from error_rule import Maths, check, rand
 from tilestream.arrival.chunks import Chunks
@@ -91,8 +91,7 @@ def test_every_pivot_and_two_launches_on_the_same_words(chunks):
             check(out, Maths(words.source, b))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@crossed("kind, workers", KINDS, [1, 2, 5])
 def test_any_number_of_workers_and_copiers(kind, workers):
     b = rand(24, 17)
     for copiers in range(1, workers + 1):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from interpreted import KINDS, check_product, nan_like, plan_for, run, small_tiles
+from interpreted import KINDS, check_product, crossed, nan_like, plan_for, run, small_tiles
 
 from error_rule import ACTIVATIONS, Maths, check, rand
 from tilestream.kernels.epilogue import Epilogue
@@ -45,8 +45,7 @@ def test_every_small_size(kind):
         check_product(plan_for(a, b, kind, workers=3), a, b)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 7, 8, 9, 13])
-@pytest.mark.parametrize("kind", KINDS)
+@crossed("kind, workers", KINDS, [1, 2, 3, 4, 6, 7, 8, 9, 13])
 def test_every_number_of_workers(kind, workers):
     a, b = rand(50, 70), rand(70, 40)
     check_product(plan_for(a, b, kind, workers), a, b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, nan_like, plan_for, run, small_tiles
+from interpreted import DEVICE, KINDS, crossed, nan_like, plan_for, run, small_tiles
 
 from device_order import check_order, follow
 from error_rule import Maths, check, rand
@@ -48,23 +48,23 @@ def make(kind, raster, workers, queues=1, split="items", shares=0, m=70, n=60, k
     return with_schedule(Schedule(kind, grid, raster, workers, queues, split, shares), m, n, k, batch)
 
 
-@pytest.mark.parametrize("raster", RASTERS, ids=lambda r: f"{r.order}{'-transposed' if r.transposed else ''}")
-@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+@crossed(
+    "kind, raster", KINDS, RASTERS,
+    ids=lambda x: x if isinstance(x, str) else f"{x.order}{'-transposed' if x.transposed else ''}",
+)  # fmt: skip
 def test_rasters(kind, raster):
     plan = make(kind, raster, 7)
     check_order(plan.schedule, probed(plan))
 
 
-@pytest.mark.parametrize("split", ["items", "columns", "rows", "strides"])
-@pytest.mark.parametrize("queues", [2, 3, 7])
+@crossed("queues, split", [2, 3, 7], ["items", "columns", "rows", "strides"])
 def test_queues_and_stealing(queues, split):
     # More queues than workers, so that some are nobody's own; than columns, so that some are empty.
     plan = make("dynamic", Raster("grouped", group=2), 3, queues, split)
     check_order(plan.schedule, probed(plan))
 
 
-@pytest.mark.parametrize("workers", range(1, 12))
-@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
+@crossed("kind, workers", KINDS, range(1, 12))
 def test_workers(kind, workers):
     plan = make(kind, Raster("grouped", group=2), workers, batch=1)
     check_order(plan.schedule, probed(plan))
