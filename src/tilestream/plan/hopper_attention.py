@@ -29,7 +29,7 @@ LINE = 128
 WIDTH_OF_VALUES = LINE // 2
 #: The extent of the rows of a map that clips at any row: see `tilestream.kernels.hopper.attention_load`.
 BEYOND = 2**30
-#: Keys of the smallest page: its rows of 128 bytes are one pattern of the swizzle.
+#: Keys of the smallest page: its rows, of 128 bytes or of 64, are one pattern of the swizzle.
 LEAST_PAGE = 8
 #: Bytes of shared memory kept free: barriers and the item ring.
 _BARRIER_BYTES = 1024
@@ -122,8 +122,9 @@ def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int
 
 
 def width(problem: AttentionProblem) -> int:
-    """Columns of a box."""
-    return LINE // ITEMSIZE[problem.dtype]
+    """Columns of a box of queries or keys: a line, or of 8 bits half of one, where that is all of a head."""
+    columns = LINE // ITEMSIZE[problem.dtype]
+    return columns // 2 if is_narrow(problem) and problem.head_dim <= columns // 2 else columns
 
 
 def parts_of(problem: AttentionProblem) -> int:
@@ -153,12 +154,12 @@ def shared_bytes(
     problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int, shares: int = 1
 ) -> int:
     """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
-    parts = parts_of(problem)
-    rows = consumers * ROWS * (queries * parts + out_buffers(problem, shares))
+    keys = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype]
+    rows = consumers * ROWS * (queries * keys + LINE * out_buffers(problem, shares))
     values = columns_of(problem) // WIDTH_OF_VALUES
     # As they come, and for barriers and scales.
     converted = stages * block * columns_of(problem) + _BARRIER_BYTES // 2 if is_narrow(problem) else 0
-    return LINE * (rows + stages * block * (parts + values)) + converted + _BARRIER_BYTES
+    return rows + stages * block * (keys + LINE * values) + converted + _BARRIER_BYTES
 
 
 def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int, shares: int = 1) -> int:
@@ -337,7 +338,8 @@ def _seconds(
     rate = device.peak("float16", 1)
     clock = rate / 4096
     rows = tile.consumers * ROWS
-    columns = parts_of(problem) * LINE // 2 + columns_of(problem)  # those of 8 bits at twice the rate
+    # Q's and K's columns of 8 bits at twice the rate.
+    columns = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype] // 2 + columns_of(problem)
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS

@@ -107,7 +107,9 @@ HOWS |= {
     "fp8, worst": {**HOWS["worst"], **_NARROW},
     "fp8, split, worst": {**HOWS["split, worst"], **_NARROW},
 }
-DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80))
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (128, 64), (64, 128))
+#: Of 8 bits alone: boxes of keys are as wide as a head's columns there.
+NARROW_DIMS = DIMS[-2:]
 QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64",
          "128-128 fp8 turns 2x128")  # fmt: skip
 
@@ -118,13 +120,15 @@ def configurations(what: str) -> Iterator[Configuration]:
         base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
         splits = base.pop("splits", 1)
         problem = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
-        if hopper_attention.refusal(problem, DEVICE):
+        if hopper_attention.refusal(problem, DEVICE) or (
+            dims in NARROW_DIMS and not hopper_attention.is_narrow(problem)
+        ):
             continue
         for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
             consumers = found.block[0] // hopper_attention.ROWS
             name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
             # Turns are two barriers, whatever else there is.
-            taken = what == "all" and (variant == "turns" or how == "causal")
+            taken = what == "all" and (variant == "turns" or how in ("causal", "fp8"))
             if taken or name.startswith(what) or (what == "quick" and name in QUICK):
                 yield Configuration(name, of_candidate(problem, DEVICE, "hopper", found, "the gate's", ()))
 
