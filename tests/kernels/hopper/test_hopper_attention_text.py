@@ -329,8 +329,9 @@ def arriving(case: Case, rows_per_chunk: int = 128) -> Case:
 
 
 LATE = {
-    **{name: arriving(case) for name, case in DENSE.items()},
-    **{name: arriving(case) for name, case in RAGGED.items() if not case.problem.page_size},
+    name: arriving(case)
+    for name, case in (DENSE | RAGGED).items()
+    if not case.problem.page_size and policy.columns_of(case.problem) <= 128  # more leave no registers for a gate
 }
 LATE_SOON = ("full", "window", "more queries", "varlen", "lengths", "packed heads")
 
@@ -385,7 +386,8 @@ def test_shares_of_keys_that_arrive(name, over_at):
     plan = plan_of(case.problem, splits=3)
     assert plan.shares == 3
     outs, lses = run(case, plan=plan, over_at=over_at, seed=len(name))
-    assert any(np.isnan(out).any() for out in outs) == (over_at is not None)
+    waits_so_often = name != "sinks, nothing seen"
+    assert any(np.isnan(out).any() for out in outs) == (over_at is not None and waits_so_often)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         right, _ = case.reference(i)
         void = np.isnan(out)
@@ -476,7 +478,7 @@ CHANGES = {
     "the accumulator is not scaled": ("o = o * gl.convert_layout(shrink", "o = o * 1 + 0 * gl.convert_layout(shrink"),
     "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
     "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),
-    "the first block is not masked": ("if (last >= plain_end) | (last < plain_begin):", "if False:"),
+    "the first block is not masked": ("if (first_block >= plain_end) | (first_block < plain_begin):", "if False:"),
     "the window's blocks are left out": ("range(begin, plain_begin)", "range(begin + 1, plain_begin)"),
     "masked blocks from the wrong end": ("(last - 1 - (j - plain_end)) * BLOCK", "j * BLOCK + BLOCK"),
     "a cap of another sign": ("2.0 * inner * scores", "-2.0 * inner * scores"),
