@@ -260,8 +260,9 @@ def math_loop(
                 mbarrier.arrive(q_empty.index(q_at))
             q_stage, q_phase = step(q_stage, q_phase, QUERIES)
             # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
-            first = get(slots, slot, 1, 4) + WHO * (ROWS // PACK)
-            position = first + row // PACK
+            if q_parts.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
+                first = get(slots, slot, 1, 4) + WHO * (ROWS // PACK)
+                position = first + row // PACK
             head = get(slots, slot, 8, 4)
             batch = get(slots, slot, 9, 4)
             origin = get(slots, slot, 10, 4)
