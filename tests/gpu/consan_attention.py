@@ -148,8 +148,8 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     arguments = HopperAttentionArguments(plan, layout)
     maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
     slots = torch.zeros(64, dtype=torch.int32, device=device)
-    scales, (table, lengths) = list(lists.values())[:3], list(lists.values())[3:]
-    given = (lse, None, *scales, None, None, lengths, table, slots, None, None, None)
+    scales = (lists[f"scale_{name}"] for name in "qkv")
+    given = (lse, None, *scales, None, None, lists["seqlens_k"], lists["block_table"], slots, None, None, None)
     filled = arguments.fill((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
 
     def check() -> None:
