@@ -17,8 +17,11 @@ TITLES = {
     "gpu_attention_dense": "Attention, calls, beside cuDNN and FlashAttention 4",
     "gpu_attention_arrival": "Attention, keys that arrive, in shares",
     "gpu_attention_calls": "Attention, calls",
+    "gpu_attention_fp8": "Attention in 8 bits",
     "gpu_attention_split": "Attention, few queries, and keys that arrive",
 }
+#: The columns of a table of 8 bits, by what a row calls them.
+_NARROW = {"cudnn": "cuDNN, bfloat16", "hopper": "Hopper", "portable": "portable"}
 #: Who a row's peers are; all others are ours.
 PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
 
@@ -106,6 +109,7 @@ def section(data: Record, name: str) -> str:
             [row["name"].removeprefix("blocks "), *(_rate(row["tflops"].get(name)) for name in names)] for row in blocks
         ]
         parts += [f"Key blocks of half the size at short sequences ({where}), TFLOP/s:", table(["", *names], rows)]
+    parts += _narrow(data["rows"], where)
     parts += _beside(data["rows"], where)
     for row in lists:
         names = list(row["tflops"])
@@ -117,6 +121,24 @@ def section(data: Record, name: str) -> str:
     if data.get("missing"):
         parts.append(f"Not measured, for want of time: {', '.join(data['missing'])}.")
     return "\n\n".join(parts)
+
+
+def _narrow(rows: list[Record], where: str) -> list[str]:
+    """Operands of 8 bits beside cuDNN on the same numbers in 16."""
+    found = [row for row in rows if row["name"].startswith("fp8 ")]
+    if not found:
+        return []
+    made = []
+    for row in found:
+        rates = row["tflops"]
+        ratio = f"{rates['hopper'] / rates['cudnn']:.3f}" if {"hopper", "cudnn"} <= set(rates) else ""
+        made.append([row["name"].removeprefix("fp8 "), *(_rate(rates.get(name)) for name in _NARROW), ratio])
+    text = (
+        "Queries, keys and values in e4m3, with a scale a sequence and head, by the Hopper kernel and by the portable "
+        "one, beside cuDNN on the same numbers in bfloat16: 16k tokens in sequences of S, L2 flushed before each call "
+        f"({where}). TFLOP/s; causal counts half. Each answer kept the error rule in the same run."
+    )
+    return [text, table(["", *_NARROW.values(), "Hopper / cuDNN"], made)]
 
 
 def _beside(rows: list[Record], where: str) -> list[str]:

@@ -43,6 +43,8 @@ class Case:
         Rows of packed queries behind the last sequence.
     features
         Of `FEATURES`.
+    signed
+        Whether scales of 8 bits may be negative and 0, else they are positive.
     """
 
     queries: tuple[int, ...]
@@ -54,6 +56,7 @@ class Case:
     page: int = 16
     extra: int = 0
     dtype: torch.dtype = torch.float32
+    signed: bool = False
 
     @property
     def packed(self) -> bool:
@@ -203,10 +206,19 @@ def call_of(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Ca
     scales = None
     if case.dtype in FP8:
         scales = tuple(
-            (0.25 + torch.rand(count, heads, generator=generator)).to(device) for heads in (heads_q, heads_kv, heads_kv)
+            _scales(case.signed, torch.rand(count, heads, generator=generator)).to(device)
+            for heads in (heads_q, heads_kv, heads_kv)
         )
         tensors |= dict(zip(("scale_q", "scale_k", "scale_v"), scales, strict=True))
     return Call(case, tensors, sequences, features, scales)  # type: ignore[arg-type]
+
+
+def _scales(signed: bool, x: torch.Tensor) -> torch.Tensor:
+    """From numbers below 1: neither large nor near 0; or of either sign, and 0 for every third head."""
+    if signed:
+        x = x.sub(0.5) * (torch.arange(x.shape[-1]) % 3 != 2)
+        return x + 0.25 * x.sign()
+    return x + 0.25
 
 
 def _cumulative(lengths: tuple[int, ...], device: torch.device | str) -> torch.Tensor:

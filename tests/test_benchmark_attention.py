@@ -1,13 +1,18 @@
-"""The timeline of a call of attention: what the page says of its record, and the picture."""
+"""The timeline of a call of attention: what the page says of its record, and the picture. Operands of 8 bits: numbers,
+plans and checks of their benchmark, as far as it goes without a GPU.
+"""
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+import tilestream as ts
+from tilestream.plan.known import named
 from tilestream.trace import LaunchTrace, export
 from tilestream.trace.record import Span
 
@@ -57,3 +62,79 @@ def test_the_picture_is_drawn(render: ModuleType, tmp_path: Path) -> None:
     export(launch(), tmp_path / "gpu_trace_attention.json.gz")
     render.TIMELINES.plots(tmp_path, tmp_path / "images")
     assert (tmp_path / "images" / "attention_timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+# 8 bits ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fp8(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pytest.importorskip("triton")
+    return importlib.import_module("gpu_attention_fp8")
+
+
+def test_cudnn_is_given_the_same_numbers(fp8: ModuleType) -> None:
+    torch.manual_seed(0)
+    shape = fp8.SHAPES[0]._replace(dim=16, heads=4, length=4096)
+    narrow, wide = fp8.numbers(shape, "cpu")
+    for x, scale, y in zip(narrow[:3], (narrow.scale_q, narrow.scale_k, narrow.scale_v), wide, strict=True):
+        assert x.dtype == torch.float8_e4m3fn
+        assert scale.shape == (4, 4)
+        assert torch.equal(y.double(), x.double() * scale.double()[:, None, :, None])
+        assert len(scale.unique()) > 1
+    assert narrow.out.isnan().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_answer_is_timed_if_it_keeps_the_rule(fp8: ModuleType, causal: bool) -> None:
+    torch.manual_seed(0)
+    shape = fp8.Shape(16, 2, 100, causal)
+    given = fp8.numbers(shape, "cpu")
+    x = given.operands
+    scales = {name: getattr(x, name) for name in ("scale_q", "scale_k", "scale_v")}
+
+    def right() -> torch.Tensor:
+        return ts.attention(*x[:3], causal=causal, **scales)
+
+    def unscaled() -> torch.Tensor:
+        return ts.attention(*x[:3], causal=causal)
+
+    def late() -> torch.Tensor:
+        raise RuntimeError("no time")
+
+    def other_mask() -> torch.Tensor:
+        return ts.attention(*x[:3], causal=not causal, **scales)
+
+    run = SimpleNamespace(record=SimpleNamespace(data={"failures": []}))
+    calls = {
+        "cudnn": lambda: ts.attention(*given.wide, causal=causal),
+        "right": right, "unscaled": unscaled, "late": late, "other mask": other_mask,
+    }  # fmt: skip
+    kept, found = fp8.checked(run, "a row", shape, given, calls)
+    assert list(kept) == ["cudnn", "right"] == list(found)
+    assert found["right"]["max"] <= 2 * found["right"]["peer_max"] + torch.finfo(torch.bfloat16).eps
+    unscaled_said, late_said, mask_said = run.record.data["failures"]
+    assert unscaled_said.startswith("a row unscaled: AssertionError: wrong answer")
+    assert late_said == "a row late: RuntimeError: no time"
+    assert mask_said.startswith("a row other mask: AssertionError: wrong answer")
+
+
+def test_both_kernels_are_launched_whatever_calls_get(fp8: ModuleType) -> None:
+    for shape in fp8.SHAPES:
+        made = fp8.launches(shape, named("h100"))
+        assert [plan.backend for plan, _ in made.values()] == ["hopper", "portable"]
+        for plan, layout in made.values():
+            assert plan.problem.scaled
+            assert layout.q == layout.k == (shape.length * shape.heads * shape.dim, shape.heads * shape.dim, shape.dim)
+            assert layout.scale_v == (shape.heads, 1)
+
+
+def test_the_page_has_a_table_of_8_bits(render: ModuleType) -> None:
+    about = {"device": "a GPU", "torch": "2", "triton": "3", "commit": "c", "date": "d", "dtype": "float8_e4m3fn"}
+    rates = ({"cudnn": 500.0, "hopper": 600.0, "portable": 300.0}, {"cudnn": 450.0, "portable": 310.0})
+    rows = [{"name": f"fp8 D128 causal S{1024 << i}", "tflops": one} for i, one in enumerate(rates)]
+    text = render.section({**about, "rows": rows}, "gpu_attention_fp8_h200")
+    assert text.startswith("## Attention in 8 bits, a GPU")
+    assert "| D128 causal S1024 | 500 | 600 | 300 | 1.200 |" in text
+    assert "| D128 causal S2048 | 450 |  | 310 |  |" in text

@@ -23,6 +23,7 @@ class AttentionCase(NamedTuple):
     how: str = "dense"
     variant: str = "apart"
     shares: int = 1
+    dtype: str = "bfloat16"
 
     def call(self, device: str) -> Any:
         """Its numbers."""
@@ -30,8 +31,9 @@ class AttentionCase(NamedTuple):
 
         from attention_maths import Case, call_of
 
+        dtype = getattr(torch, self.dtype)
         return call_of(
-            Case((self.queries,), self.keys, (2, 2), (64, 64), self.features, self.how, 8, dtype=torch.bfloat16), device
+            Case((self.queries,), self.keys, (2, 2), (64, 64), self.features, self.how, 8, dtype=dtype), device
         )
 
     def plan(self, device: Any) -> Any:
@@ -44,7 +46,8 @@ class AttentionCase(NamedTuple):
         paged = {"page_size": 8, "pages": sum(-(-n // 8) for n in self.keys) + 3, "lengths": True}
         keys = (-(-max(self.keys) // 8) + 1) * 8 if self.how == "paged" else max(self.keys)
         problem = AttentionProblem(
-            len(self.keys), 2, 2, self.queries, keys, 64, return_lse=True, **FEATURES[self.features],
+            len(self.keys), 2, 2, self.queries, keys, 64, return_lse=True, dtype=self.dtype,
+            scaled=self.dtype == "float8_e4m3fn", **FEATURES[self.features],
             **(paged if self.how == "paged" else {}),
         )  # fmt: skip
         made = hopper_attention.candidates(
@@ -64,12 +67,15 @@ CASES = {
     "attention in turns": AttentionCase(130, (200,), "causal", variant="turns"),
     "attention, pages of 8": AttentionCase(130, (150, 77), how="paged"),
     "attention in shares": AttentionCase(100, (300,), shares=2),
+    "attention in 8 bits": AttentionCase(130, (200,), "causal", dtype="float8_e4m3fn"),
 }
 
 _SCORES = "    scores = warpgroup_mma_wait(1, (scores,))\n"
 _GIVEN_BACK = "    mbarrier.arrive(k_empty.index(next_stage))\n"
 _PRODUCT = "    o, p = warpgroup_mma_wait(0, (product, p))\n"
 _V_GIVEN_BACK = "    mbarrier.arrive(v_empty.index(stage))\n"
+_RAW_FULL = "            mbarrier.wait(raw_full.index(stage), phase)\n"
+_RAW_GIVEN_BACK = "            mbarrier.arrive(raw_empty.index(stage))\n"
 BUGS = {
     # The multiplication that has just been started still reads what is given back.
     "K's stage is given back too early": Bug(
@@ -89,6 +95,15 @@ BUGS = {
         (WRITES, PENDING),
     ),
     "no wait for the store before": Bug("attention", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
+    # As they were copied: the next ones are copied over them.
+    "values are given back before they are converted": Bug(
+        "attention_convert",
+        ((_RAW_GIVEN_BACK, ""), (_RAW_FULL, _RAW_FULL + _RAW_GIVEN_BACK)),
+        (WRITES, READS, PENDING),
+    ),
+    "values are converted over those that are multiplied": Bug(
+        "attention_convert", (("            mbarrier.wait(v_empty.index(stage), phase ^ 1)\n", ""),), (READS, PENDING)
+    ),
 }
 
 
@@ -128,12 +143,13 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
         out, lse = nan(rows, heads, columns), nan(rows, heads).transpose(2, 3)
     else:
         out, lse = nan(rows, heads, columns, dtype=torch.bfloat16), nan(heads, rows)
-    table, lengths = x.get("block_table"), x.get("seqlens_k")
-    layout = layout_of(Operands(x["q"], x["k"], x["v"], out[0], scale, lse[0], block_table=table, seqlens_k=lengths))
+    lists = {name: x.get(name) for name in ("scale_q", "scale_k", "scale_v", "block_table", "seqlens_k")}
+    layout = layout_of(Operands(x["q"], x["k"], x["v"], out[0], scale, lse[0], **lists))
     arguments = HopperAttentionArguments(plan, layout)
     maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
     slots = torch.zeros(64, dtype=torch.int32, device=device)
-    given = (lse, None, None, None, lengths, table, slots, None, None, None)
+    scales = (lists[f"scale_{name}"] for name in "qkv")
+    given = (lse, None, *scales, None, None, lists["seqlens_k"], lists["block_table"], slots, None, None, None)
     filled = arguments.fill((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
 
     def check() -> None:
@@ -155,7 +171,11 @@ _SLOTS = {
         ("    return gl.max(slots.index(slot * FIELDS + field).load(layout), 0)\n",
          "    return gl.load(slots + slot * FIELDS + field, volatile=True)\n"),
     ),
-    "attention": (("    slots = make_slots()\n", "    slots = starts\n"),),
+    "attention": (
+        ("    slots = make_slots()\n", "    slots = starts\n"),
+        ("        scales = make_slots()\n", "        scales = starts + ITEMS * FIELDS\n"),
+        ("import ITEMS, get,", "import FIELDS, ITEMS, get,"),
+    ),
 }  # fmt: skip
 
 
@@ -171,7 +191,7 @@ def run(kernel: Any, case: AttentionCase) -> None:
         raise SystemExit(f"a wrong answer: {error}") from error
 
 
-ATTENTION = Sanitized(("ring", "attention_load", "attention"), "attend", CASES, BUGS, run, _SLOTS)
+ATTENTION = Sanitized(("ring", "attention_load", "attention_convert", "attention"), "attend", CASES, BUGS, run, _SLOTS)
 
 if __name__ == "__main__":
     main(ATTENTION)

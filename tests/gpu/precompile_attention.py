@@ -1,7 +1,7 @@
 """Compile what attention's GPU tests and benchmark launch, of both kernels, on all cores at once: see `precompile`.
 
 ``python tests/gpu/precompile_attention.py [part of a test's name ...]``; ``benchmark``: what
-benchmarks/gpu_attention.py launches. Nothing but time depends on this.
+benchmarks/gpu_attention.py and gpu_attention_fp8.py launch. Nothing but time depends on this.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def of_tests(device: DeviceProperties, parts: list[str]) -> Iterator[Job]:
 
 
 def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
-    """Of benchmarks/gpu_attention.py: every candidate, with and without turns."""
+    """Of benchmarks/gpu_attention.py: every candidate, with and without turns; of gpu_attention_fp8.py both kernels."""
+    import gpu_attention_fp8
     from gpu_attention import SHAPES, problem_of_shape
 
     for shape in SHAPES:
@@ -87,6 +88,8 @@ def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
             made = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
             for found in made:
                 yield of_candidate(problem, device, "hopper", found, "a benchmark's", ()), layout
+    for shape in gpu_attention_fp8.SHAPES:
+        yield from gpu_attention_fp8.launches(shape, device).values()
 
 
 def key(job: Job) -> str:
@@ -98,7 +101,7 @@ def key(job: Job) -> str:
     count = len(gate.attend.arg_names)
     first = gate.attend.arg_names.index("CONSUMERS") - count
     maps = [(x.block_shape, str(x.base.dtype)) for x in filled[:4]]
-    return repr((options, maps, [x is None for x in filled[4:14]], filled[first:]))
+    return repr((options, maps, [x is None for x in filled[4:17]], filled[first:]))
 
 
 def build(job: Job) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from hopper_cases import BF16, E4M3, FEW, FULL, HopperCase, ways
 
 from attention_maths import Case, call_of
+from tilestream.plan import unrun
 
 
 def cases() -> Iterator[HopperCase]:
@@ -39,7 +41,7 @@ def cases() -> Iterator[HopperCase]:
 
 #: Of attention, each with what it is asked for beside: two workers, several items each, of which the last is cut off.
 ATTENTION: tuple[tuple[Case, dict[str, Any]], ...] = tuple(
-    (Case(*lengths, heads, dims, features, how, page, dtype=BF16), more)
+    (Case(*lengths, heads, dims, features, how, page, dtype=more.pop("dtype", BF16)), more)
     for lengths, heads, dims, features, how, page, more in (
         (((190,), (300, 300)), (2, 2), (64, 64), "full", "dense", 0, {}),  # three consumers, in turns
         (((200,), (300,)), (2, 1), (64, 64), "all", "dense", 0, {}),
@@ -52,6 +54,9 @@ ATTENTION: tuple[tuple[Case, dict[str, Any]], ...] = tuple(
         (((3,), (500,)), (4, 1), (128, 128), "sinks", "dense", 0, {"splits": 3}),
         (((130,), (200,)), (2, 1), (128, 128), "causal", "dense", 0, {"chunks": 4}),
         (((130,), (200,)), (2, 1), (128, 128), "causal", "dense", 0, {"trace": True}),
+        (((140,), (300,)), (2, 1), (128, 128), "causal", "dense", 0, {"dtype": E4M3}),
+        (((5, 130), (90, 150)), (2, 1), (64, 64), "all", "packed paged", 16, {"dtype": E4M3}),
+        (((3,), (500,)), (4, 1), (128, 128), "sinks", "dense", 0, {"splits": 3, "dtype": E4M3}),
     )
 )
 
@@ -63,6 +68,8 @@ def attend(case: Case, more: dict[str, Any]) -> None:
     import tilestream as ts
     from tilestream.ops import attention_again, attention_gpu
 
+    for kernel in unrun.KERNELS.values():
+        os.environ[kernel.environment] = "1"  # what nobody has run is run here
     here = call_of(case)
     there = {name: _whole(t) for name, t in here.tensors.items()}
     options = {name: _whole(x) if isinstance(x, torch.Tensor) else x for name, x in here.options.items()}

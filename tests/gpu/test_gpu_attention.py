@@ -78,8 +78,30 @@ def _cases() -> dict[str, list[Case]]:
             for lengths, dims, features in itertools.product(SHORT[::2], DIMS, ("causal", "all"))
         ],
         "float8": [
-            _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=E4M3)
-            for lengths, dims, features in itertools.product(SHORT[::2], DIMS, ("full", "causal", "all"))
+            _dense(lengths, heads=(6, 2), dims=dims, features=features, dtype=E4M3)
+            for lengths, dims, features in itertools.product(LENGTHS, (*DIMS, (96, 96)), ("full", "causal"))
+        ],
+        "float8 features": [
+            _dense(lengths, heads=(6, 3), dims=dims, features=features, dtype=E4M3, signed=True)
+            for lengths, dims, features in itertools.product(SHORT[::3], DIMS, FEATURES)
+        ],
+        "float8 columns": [
+            _dense(lengths, heads=heads, dims=dims, features="causal", dtype=E4M3)
+            for lengths, (heads, dims) in itertools.product(
+                SHORT[::4], (((6, 1), (64, 128)), ((4, 2), (128, 64)), ((6, 6), (80, 48)), ((32, 4), (32, 16)))
+            )
+        ],
+        "float8 lists": [
+            Case(*mix, heads=(6, 2), dims=dims, features=features, how=how, page=page, extra=3, dtype=E4M3)
+            for mix, dims, features, (how, page) in itertools.product(
+                MIXES, DIMS, ("causal", "all"), (("packed", 0), ("packed paged", 8), ("packed paged", 64))
+            )
+        ],
+        "float8 pages": [
+            Case((rows,), (300, 77), (8, 2), dims, "causal", how, page, dtype=E4M3)
+            for rows, dims, (how, page) in itertools.product(
+                (1, 64, 200), DIMS, (("paged", 16), ("paged", 256), ("lengths", 16))
+            )
         ],
         "lists": [
             Case(*mix, heads=heads, dims=dims, features=features, how=how, page=page, extra=extra, dtype=BF16)
@@ -111,7 +133,8 @@ def _name(case: Case) -> str:
     lengths = f"{'+'.join(map(str, case.queries))}x{'+'.join(map(str, case.keys))}"
     more = f" page {case.page}" if "paged" in case.how else ""
     dtype = str(case.dtype).removeprefix("torch.")
-    return f"{lengths} h{case.heads} d{case.dims} {case.features} {case.how}{more} +{case.extra} {dtype}"
+    signs = " signed" if case.signed else ""
+    return f"{lengths} h{case.heads} d{case.dims} {case.features} {case.how}{more} +{case.extra} {dtype}{signs}"
 
 
 #: Of the portable kernel every fourth case where the other one has them all: its compilation is most of the time.
@@ -162,10 +185,11 @@ def test_numbers(case, backend):
     call.check(out, lse)
 
 
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("how", ["packed", "dense"])
-def test_quick_the_same_bits_each_time(how, backend):
-    call = call_of(Case((300, 70), (500, 300), (6, 2), (128, 128), "all", how, dtype=BF16) if how == "packed" else
-                   _dense((300, 500), heads=(6, 2), dims=(128, 128), features="all", dtype=BF16), "cuda")  # fmt: skip
+def test_quick_the_same_bits_each_time(how, dtype, backend):
+    call = call_of(Case((300, 70), (500, 300), (6, 2), (128, 128), "all", how, dtype=dtype) if how == "packed" else
+                   _dense((300, 500), heads=(6, 2), dims=(128, 128), features="all", dtype=dtype), "cuda")  # fmt: skip
     first = ts.attention(**call.tensors, **call.options, return_lse=True)
     for _ in range(100):
         again = ts.attention(**call.tensors, **call.options, return_lse=True)
@@ -258,6 +282,7 @@ FEW = {
     "pages": Case((1,), (1500, 77, 900), (16, 2), (128, 128), "sinks", "paged", 16, dtype=BF16),
     "packed": Case((1, 3, 0, 17), (900, 40, 7, 2048), (8, 2), (64, 64), "causal", "packed", extra=3, dtype=BF16),
     "packed pages": Case((1, 1, 2), (900, 4000, 17), (32, 4), (128, 128), "all", "packed paged", 64, dtype=BF16),
+    "8 bits": _dense((5, 2048), heads=(6, 2), dims=(128, 128), features="sinks", dtype=E4M3, signed=True),
 }
 
 

@@ -19,7 +19,7 @@ from tilestream.plan import hopper_attention
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.runtime.properties import cuda_properties
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CASES = {
     "dense": Case((700,), (700, 700), (6, 2), (128, 128), "causal", dtype=BF16),
     "columns of 64": Case((513,), (900, 900), (4, 4), (64, 64), "full", dtype=BF16),
@@ -27,6 +27,15 @@ CASES = {
     "packed": Case((300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal window", "packed", dtype=BF16),
     "in pages": Case((300, 70, 1), (400, 30, 500), (8, 2), (128, 128), "causal", "packed paged", 16, dtype=BF16),
     "few rows": Case((3,), (4000, 4000), (32, 4), (128, 128), "causal", dtype=BF16),
+    "8 bits": Case((700,), (700, 700), (6, 2), (128, 128), "causal", dtype=E4M3, signed=True),
+    "8 bits, columns of 64": Case((513,), (900, 900), (4, 4), (64, 64), "full", dtype=E4M3),
+    "8 bits, columns of 96": Case((300,), (700, 700), (4, 2), (96, 96), "all", dtype=E4M3, signed=True),
+    "8 bits, packed": Case(
+        (300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal window", "packed", dtype=E4M3
+    ),
+    "8 bits, in pages": Case(
+        (300, 70, 1), (400, 30, 500), (8, 2), (128, 128), "causal", "packed paged", 16, dtype=E4M3
+    ),
 }
 
 
@@ -43,6 +52,7 @@ def operands_of(call: Call) -> tuple[Operands, Tensors, Settings]:
     left, right = (-1 if side is None else side for side in options.get("window", (None, None)))
     scale = options.get("scale") or 1 / math.sqrt(x["q"].shape[-1])
     names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
+    names += ("scale_q", "scale_k", "scale_v")
     tensors = Tensors(x["q"], x["k"], x["v"], options.get("sinks"), **{name: x.get(name) for name in names})
     settings = Settings(
         bool(causal), "top_left" if causal == "top_left" else "bottom_right", left, right,
@@ -80,7 +90,7 @@ def test_every_tile(name, variant, kind):
             call.check(operands.out, operands.lse)
 
 
-@pytest.mark.parametrize("name", ["dense", "packed"])
+@pytest.mark.parametrize("name", ["dense", "packed", "8 bits"])
 def test_launches_on_two_streams(name):
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
 
@@ -101,19 +111,21 @@ def test_launches_on_two_streams(name):
     call.check(second.out, second.lse)
 
 
-def test_what_lies_around_an_operand_is_not_read():
+@pytest.mark.parametrize("name", ["dense", "8 bits"])
+def test_what_lies_around_an_operand_is_not_read(name):
     """Views in the middle of NaN: of rows, of heads and of columns."""
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
 
-    call = call_of(CASES["dense"], "cuda")
+    call = call_of(CASES[name], "cuda")
     operands, tensors, settings = operands_of(call)
     around = {}
-    for name in ("q", "k", "v", "out"):
-        x = getattr(operands, name)
+    for part in ("q", "k", "v", "out"):
+        x = getattr(operands, part)
         batch, rows, heads, columns = x.shape
-        store = torch.full((batch, rows + 9, heads + 2, columns + 16), math.nan, dtype=BF16, device="cuda")
-        around[name] = store[:, 4:-5, 1:-1, 8:-8]
-        around[name].copy_(x)
+        edge = 16 // x.element_size()  # TMA's rule
+        store = torch.full((batch, rows + 9, heads + 2, columns + 2 * edge), math.nan, device="cuda").to(x.dtype)
+        around[part] = store[:, 4:-5, 1:-1, edge:-edge]
+        around[part].copy_(x)
     view = operands._replace(**around)
     tensors = tensors._replace(q=view.q, k=view.k, v=view.v)
     for plan in plans(tensors, settings, "dynamic", "apart"):

@@ -29,8 +29,16 @@ def plan(problem: AttentionProblem, **how):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"dtype": "float32"}, "it multiplies bfloat16, float16, not float32"),
-        ({"scaled": True}, "q, k or v has scales, which it does not apply"),
+        ({"dtype": "float32"}, "it multiplies bfloat16, float16, float8_e4m3fn, not float32"),
+        ({"scaled": True}, "q, k or v has scales, which it applies to 8 bits"),
+        (
+            {"dtype": "float8_e4m3fn", "head_dim": 192},
+            "192 columns; in 8 bits it takes 128, which leave room for warps",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "keys": Incoming(Chunks.uniform(4 * 4096, 512))},
+            "keys arrive, and warps that convert values of 8 bits leave no registers for a gate",
+        ),
         ({"positive": False}, "a scale that is not positive"),
         ({"seqlen_q": 0}, "there is nothing to load"),
         ({"page_size": 4, "pages": 9}, "pages of 4 keys; a copy brings 8 at least"),
@@ -50,6 +58,28 @@ def test_what_it_does_not_do_goes_to_the_portable_kernel_with_the_reason(change,
     made = plan(problem)
     assert made.backend == "portable"
     assert why in made.explain()
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 40)])
+@pytest.mark.parametrize("more", [{}, {"window": (300, None)}, {"softcap": 30.0}, {"scaled": True}], ids=str)
+def test_8_bits_have_room_for_values_twice(dims, more):
+    problem = replace(DENSE, dtype="float8_e4m3fn", head_dim=dims[0], head_dim_v=dims[1], **more)
+    made = plan(problem, backend="hopper")
+    assert made.block[0] == 2 * policy.ROWS
+    line = 64 if dims[0] == 64 else 128
+    assert (policy.parts_of(problem), policy.width(problem)) == (1, line)
+    queries = policy.queries_of(problem, 2, made.block[1], made.stages, H100.shared)
+    bytes_ = policy.shared_bytes(problem, 2, made.block[1], made.stages, queries)
+    wide = replace(problem, dtype="float16", scaled=False)
+    # Keys and queries of one box, as 128 columns of 16 bits are of two; values as they come, and once more in 16 bits.
+    columns = policy.columns_of(problem)
+    assert columns == policy.columns_of(wide)
+    of_wide = policy.shared_bytes(replace(wide, head_dim=128), 2, made.block[1], made.stages, queries)
+    block = made.stages * made.block[1]
+    assert of_wide - bytes_ == (256 - line) * (block + 2 * 64 * queries) - block * columns - 512
+    assert bytes_ <= H100.shared
+    math, *others = policy.NARROW_REGISTERS
+    assert 2 * math + sum(others) <= 512, "16 warps of 128 registers a thread"
 
 
 def test_rows_are_counted_in_31_bits():

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tilestream.arrival.chunks import Chunks
 from tilestream.plan import Problem, plan_problem, unrun
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.known import named
+from tilestream.plan.problem import Incoming
 
 MATMUL = Problem(8192, 8192, 8192, dtype="bfloat16")
 ATTENTION = AttentionProblem(4, 16, 16, 4096, 4096, 128)
+NARROW = replace(ATTENTION, dtype="float8_e4m3fn", scaled=True)
+CDNA, NARROW_ON_HOPPER = unrun.KERNELS["cdna"], unrun.KERNELS["hopper, 8 bits"]
 ASKS = {"matmul": (plan_problem, MATMUL), "attention": (plan_attention, ATTENTION)}
 each = pytest.mark.parametrize("op", ASKS)
 on_amd = pytest.mark.parametrize("name", ["mi300x", "mi325x", "mi350x", "mi355x"])
@@ -29,7 +35,8 @@ def forget() -> None:
 
 @pytest.fixture(autouse=True)
 def _nobody_set_it(monkeypatch):
-    monkeypatch.delenv(unrun.ENVIRONMENT, raising=False)
+    for kernel in unrun.KERNELS.values():
+        monkeypatch.delenv(kernel.environment, raising=False)
     forget()
     yield
     forget()
@@ -40,15 +47,15 @@ def _nobody_set_it(monkeypatch):
 def test_nobody_gets_it_who_does_not_ask(op, name):
     made = plan(op, name)
     assert made.backend == "portable"
-    assert [r.why for r in made.refused if r.what == "cdna"] == [unrun.UNASKED]
-    assert f"cdna: {unrun.UNASKED}" in made.explain()
+    assert [r.why for r in made.refused if r.what == "cdna"] == [CDNA.unasked]
+    assert f"cdna: {CDNA.unasked}" in made.explain()
     assert plan(op, name, backend="cdna").backend == "cdna"
 
 
 @each
 @on_amd
 def test_the_switch_is_for_all_calls(op, name, monkeypatch):
-    monkeypatch.setenv(unrun.ENVIRONMENT, "1")
+    monkeypatch.setenv(CDNA.environment, "1")
     forget()
     made = plan(op, name)
     assert made.backend == "cdna"
@@ -58,7 +65,7 @@ def test_the_switch_is_for_all_calls(op, name, monkeypatch):
 
 @each
 def test_with_the_switch_what_it_does_not_do_goes_to_the_portable_kernel(op, monkeypatch):
-    monkeypatch.setenv(unrun.ENVIRONMENT, "1")
+    monkeypatch.setenv(CDNA.environment, "1")
     forget()
     function, problem = ASKS[op]
     made = function(type(problem)(**{**vars(problem), "dtype": "float32"}), device=named("mi300x"))
@@ -69,7 +76,7 @@ def test_with_the_switch_what_it_does_not_do_goes_to_the_portable_kernel(op, mon
 
 @each
 def test_other_gpus_are_not_asked(op, monkeypatch):
-    monkeypatch.setenv(unrun.ENVIRONMENT, "1")
+    monkeypatch.setenv(CDNA.environment, "1")
     forget()
     assert plan(op, "h100").backend == "hopper"
 
@@ -77,7 +84,7 @@ def test_other_gpus_are_not_asked(op, monkeypatch):
 @each
 @pytest.mark.parametrize("text", ["", "0"])
 def test_zero_and_nothing_are_no(op, text, monkeypatch):
-    monkeypatch.setenv(unrun.ENVIRONMENT, text)
+    monkeypatch.setenv(CDNA.environment, text)
     forget()
     assert plan(op, "mi355x").backend == "portable"
 
@@ -85,7 +92,54 @@ def test_zero_and_nothing_are_no(op, text, monkeypatch):
 @each
 @pytest.mark.parametrize("text", ["yes", "cdna", "2", " 1"])
 def test_a_switch_is_zero_or_one(op, text, monkeypatch):
-    monkeypatch.setenv(unrun.ENVIRONMENT, text)
+    monkeypatch.setenv(CDNA.environment, text)
     forget()
     with pytest.raises(ValueError, match=f"TILESTREAM_CDNA='{text}': it is 1 where the CDNA kernels"):
         plan(op, "mi300x")
+
+
+each_hopper = pytest.mark.parametrize("name", ["h100", "h200"])
+
+
+@each_hopper
+def test_attention_of_8_bits_is_the_portable_kernels_unless_somebody_asks(name):
+    made = plan_attention(NARROW, device=named(name))
+    assert made.backend == "portable"
+    assert f"hopper: {NARROW_ON_HOPPER.unasked}" in made.explain()
+    assert "not run on a GPU yet: backend='hopper' takes it, or TILESTREAM_HOPPER_FP8_ATTENTION=1" in made.explain()
+    asked = plan_attention(NARROW, device=named(name), backend="hopper")
+    assert asked.backend == "hopper"
+    assert unrun.NOT_RUN in asked.explain()
+
+
+@each_hopper
+def test_attention_of_8_bits_for_all_calls(name, monkeypatch):
+    monkeypatch.setenv(NARROW_ON_HOPPER.environment, "1")
+    forget()
+    made = plan_attention(NARROW, device=named(name))
+    assert made.backend == "hopper"
+    assert unrun.NOT_RUN in made.explain()
+    assert plan_attention(NARROW, device=named(name), backend="portable").backend == "portable"
+    arrives = replace(NARROW, keys=Incoming(Chunks.uniform(4 * 4096, 512)))
+    assert plan_attention(arrives, device=named(name)).backend == "portable"
+    assert plan("attention", "mi300x").backend == "portable", "the other kernel's variable is its own"
+
+
+def test_a_row_taken_out_is_all_it_takes(monkeypatch):
+    monkeypatch.delitem(unrun.KERNELS, "hopper, 8 bits")
+    made = plan_attention(NARROW, device=named("h100"))
+    assert made.backend == "hopper"
+    assert unrun.NOT_RUN not in made.explain()
+
+
+def test_16_bits_on_hopper_have_run():
+    made = plan_attention(ATTENTION, device=named("h100"))
+    assert made.backend == "hopper"
+    assert unrun.NOT_RUN not in made.explain()
+
+
+def test_each_switch_names_itself(monkeypatch):
+    monkeypatch.setenv(NARROW_ON_HOPPER.environment, "on")
+    forget()
+    with pytest.raises(ValueError, match="TILESTREAM_HOPPER_FP8_ATTENTION='on': it is 1 where attention's Hopper"):
+        plan_attention(NARROW, device=named("h100"))

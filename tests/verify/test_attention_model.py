@@ -52,7 +52,11 @@ def test_reductions_hide_nothing_of_a_small_one():
 
 
 def test_cases_say_what_they_are():
-    turns, late = (next(case for case in reversed(CASES) if case.ring.arriving == what) for what in (False, True))
+    turns, late, narrow = (
+        next(case for case in reversed(CASES) if getattr(case.ring, what))
+        for what in ("ordered", "arriving", "converting")
+    )
+    assert str(narrow) == ("attention, 2 consumers, values converted, 2 stages, queries of 1 items, 2 blocks an item")
     assert str(turns) == "attention, 2 consumers, in turns, 2 stages, queries of 1 items, 2 blocks an item"
     assert str(late) == "attention, 2 consumers, keys arriving, 2 stages, queries of 1 items, 1 blocks an item"
     assert attention.NUMBERS == 4

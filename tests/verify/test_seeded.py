@@ -177,6 +177,7 @@ def test_every_bug_written_is_registered(name):
                 "gate",
                 "load",
                 "math",
+                "convert",
                 "source",
                 "finish",
                 "ring",

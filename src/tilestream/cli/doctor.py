@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tilestream._version import __version__
 from tilestream.cli import ui
-from tilestream.plan.unrun import UNASKED
+from tilestream.plan.unrun import KERNELS
 
 #: Extras of the package, and what each is for.
 EXTRAS = (
@@ -84,7 +84,7 @@ def backend(name: str) -> str:
         fits = torch.version.hip is not None and architecture in ("gfx942", "gfx950")
         if not fits:
             return f"no: {properties.name} is no CDNA 3 or 4"
-        return f"yes: {UNASKED}"
+        return f"yes: {KERNELS['cdna'].unasked}"
     fits = torch.version.hip is None and properties.major == 9
     return "yes" if fits else f"no: {properties.name} is no Hopper"
 

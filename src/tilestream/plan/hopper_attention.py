@@ -20,14 +20,16 @@ from tilestream.schedule.integers import cdiv
 from tilestream.schedule.schedule import Kind
 
 #: Operands.
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 #: Rows of a consumer: an instruction of its four warps has 64.
 ROWS = 64
 #: Bytes of a row of a box: a line of the 128-byte swizzle.
 LINE = 128
+#: Columns of a box of values: they are multiplied in 16 bits, those of 8 are converted first.
+WIDTH_OF_VALUES = LINE // 2
 #: The extent of the rows of a map that clips at any row: see `tilestream.kernels.hopper.attention_load`.
 BEYOND = 2**30
-#: Keys of the smallest page: its rows of 128 bytes are one pattern of the swizzle.
+#: Keys of the smallest page: its rows, of 128 bytes or of 64, are one pattern of the swizzle.
 LEAST_PAGE = 8
 #: Bytes of shared memory kept free: barriers and the item ring.
 _BARRIER_BYTES = 1024
@@ -95,6 +97,17 @@ TILES = (
 )
 
 
+#: Of a thread, where values have 8 bits: of math warps, of warps that convert values, of the load warp's group; 512 in
+#: all, the first four math warps' counted in. With 216 for the math warps Triton 3.6 and 3.9 spill at blocks of 128
+#: keys and columns; with 24 for the others, there.
+NARROW_REGISTERS = (224, 32, 32)
+
+
+def is_narrow(problem: AttentionProblem) -> bool:
+    """Whether values have 8 bits: then four more warps convert them."""
+    return ITEMSIZE[problem.dtype] == 1
+
+
 def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int, int]:
     """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
@@ -109,8 +122,9 @@ def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int
 
 
 def width(problem: AttentionProblem) -> int:
-    """Columns of a box."""
-    return LINE // ITEMSIZE[problem.dtype]
+    """Columns of a box of queries or keys: a line, or of 8 bits half of one, where that is all of a head."""
+    columns = LINE // ITEMSIZE[problem.dtype]
+    return columns // 2 if is_narrow(problem) and problem.head_dim <= columns // 2 else columns
 
 
 def parts_of(problem: AttentionProblem) -> int:
@@ -120,7 +134,7 @@ def parts_of(problem: AttentionProblem) -> int:
 
 def columns_of(problem: AttentionProblem) -> int:
     """Columns of V as it is multiplied: a power of two, and a box at least."""
-    columns = width(problem)
+    columns = WIDTH_OF_VALUES
     while columns < problem.head_dim_v:
         columns *= 2
     return columns
@@ -140,9 +154,12 @@ def shared_bytes(
     problem: AttentionProblem, consumers: int, block: int, stages: int, queries: int, shares: int = 1
 ) -> int:
     """Bytes of shared memory: queries of so many items, stages, C buffers, barriers."""
-    parts = parts_of(problem)
-    rows = consumers * ROWS * (queries * parts + out_buffers(problem, shares))
-    return LINE * (rows + stages * block * (parts + columns_of(problem) // width(problem))) + _BARRIER_BYTES
+    keys = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype]
+    rows = consumers * ROWS * (queries * keys + LINE * out_buffers(problem, shares))
+    values = columns_of(problem) // WIDTH_OF_VALUES
+    # As they come, and for barriers and scales.
+    converted = stages * block * columns_of(problem) + _BARRIER_BYTES // 2 if is_narrow(problem) else 0
+    return rows + stages * block * (keys + LINE * values) + converted + _BARRIER_BYTES
 
 
 def stages_of(problem: AttentionProblem, consumers: int, block: int, shared: int, shares: int = 1) -> int:
@@ -198,10 +215,17 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         return f"it is for sm_90, this is {device.arch or device.backend}"
     if p.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {p.dtype}"
-    if p.scaled:
-        return "q, k or v has scales, which it does not apply"
     if p.keys is not None and columns_of(p) > 128:
         return f"keys arrive, and sums of {p.head_dim_v} columns leave no registers for a gate"
+    if p.scaled and not is_narrow(p):
+        return "q, k or v has scales, which it applies to 8 bits"
+    if p.keys is not None and is_narrow(p):
+        return "keys arrive, and warps that convert values of 8 bits leave no registers for a gate"
+    if is_narrow(p) and max(p.head_dim, p.head_dim_v) > 128:
+        return (
+            f"{max(p.head_dim, p.head_dim_v)} columns; in 8 bits it takes 128, which leave room for warps that convert "
+            "values"
+        )
     if not p.positive:
         return "a scale that is not positive: it takes the largest product for the largest score"
     if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
@@ -277,7 +301,8 @@ def candidates(
     for tile in TILES:
         if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy:
             continue
-        if problem.keys is not None and tile.consumers == 3:  # whose load warp has 32 registers
+        # Three leave the load warp 32 registers, and warps that convert values none.
+        if tile.consumers == 3 and (problem.keys is not None or is_narrow(problem)):
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
@@ -310,10 +335,11 @@ def _seconds(
     problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, items: int, workers: int, shares: int
 ) -> float:
     """What a launch takes: items in waves, or memory, whichever is the longer; and the launch that joins shares."""
-    rate = device.peak(problem.dtype, 1)
+    rate = device.peak("float16", 1)
     clock = rate / 4096
     rows = tile.consumers * ROWS
-    columns = parts_of(problem) * width(problem) + columns_of(problem)
+    # Q's and K's columns of 8 bits at twice the rate.
+    columns = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype] // 2 + columns_of(problem)
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
     step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS

@@ -2,22 +2,50 @@
 
 `tilestream.kernels.cdna` was compiled, and what was compiled was checked; there was no AMD GPU to run it on. The
 portable kernels' text is the same on every GPU, has been run on NVIDIA's, and runs in Triton's interpreter. So AMD GPUs
-get the portable kernels, though the others are faster by the estimate: a wrong number costs more than a slow one. Who
-asks gets the others, wherever they do the problem: for a plan by ``backend="cdna"``, for all that a process does by
-TILESTREAM_CDNA=1.
+get the portable kernels, though the others are faster by the estimate: a wrong number costs more than a slow one. The
+same holds for what is new in a kernel and has not run yet, as attention in 8 bits on Hopper. Who asks gets such a
+kernel, wherever it does the problem: for a plan by ``backend=``, for all that a process does by a variable of its
+environment. A kernel that has run is taken out of `KERNELS`, and there is no more to it.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-
-ENVIRONMENT = "TILESTREAM_CDNA"
+from typing import NamedTuple
 
 #: What a plan of such a kernel says of it.
 NOT_RUN = "compiled and checked, not run on a GPU yet"
-#: Why such a kernel is not what runs where nobody asks for it.
-UNASKED = f"{NOT_RUN}: backend='cdna' takes it, or {ENVIRONMENT}=1 for all calls"
+
+
+class Unrun(NamedTuple):
+    """A kernel that was not run.
+
+    Attributes
+    ----------
+    backend
+        As which a plan is asked for it.
+    environment
+        The variable that takes it for all calls, where it is 1.
+    what
+        It, in words.
+    """
+
+    backend: str
+    environment: str
+    what: str
+
+    @property
+    def unasked(self) -> str:
+        """Why it is not what runs where nobody asks for it."""
+        return f"{NOT_RUN}: backend={self.backend!r} takes it, or {self.environment}=1 for all calls"
+
+
+#: By the name that plans give them.
+KERNELS = {
+    "cdna": Unrun("cdna", "TILESTREAM_CDNA", "the CDNA kernels"),
+    "hopper, 8 bits": Unrun("hopper", "TILESTREAM_HOPPER_FP8_ATTENTION", "attention's Hopper kernels of 8 bits"),
+}
 
 
 def unasked(kernel: str, backend: str | None) -> str:
@@ -26,25 +54,26 @@ def unasked(kernel: str, backend: str | None) -> str:
     Parameters
     ----------
     kernel
-        The device's fast backend.
+        The device's fast kernel for the problem.
     backend
         What the caller forces; None where he leaves it to the plan.
 
     Raises
     ------
     ValueError
-        If TILESTREAM_CDNA is neither 0 nor 1.
+        If the kernel's variable is neither 0 nor 1.
     """
-    return UNASKED if kernel == "cdna" and backend is None and not _of_environment() else ""
+    found = KERNELS.get(kernel)
+    return "" if found is None or backend is not None or _of_environment(found) else found.unasked
 
 
 @functools.cache
-def _of_environment() -> bool:
-    """TILESTREAM_CDNA as it was when it was first asked for; not set is 0."""
-    text = os.environ.get(ENVIRONMENT, "") or "0"
+def _of_environment(kernel: Unrun) -> bool:
+    """The kernel's variable as it was when it was first asked for; not set is 0."""
+    text = os.environ.get(kernel.environment, "") or "0"
     if text not in ("0", "1"):
         raise ValueError(
-            f"{ENVIRONMENT}={text!r}: it is 1 where the CDNA kernels are to be taken, which nobody has run, or 0; or "
-            "unset it"
+            f"{kernel.environment}={text!r}: it is 1 where {kernel.what} are to be taken, which nobody has run, or 0; "
+            "or unset it"
         )
     return text == "1"

@@ -21,6 +21,9 @@ from tilestream.schedule import WorkItem
 from tilestream.verify.attention_protocol import (
     Ask,
     AttentionRing,
+    Convert,
+    ConvertPlaces,
+    ConvertTurn,
     Copy,
     Done,
     Empty,
@@ -32,6 +35,7 @@ from tilestream.verify.attention_protocol import (
     MathTurn,
     Pass,
     Start,
+    convert_turn,
     load_turn,
     math_turn,
 )
@@ -57,6 +61,7 @@ class AttentionCase:
     counts: tuple[int, ...] = (0, 1, 2)
     load: LoadTurn = load_turn
     math: MathTurn = math_turn
+    convert: ConvertTurn = convert_turn
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> AttentionModel:
         """The model of this configuration."""
@@ -65,6 +70,7 @@ class AttentionCase:
     def __str__(self) -> str:
         ring = self.ring
         how = (", in turns" if ring.ordered else "") + (", keys arriving" if ring.arriving else "")
+        how += ", values converted" if ring.converting else ""
         return (
             f"attention, {ring.consumers} consumers{how}, {ring.depth} stages, queries of {ring.queries} items, "
             f"{' or '.join(map(str, self.counts))} blocks an item"
@@ -94,6 +100,8 @@ class AttentionModel(Model):
 
         processes = [Process("load", lambda state: case.load(ring, state), LoadPlaces(), "load")]
         processes += [Process(f"math {c}", math_of(c), MathPlaces(), f"math {c}") for c in range(ring.consumers)]
+        if ring.converting:
+            processes.append(Process("convert", lambda state: case.convert(ring, state), ConvertPlaces(), "convert"))
         counts = {*case.counts, 0} if ring.arriving else case.counts
         self.items = [WorkItem(n, 0, 0, 0, 0, count) for n in range(NUMBERS) for count in sorted(counts)]
         base = len(processes)
@@ -101,7 +109,7 @@ class AttentionModel(Model):
         self.barrier = {bar: base + i for i, bar in enumerate(self.counts)}
         base += len(self.counts)
         names = [("q", at) for at in range(ring.consumers * ring.queries)]
-        names += [(what, at) for what in "kv" for at in range(ring.depth)]
+        names += [(what, at) for what in ("k", "v", *["raw"] * ring.converting) for at in range(ring.depth)]
         self.buffer = {name: base + i for i, name in enumerate(names)}
         base += len(names)
         self.slot = base
@@ -149,7 +157,8 @@ class AttentionModel(Model):
         """As `Model.performer_of`."""
         performers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
             Next: self._next, Put: self._put, Get: self._get, Copy: self._copy, Start: self._start,
-            Retire: self._retire, Done: self._done, Pass: self._pass, Mark: self._mark, Empty: self._empty,
+            Convert: self._convert, Retire: self._retire, Done: self._done, Pass: self._pass, Mark: self._mark,
+            Empty: self._empty,
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
         }  # fmt: skip
@@ -190,6 +199,8 @@ class AttentionModel(Model):
         self._arrive(op.barrier, m, 1, 0)
 
     def _get(self, pid: int, op: Get, answer: WorkItem | None, m: Memory) -> None:
+        if pid > self.case.ring.consumers:  # the convert loop: what it converts says which item it is at
+            return
         number = m[self.consumer + 2 * (pid - 1) + 1][0]
         if answer is not None and answer.tile != number:
             raise Fault("wrong data", f"{self.processes[pid].name} reads item {answer.tile}, its own is {number}")
@@ -198,12 +209,22 @@ class AttentionModel(Model):
         at = self.buffer[op.what, op.at]
         if m[at] and not m[at][-1]:
             raise Fault("overwritten while read", f"{op.what}[{op.at}] is filled while a copy to it is under way")
-        for c in range(self.case.ring.consumers):
-            if any((op.what, op.at) in reads for reads in m[self.consumer + 2 * c]):
-                raise Fault("overwritten while read", f"{op.what}[{op.at}] is filled while math {c} reads it")
+        self._not_read(op.what, op.at, m)
         if self.case.ring.arriving and op.what != "q" and op.k >= m[self.blocks + op.item.tile][1]:
             raise Fault("read before arrival", f"block {op.k} of {op.what} is copied, and was not waited for")
         m[at] = (op.item.tile, op.k, op.barrier, False)
+
+    def _not_read(self, what: str, at: int, m: Memory) -> None:
+        for c in range(self.case.ring.consumers):
+            if any((what, at) in reads for reads in m[self.consumer + 2 * c]):
+                raise Fault("overwritten while read", f"{what}[{at}] is filled while math {c} reads it")
+
+    def _convert(self, pid: int, op: Convert, answer: int, m: Memory) -> None:
+        held = m[self.buffer["raw", op.at]]
+        if not held or not held[-1] or held[:2] != (op.item.tile, op.k):
+            raise Fault("wrong data", f"raw[{op.at}] is converted, which does not hold block {op.k} of the item")
+        self._not_read("v", op.at, m)
+        m[self.buffer["v", op.at]] = held
 
     def _start(self, pid: int, op: Start, answer: int, m: Memory) -> None:
         flight = self.consumer + 2 * (pid - 1)

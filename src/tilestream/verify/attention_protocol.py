@@ -21,9 +21,16 @@ marked void; and it waits at the gate before it fills a block's first stage. Tol
 fills the stages that consumers will wait for with nothing. The last of those comes behind the mark, so a consumer that
 looks for it at the item's end finds it.
 
-That is `tilestream.kernels.hopper.attention` with `attention_load`: a test runs their text and compares. An item may
-have no blocks. The slot is kept until the item's end, so the load loop is one item ahead at most, and each consumer has
-room for the queries of ``queries`` items.
+Values of 8 bits are converted: the load loop fills ``raw`` buffers in place of those of V, and a loop between it and
+the math loops, which also follows the item ring::
+
+    convert loop
+      wait item_full[slot]; item = slots[slot]; arrive item_empty[slot]; STOP: leave
+      for each block: wait raw_full; wait v_empty; convert; arrive raw_empty; arrive v_full
+
+That is `tilestream.kernels.hopper.attention` with `attention_load` and `attention_convert`: a test runs their text and
+compares. An item may have no blocks. The slot is kept until the item's end, so the load loop is one item ahead at most,
+and each consumer has room for the queries of ``queries`` items.
 """
 
 from __future__ import annotations
@@ -90,6 +97,14 @@ class Empty(NamedTuple):
     barrier: Barrier
 
 
+class Convert(NamedTuple):
+    """Convert block ``k`` of an item's values, from one ``raw`` buffer to the one of V of the same number."""
+
+    at: int
+    item: WorkItem
+    k: int
+
+
 class Done(NamedTuple):
     """Take the accumulator as the result of ``item``; NaN if it is ``void``."""
 
@@ -115,6 +130,8 @@ class AttentionRing:
         Slots of the item ring.
     arriving
         Whether keys arrive in chunks.
+    converting
+        Whether values are converted.
     """
 
     depth: int
@@ -123,6 +140,7 @@ class AttentionRing:
     ordered: bool = False
     items: int = 2
     arriving: bool = False
+    converting: bool = False
 
     def barriers(self) -> dict[Barrier, int]:
         """Each barrier, and how many arrivals complete a phase of it."""
@@ -131,7 +149,8 @@ class AttentionRing:
             ("q_full", self.consumers * self.queries, 1), ("q_empty", self.consumers * self.queries, 1),
             ("k_full", self.depth, 1), ("k_empty", self.depth, self.consumers),
             ("v_full", self.depth, 1), ("v_empty", self.depth, self.consumers),
-            ("item_full", self.items, 1), ("item_empty", self.items, self.consumers),
+            ("raw_full", self.depth * self.converting, 1), ("raw_empty", self.depth * self.converting, 1),
+            ("item_full", self.items, 1), ("item_empty", self.items, self.consumers + self.converting),
             ("order", self.consumers, 1),
         ):  # fmt: skip
             counts |= {Barrier(name, at): arrivals for at in range(count)}
@@ -157,9 +176,17 @@ class MathPlaces(NamedTuple):
     turn: int = 0
 
 
+class ConvertPlaces(NamedTuple):
+    """What the convert loop carries."""
+
+    stage: Place = Place()
+    slot: Place = Place()
+
+
 Loop = Generator[Any, Any, Any]
 LoadTurn = Callable[[AttentionRing, LoadPlaces], Loop]
 MathTurn = Callable[[AttentionRing, int, MathPlaces], Loop]
+ConvertTurn = Callable[[AttentionRing, ConvertPlaces], Loop]
 
 
 def load_turn(ring: AttentionRing, state: LoadPlaces) -> Loop:
@@ -187,7 +214,7 @@ def load_turn(ring: AttentionRing, state: LoadPlaces) -> Loop:
             yield from _fill("k", k.at, k.phase, item, block, over)
             k = k.next(ring.depth)
         if block > 0:
-            yield from _fill("v", v.at, v.phase, item, block - 1, over)
+            yield from _fill("raw" if ring.converting else "v", v.at, v.phase, item, block - 1, over)
             v = v.next(ring.depth)
     return LoadPlaces(q.next(ring.queries), k, v, slot.next(ring.items), over)
 
@@ -199,6 +226,24 @@ def _fill(what: str, at: int, phase: int, item: WorkItem, k: int, over: int) -> 
     else:
         yield Expect(Barrier(f"{what}_full", at))
         yield Copy(what, at, item, k, Barrier(f"{what}_full", at))
+
+
+def convert_turn(ring: AttentionRing, state: ConvertPlaces) -> Loop:
+    """One item of the convert loop."""
+    stage, slot = state
+    yield WaitBarrier(Barrier("item_full", slot.at), slot.phase)
+    item = yield Get(slot.at)
+    yield Arrive(Barrier("item_empty", slot.at))
+    if item is None:
+        return None
+    for block in range(k_steps(item)):
+        yield WaitBarrier(Barrier("raw_full", stage.at), stage.phase)
+        yield WaitBarrier(Barrier("v_empty", stage.at), stage.phase ^ 1)
+        yield Convert(stage.at, item, block)
+        yield Arrive(Barrier("raw_empty", stage.at))
+        yield Arrive(Barrier("v_full", stage.at))
+        stage = stage.next(ring.depth)
+    return ConvertPlaces(stage, slot.next(ring.items))
 
 
 def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:

@@ -383,6 +383,7 @@ def _attentions() -> tuple[SeededBug, ...]:
     sizes = ((one, (1,)), (one, (0, 1)), (one, (2,)), (two, (2,)))
     arriving = tuple((AttentionRing(1, consumers=1, arriving=True), counts) for counts in ((1,), (2,)))
     deep = tuple((AttentionRing(2, consumers=n), counts) for n, counts in ((1, (1,)), (1, (2,)), (2, (1,))))
+    narrow = tuple((AttentionRing(depth, consumers=1, converting=True), (2,)) for depth in (1, 2))
     turns = tuple((AttentionRing(2, consumers=n, ordered=True), counts) for n, counts in product((1, 2), ((2,), (3,))))
 
     def bug(
@@ -396,6 +397,9 @@ def _attentions() -> tuple[SeededBug, ...]:
 
     def load(name: str, kind: str, text: LoadLoop, *more: Any) -> SeededBug:
         return bug(name, kind, text, *more, load=text)
+
+    def convert(name: str, kind: str, text: Any) -> SeededBug:
+        return bug(name, kind, text, narrow, convert=text)
 
     overwritten, wrong = "overwritten while read", "wrong data"
     return (
@@ -416,6 +420,9 @@ def _attentions() -> tuple[SeededBug, ...]:
         load("void item marked too late", wrong, a.void_item_marked_too_late, arriving),
         load("gate asked once an item", "read before arrival", a.gate_asked_once, arriving),
         math("mark not looked at", wrong, a.mark_not_looked_at, arriving),
+        convert("raw values not awaited", wrong, a.raw_values_not_awaited),
+        convert("values converted over others", overwritten, a.values_converted_over_others),
+        convert("values converted too late", wrong, a.converted_too_late),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from tilestream.verify.attention_protocol import (
     AttentionRing,
+    Convert,
+    ConvertPlaces,
     Copy,
     Done,
     Empty,
@@ -19,6 +21,7 @@ from tilestream.verify.attention_protocol import (
     MathPlaces,
     Pass,
     Start,
+    convert_turn,
     load_turn,
     math_turn,
 )
@@ -201,3 +204,26 @@ def mark_not_looked_at(ring: AttentionRing, who: int, state: MathPlaces) -> Loop
 def gate_asked_once(ring: AttentionRing, state: LoadPlaces) -> Loop:
     """The gate is asked for an item's first block only."""
     return _changed(load_turn(ring, state), lambda op: () if isinstance(op, Pass) and op.k else (op,))
+
+
+def raw_values_not_awaited(ring: AttentionRing, state: ConvertPlaces) -> Loop:
+    """Values are converted that may not have come."""
+    return _without(convert_turn(ring, state), WaitBarrier, "raw_full")
+
+
+def values_converted_over_others(ring: AttentionRing, state: ConvertPlaces) -> Loop:
+    """Values are converted to a buffer that a consumer may be at."""
+    return _without(convert_turn(ring, state), WaitBarrier, "v_empty")
+
+
+def converted_too_late(ring: AttentionRing, state: ConvertPlaces) -> Loop:
+    """Values are given to the consumers before they are converted."""
+    held: list[Any] = []
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if isinstance(op, Convert):
+            held.append(op)
+            return ()
+        return (op, held.pop()) if _at(op, Arrive, "v_full") else (op,)
+
+    return _changed(convert_turn(ring, state), change)

@@ -378,6 +378,8 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
         yield AttentionCase(AttentionRing(depth, queries, ordered=ordered), (2,))
     yield AttentionCase(AttentionRing(1, consumers=1, arriving=True), (2,))
     yield AttentionCase(AttentionRing(2, arriving=True), (1,))
+    yield AttentionCase(AttentionRing(1, consumers=1, converting=True), (0, 1))
+    yield AttentionCase(AttentionRing(2, converting=True), (2,))
     if level == "full":
         yield AttentionCase(AttentionRing(1, 2), (0, 1))
         yield AttentionCase(AttentionRing(2, 1, 3, ordered=True), (2,))
@@ -388,6 +390,9 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
         yield AttentionCase(AttentionRing(2, arriving=True), (2,))
         yield AttentionCase(AttentionRing(2, 2, arriving=True), (1,))
         yield AttentionCase(AttentionRing(2, ordered=True, arriving=True), (2,))
+        yield AttentionCase(AttentionRing(1, converting=True), (0, 1))
+        yield AttentionCase(AttentionRing(2, 2, converting=True), (2,))
+        yield AttentionCase(AttentionRing(2, converting=True), (1, 3))
 
 
 def gathers(level: Level) -> Iterator[GatherCase]:

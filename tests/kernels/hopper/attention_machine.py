@@ -13,7 +13,6 @@ deadlock. Memory is flat, with bounds that are checked; a tensor map's coordinat
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Callable
@@ -21,8 +20,10 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Pointer, Product, Real, TensorMap, of
 
 from tilestream.kernels.hopper import attention as text
+from tilestream.kernels.hopper import attention_convert as convert_text
 from tilestream.kernels.hopper import attention_load as load_text
 from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
@@ -35,198 +36,13 @@ from tilestream.schedule import integers, raster, ring
 
 #: What of the kernel is run as it stands.
 TEXTS = (
-    text.attend, text.math_loop, text.math_step, text.start_scores, text.as_operand, text.store_strip,
+    text.attend, text.math_loop, text.math_step, text.start_scores, text.settled, text.as_operand, text.store_strip,
+    convert_text.convert_loop,
     load_text.load_loop, load_text.load_block, load_text.item_of, load_text.place,
     softmax_text.softmax, softmax_text.masked, softmax_text.finished, softmax_text.capped,
     list_text.rows_of, list_text.place_of, portable_text.sigmoid,
 )  # fmt: skip
 _SECONDS = 60
-
-
-class Array(np.ndarray):
-    """A tensor in registers."""
-
-    def to(self, dtype: Any) -> Array:
-        return of(np.asarray(self).astype(np.float16 if dtype is Dtype else dtype))
-
-    @property
-    def type(self) -> Any:
-        return SimpleNamespace(layout=None)
-
-
-def of(x: Any) -> Array:
-    return np.asarray(x).view(Array)
-
-
-class Integer(int):
-    """A scalar of the device: 32 bits, and 64 where it is so converted."""
-
-    def to(self, _: object) -> Integer:
-        return self
-
-
-def _operation(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def done(self: int, other: object) -> Any:
-        if isinstance(other, np.ndarray) and other.ndim:
-            return NotImplemented
-        if not isinstance(other, int | np.integer):
-            return NotImplemented
-        found = plain(int(self), int(other))
-        if name in ("__floordiv__", "__mod__", "__rfloordiv__", "__rmod__"):
-            assert int(self) >= 0 <= int(other), "the device's division is Python's from 0 on"
-        return Integer(found)
-
-    return done
-
-
-for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "and", "or", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Integer, f"__{_name}__", _operation(f"__{_name}__"))
-for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "and", "or"):
-    setattr(Integer, f"__r{_name}__", _operation(f"__r{_name}__"))
-Integer.__hash__ = int.__hash__  # type: ignore[method-assign]
-
-
-class Dtype:
-    """A floating-point type of 16 bits."""
-
-    primitive_bitwidth = 16
-
-
-class Pointer:
-    """An address in a flat array."""
-
-    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
-        self.memory, self.at = memory, at
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.at + offset)
-
-    def load(self, mask: Any = None, other: Any = 0) -> Any:
-        assert mask is None
-        at = np.asarray(self.at)
-        assert (at >= 0).all(), "in range"
-        assert (at < self.memory.size).all(), "in range"
-        found = self.memory[at]
-        return of(found) if at.ndim else Integer(found) if self.memory.dtype.kind == "i" else float(found)
-
-    def store(self, value: np.ndarray, mask: np.ndarray) -> None:
-        at = np.broadcast_to(self.at, mask.shape)[mask]
-        assert (at >= 0).all(), "in range"
-        assert (at < self.memory.size).all(), "in range"
-        assert np.isnan(self.memory[at]).all(), "written once"
-        self.memory[at] = np.asarray(value)[mask]
-
-
-class TensorMap:
-    """A map of a flat array: coordinates to addresses, in 64 bits; what is outside of its extents is not there."""
-
-    def __init__(self, made: Any, memory: np.ndarray) -> None:
-        self.shape, self.strides, self.box, self.memory = made.shape, made.strides, made.box, memory
-        self.dtype, self.layout = Dtype, None
-        self.block_type = SimpleNamespace(shape=list(made.box), nbytes=2 * math.prod(made.box))
-
-    def elements(self, at: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Which of a box's elements there are, and where these lie."""
-        assert len(at) == len(self.box)
-        there, byte = np.ones((), bool), np.zeros((), np.uint64)
-        for axis, (first, extent, stride, size) in enumerate(
-            zip(at, self.shape, self.strides, self.box, strict=True)
-        ):  # fmt: skip
-            assert -(2**31) <= int(first) < 2**31
-            place = int(first) + np.arange(size, dtype=np.int64)
-            shape = [size if i == axis else 1 for i in range(len(self.box))]
-            there = there & ((place >= 0) & (place < extent)).reshape(shape)
-            byte = byte + (place.astype(np.uint64) * np.uint64(2 * stride)).reshape(shape)
-        rows = math.prod(self.box[:-1]), self.box[-1]
-        there = np.broadcast_to(there, self.box).reshape(rows)
-        element = np.broadcast_to(byte // np.uint64(2), self.box).reshape(rows)
-        assert (element[there] < self.memory.size).all(), "a copy stays inside its tensor"
-        return there, element.astype(np.int64)
-
-    def load(self, at: Any) -> np.ndarray:
-        there, element = self.elements(at)
-        return np.where(there, self.memory[np.where(there, element, 0)], 0.0)
-
-    def store(self, at: Any, box: np.ndarray) -> None:
-        there, element = self.elements(at)
-        assert np.isnan(self.memory[element[there]]).all(), "written once"
-        self.memory[element[there]] = box[there]
-
-
-class Memory:
-    """Shared memory of 16-bit numbers: stages of rows, in slabs of 128 bytes of columns."""
-
-    def __init__(self, stages: int, rows: int, columns: int) -> None:
-        self.width = min(64, columns)
-        self.physical = np.full((stages, columns // self.width, rows, self.width), np.nan)
-        self.dtype, self.shape = Dtype, [stages, rows, columns]
-
-    def index(self, at: int) -> Buffer:
-        assert 0 <= at < len(self.physical)
-        return Buffer(self.physical[at])
-
-    def boxes(self, tensor_map: TensorMap) -> SimpleNamespace:
-        rows, width = math.prod(tensor_map.box[:-1]), tensor_map.box[-1]
-        assert width == self.width
-        found = self.physical.reshape(-1, rows, width)
-
-        def index(at: int) -> np.ndarray:
-            assert 0 <= at < len(found)
-            return found[at]
-
-        return SimpleNamespace(index=index)
-
-
-class Buffer:
-    """A stage: as rows and columns, or the other way round."""
-
-    def __init__(self, slabs: np.ndarray, turned: bool = False) -> None:
-        self.slabs, self.turned = slabs, turned
-
-    def permute(self, _: object) -> Buffer:
-        return Buffer(self.slabs, not self.turned)
-
-    def store(self, x: np.ndarray) -> None:
-        self.slabs[:] = np.asarray(x).reshape(x.shape[0], len(self.slabs), -1).transpose(1, 0, 2)
-
-    def read(self) -> np.ndarray:
-        found = self.slabs.transpose(1, 0, 2).reshape(self.slabs.shape[1], -1)
-        return found.T if self.turned else found
-
-
-class Barrier:
-    """An mbarrier: ``count`` arrivals and all bytes complete a phase."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
-        self.phase, self.arrived, self.bytes = 0, 0, 0
-        self.copies: list[Callable[[], int]] = []
-
-    def settle(self) -> None:
-        assert self.arrived <= self.count, f"{self.name}: an arrival too many"
-        if self.arrived == self.count and self.bytes == 0 and not self.copies:
-            self.phase, self.arrived = self.phase + 1, 0
-
-    def land(self) -> None:
-        copies, self.copies = self.copies, []
-        for copy in copies:
-            self.bytes -= copy()
-        self.settle()
-
-
-class Product:
-    """A multiplication under way."""
-
-    def __init__(self, x: Any, y: Buffer, acc: Any, more: bool) -> None:
-        self.x, self.y, self.acc, self.more, self.value = x, y, acc, more, None
-
-    def finish(self) -> None:
-        x = self.x.read() if isinstance(self.x, Buffer) else np.asarray(self.x)
-        acc = self.acc.value if isinstance(self.acc, Product) else self.acc
-        made = np.asarray(x, np.float32) @ np.asarray(self.y.read(), np.float32)
-        self.value = of(made + np.asarray(acc) if self.more else made)
 
 
 class Deadlock(AssertionError):
@@ -259,9 +75,12 @@ class Machine:
             if change is not None:
                 code = changed(jitted.fn, change)
             names[jitted.fn.__name__] = FunctionType(code, names, jitted.fn.__name__, jitted.fn.__defaults__)
+        narrow = arguments.plan.problem.dtype == "float8_e4m3fn"
         maps = [
-            TensorMap(getattr(arguments, name), operands[name]) for name in ("q", "k", "v", "out")
+            TensorMap(getattr(arguments, name), operands[name], Narrow if narrow and name != "out" else Dtype)
+            for name in ("q", "k", "v", "out")
         ]  # fmt: skip
+        self.names_of_barriers = [name for name in BARRIERS if narrow or not name.startswith("raw")]
         given = [None if operands.get(name) is None else Pointer(operands[name]) for name in GIVEN]
         gate, counters = NO_KEY_GATE, None
         if arguments.plan.problem.keys is not None:
@@ -342,12 +161,14 @@ class Machine:
             max=lambda x, axis: of(np.asarray(x).max(axis)), sum=lambda x, axis: of(np.asarray(x).sum(axis)),
             log2=lambda x: of(np.log2(np.asarray(x))), convert_layout=lambda x, *_, **__: x,
             load=lambda pointer: pointer.load(), store=lambda pointer, value, mask: pointer.store(value, mask),
-            allocate_shared_memory=lambda _, shape, __: Memory(*shape), warp_specialize=self.warp_specialize,
+            allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape), warp_specialize=self.warp_specialize,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), SliceLayout=lambda *_: None,
-            DotOperandLayout=lambda *_: None, float32=None, int32=None, int64=None,
+            DotOperandLayout=lambda *_: None, BlockedLayout=lambda *_: None, float16=Dtype,
+            float32=None, int32=None, int64=None,
         )  # fmt: skip
         tl = SimpleNamespace(
-            cast=lambda value, _: Integer(value), int32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
+            cast=lambda value, _: Integer(value) if isinstance(value, int) else Real(value), int32=None,
+            float32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
             where=lambda condition, x, y: Integer(x if condition else y),
         )  # fmt: skip
         return {
@@ -356,7 +177,10 @@ class Machine:
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
             "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": lambda: None,
             "tma_load": self.tma_load, "tma_store": self.tma_store, "viewed": lambda buffer, _: buffer,
-            "boxes": lambda stages, tensor_map: stages.boxes(tensor_map), "mma_layout": lambda *_: None,
+            "boxes": lambda stages, tensor_map: stages.boxes(tensor_map),
+            "in_blocks": lambda stages, rows, columns: stages.blocks(rows, columns),
+            "HEIGHT": convert_text.HEIGHT.value, "WIDTH": convert_text.WIDTH.value,
+            "mma_layout": lambda *_: None,
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait, "take": self.take,
             "enter": lambda *_: None, "leave": lambda *_: None, "put": self.put, "get": self.get,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
@@ -383,7 +207,7 @@ class Machine:
         self.loops = loops
 
     def make_barriers(self, count: int, arrivals: int) -> SimpleNamespace:
-        name = BARRIERS[len({bar.name.split("[")[0] for bar in self.barriers})]
+        name = self.names_of_barriers[len({bar.name.split("[")[0] for bar in self.barriers})]
         made = [Barrier(f"{name}[{i}]", arrivals) for i in range(count)]
         self.barriers += made
 
@@ -486,10 +310,23 @@ class Machine:
 
 #: In the order in which the kernel makes them.
 BARRIERS = (
-    "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "item_full", "item_empty", "order"
+    "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "raw_full", "raw_empty", "item_full", "item_empty",
+    "order",
 )  # fmt: skip
 #: Operands behind the maps, in the kernel's order; counters there are none.
-GIVEN = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of")
+GIVEN = (
+    "lse",
+    "sinks",
+    "scale_q",
+    "scale_k",
+    "scale_v",
+    "cu_queries",
+    "cu_keys",
+    "lengths",
+    "table",
+    "starts",
+    "order_of",
+)
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,6 +51,7 @@ def fill(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> t
     given = (
         Pointer("float32") if p.return_lse or plan.shares > 1 else None,
         Pointer("float32") if p.sinks and plan.shares == 1 else None,
+        *(Pointer("float32") if p.scaled else None for _ in range(3)),
         ints if p.varlen else None, ints if p.tokens_k else None, ints if p.lengths else None,
         ints if p.page_size else None, ints if p.varlen else None, ints if p.varlen else None,
         None if plan.schedule.kind == "static" and p.keys is None else Pointer("int64"),
@@ -96,8 +97,21 @@ HOWS: dict[str, dict[str, Any]] = {
         "seqlen_q": 32,
     },
 }  # fmt: skip
-DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80))
-QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64")
+_NARROW = {"dtype": "float8_e4m3fn", "scaled": True}
+HOWS |= {
+    "fp8": {**_NARROW, "causal": True, "return_lse": True},
+    "fp8, full": {**_NARROW, "scaled": False},
+    "fp8, split": {**HOWS["split"], **_NARROW},
+    # All that the load warp may have to know, with blocks as large as there are.
+    "fp8, pages": {**HOWS["split, worst"], **_NARROW, "window": (None, None), "softcap": 0.0},
+    "fp8, worst": {**HOWS["worst"], **_NARROW},
+    "fp8, split, worst": {**HOWS["split, worst"], **_NARROW},
+}
+DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (128, 64), (64, 128))
+#: Of 8 bits alone: boxes of keys are as wide as a head's columns there.
+NARROW_DIMS = DIMS[-2:]
+QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64",
+         "128-128 fp8 turns 2x128")  # fmt: skip
 
 
 def configurations(what: str) -> Iterator[Configuration]:
@@ -106,13 +120,15 @@ def configurations(what: str) -> Iterator[Configuration]:
         base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
         splits = base.pop("splits", 1)
         problem = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
-        if hopper_attention.refusal(problem, DEVICE):
+        if hopper_attention.refusal(problem, DEVICE) or (
+            dims in NARROW_DIMS and not hopper_attention.is_narrow(problem)
+        ):
             continue
         for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
             consumers = found.block[0] // hopper_attention.ROWS
             name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
             # Turns are two barriers, whatever else there is.
-            taken = what == "all" and (variant == "turns" or how == "causal")
+            taken = what == "all" and (variant == "turns" or how in ("causal", "fp8"))
             if taken or name.startswith(what) or (what == "quick" and name in QUICK):
                 yield Configuration(name, of_candidate(problem, DEVICE, "hopper", found, "the gate's", ()))
 
@@ -144,6 +160,10 @@ def expected(made: Configuration) -> dict[str, Any]:
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
     math, load = hopper_attention.registers(consumers, columns, p.keys is not None)
     boxes = parts + columns // 64
+    registers, products = {math, load}, {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
+    if hopper_attention.is_narrow(p):
+        registers = {*hopper_attention.NARROW_REGISTERS}
+        products = {f"m64n{block}k32.f32.e4m3.e4m3", f"m64n{columns}k16.f32.f16.f16"}
     queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)
     shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries, plan.shares)
     # The first block's, and a loop for each run; where blocks are taken from the first on, the last may be ragged.
@@ -152,8 +172,8 @@ def expected(made: Configuration) -> dict[str, Any]:
     # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)
     return {
-        "registers": sorted({math, load}),
-        "wgmma": sorted({f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}),
+        "registers": sorted(registers),
+        "wgmma": sorted(products),
         "loads": consumers * parts + boxes,
         "stores": consumers * columns // (32 if plan.shares > 1 else 64),
         "exponentials": consumers * exponentials,

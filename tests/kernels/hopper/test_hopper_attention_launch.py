@@ -234,6 +234,25 @@ def test_a_launch_gives_each_argument_its_address(written, kind):
     assert not lists
 
 
+def test_a_launch_of_8_bits_gives_the_scales(written):
+    made, _ = written
+    plan = make(dtype="float8_e4m3fn", scaled=True, causal=True)
+    e4m3 = [torch.zeros(B, S, n, D).to(torch.float8_e4m3fn) for n in (H, KV, KV)]
+    scales = [torch.ones(1, n).expand(B, n) for n in (H, KV)] + [torch.ones(1, 1).expand(B, KV)]
+    x = Operands(*e4m3, bf16(B, S, H, D), 0.1, **dict(zip(("scale_q", "scale_k", "scale_v"), scales, strict=True)))
+    launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
+    launch(x)
+    (launcher,) = made
+    (call,) = launcher.calls
+    assert [call[f"scale_{name}"] for name in "qkv"] == [scale.data_ptr() for scale in scales]
+    given = launcher.arguments
+    assert given["SCALES"] == (0, 1, 0, 1, 0, 0)
+    assert (given["SCALED"], given["CONVERT_REGISTERS"], given["PARTS"], given["COLUMNS"]) == (True, 32, 1, 128)
+    assert given["q_map"].shape == (B, S, H, D)
+    arguments = HopperAttentionArguments(plan, attention_gpu.layout_of(x))
+    assert (arguments.k.box, arguments.v.box) == ((1, 128, 1, 128), (1, 128, 1, 64))
+
+
 def test_a_launch_that_is_traced_is_another_kernel_with_a_log(written):
     made, _ = written
     x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -32,11 +33,13 @@ from tilestream.schedule.integers import cdiv
 from tilestream.verify.attention_protocol import (
     Ask,
     AttentionRing,
+    ConvertPlaces,
     Copy,
     Empty,
     LoadPlaces,
     MathPlaces,
     Pass,
+    convert_turn,
     load_turn,
     math_turn,
 )
@@ -63,12 +66,21 @@ class Case:
         self.k = [made.standard_normal((sk, p.heads_kv, p.head_dim)).astype(np.float16) for _, sk in lengths]
         self.v = [made.standard_normal((sk, p.heads_kv, p.head_dim_v)).astype(np.float16) for _, sk in lengths]
         self.sinks = made.standard_normal(p.heads_q) if p.sinks else None
+        #: Of q, k and v, by sequence and head.
+        self.scales = [made.uniform(-2.0, 2.0, (len(lengths), n)) for n in (p.heads_q, p.heads_kv, p.heads_kv)]
+        if p.dtype == "float8_e4m3fn":
+            for x in (self.q, self.k, self.v):
+                x[:] = [torch.from_numpy(one).to(torch.float8_e4m3fn).to(torch.float16).numpy() for one in x]
         self.problem = p
 
     def reference(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """``(out, lse)`` of a sequence, in float64, by the rule of `tilestream.plan.attention`."""
         p = self.problem
         q, k, v = (x[i].astype(np.float64) for x in (self.q, self.k, self.v))
+        if p.scaled:
+            q, k, v = (
+                x * scale[i].astype(np.float32)[:, None] for x, scale in zip((q, k, v), self.scales, strict=True)
+            )
         k, v = (np.repeat(x, p.ratio, axis=1) for x in (k, v))
         s = np.einsum("qhd,khd->hqk", q, k) * SCALE
         if p.softcap:
@@ -112,7 +124,7 @@ def run(
     shuffled = random.Random(seed)
     operands: dict[str, Any] = {}
     if p.varlen:
-        q, q_strides = dense([np.concatenate(case.q)], sum(len(x) for x in case.q))
+        q, q_strides = dense([np.concatenate(case.q)], p.tokens_q)
         out = np.full(plan.shares * p.tokens_q * p.heads_q * p.head_dim_v, np.nan)
         lse = np.full(plan.shares * p.tokens_q * p.heads_q, np.nan)
         q_strides, out_strides = (0, *q_strides[1:]), (0, p.heads_q * p.head_dim_v, p.head_dim_v)
@@ -167,8 +179,13 @@ def run(
         operands["lse"] = lse
     if case.sinks is not None and plan.shares == 1:
         operands["sinks"] = case.sinks
+    scales: list[Any] = [None] * 3
+    if p.scaled:
+        scales = [(n, 1) for n in (p.heads_q, p.heads_kv, p.heads_kv)]
+        for name, scale in zip(("scale_q", "scale_k", "scale_v"), case.scales, strict=True):
+            operands[name] = scale.astype(np.float32).reshape(-1)
     layout = AttentionLayout(
-        q_strides, k_strides, v_strides, out_strides, lse_strides if p.return_lse else None, table
+        q_strides, k_strides, v_strides, out_strides, lse_strides if p.return_lse else None, table, *scales
     )  # fmt: skip
     arguments = HopperAttentionArguments(plan, layout, trace)
     # Workers one after the other: which positions each takes is chance, their order is the queue's.
@@ -312,8 +329,9 @@ def arriving(case: Case, rows_per_chunk: int = 128) -> Case:
 
 
 LATE = {
-    **{name: arriving(case) for name, case in DENSE.items()},
-    **{name: arriving(case) for name, case in RAGGED.items() if not case.problem.page_size},
+    name: arriving(case)
+    for name, case in (DENSE | RAGGED).items()
+    if not case.problem.page_size and policy.columns_of(case.problem) <= 128  # more leave no registers for a gate
 }
 LATE_SOON = ("full", "window", "more queries", "varlen", "lengths", "packed heads")
 
@@ -368,13 +386,42 @@ def test_shares_of_keys_that_arrive(name, over_at):
     plan = plan_of(case.problem, splits=3)
     assert plan.shares == 3
     outs, lses = run(case, plan=plan, over_at=over_at, seed=len(name))
-    assert any(np.isnan(out).any() for out in outs) == (over_at is not None)
+    waits_so_often = name != "sinks, nothing seen"
+    assert any(np.isnan(out).any() for out in outs) == (over_at is not None and waits_so_often)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         right, _ = case.reference(i)
         void = np.isnan(out)
         assert (void.all(-1) == void.any(-1)).all()
         assert (np.isnan(lse) == void.all(-1)).all()
         assert np.abs(out - right)[~void].max(initial=0.0) < 3e-3 * max(1.0, np.abs(right).max(initial=0.0))
+
+
+E4M3 = {"dtype": "float8_e4m3fn", "scaled": True}
+NARROW = {
+    "full": same(200, 300, **E4M3),
+    "causal, no scales": same(200, 300, causal=True, dtype="float8_e4m3fn"),
+    "128": same(150, 300, 2, causal=True, head_dim=128, heads_q=4, **E4M3),
+    "window": same(150, 200, window=(70, 30), softcap=3.0, sinks=True, **E4M3),
+    "80, 48": same(150, 200, head_dim=80, head_dim_v=48, **E4M3),
+    "varlen": packed(MIX, rest=3, causal=True, **E4M3),
+    "varlen, pages of 16": packed(MIX, causal=True, page_size=16, pages=40, lengths=True, **E4M3),
+    "pages of 8": Case(
+        problem(100, 320, 3, page_size=8, pages=130, lengths=True, **E4M3), [(100, 320), (100, 3), (100, 0)]
+    ),
+}
+
+
+@LANDING
+@pytest.mark.parametrize("name", NARROW)
+def test_values_of_8_bits_are_converted(name, eager):
+    check(NARROW[name], eager=eager, seed=len(name))
+
+
+@pytest.mark.parametrize("name", ["full", "varlen"])
+def test_values_of_8_bits_in_shares(name):
+    plan = plan_of(NARROW[name].problem, splits=2)
+    assert plan.shares == 2
+    check(NARROW[name], plan=plan, seed=len(name))
 
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])
@@ -431,7 +478,7 @@ CHANGES = {
     "the accumulator is not scaled": ("o = o * gl.convert_layout(shrink", "o = o * 1 + 0 * gl.convert_layout(shrink"),
     "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
     "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),
-    "the first block is not masked": ("if (last >= plain_end) | (last < plain_begin):", "if False:"),
+    "the first block is not masked": ("if (first_block >= plain_end) | (first_block < plain_begin):", "if False:"),
     "the window's blocks are left out": ("range(begin, plain_begin)", "range(begin + 1, plain_begin)"),
     "masked blocks from the wrong end": ("(last - 1 - (j - plain_end)) * BLOCK", "j * BLOCK + BLOCK"),
     "a cap of another sign": ("2.0 * inner * scores", "-2.0 * inner * scores"),
@@ -522,7 +569,7 @@ def explored(
     ``over_at``: of how many waits at the gate the next one ends with the launch.
     """
     items = [WorkItem(i, 0, 0, 0, 0, count) for i, count in enumerate(blocks)]
-    state: Any = LoadPlaces() if not who else MathPlaces()
+    state: Any = ConvertPlaces() if turn is convert_turn else MathPlaces() if who else LoadPlaces()
     log: list[tuple[Any, ...]] = []
     passed = 0
     for item in (*items, None):
@@ -539,7 +586,7 @@ def explored(
                 answer = int(over_at is not None and passed >= over_at)
             if isinstance(op, Pass):
                 answer, passed = int(passed == over_at), passed + 1
-            if name in ("Next", "Done"):
+            if name in ("Next", "Done", "Convert"):
                 continue
             if name in ("Ask", "Pass"):
                 log.append((name,))
@@ -583,6 +630,23 @@ def test_loops_do_what_is_explored(dim, variant):
     assert max(blocks) > 1
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
+    for who in range(ring.consumers):
+        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
+
+
+def test_loops_do_what_is_explored_where_values_are_converted():
+    case = same(700, 300, causal=True, window=(200, None), **E4M3)
+    machines: list[Machine] = []
+    run(case, machines=machines)
+    machine = machines[0]
+    arguments = machine.arguments
+    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], converting=True)
+    blocks = [count - 1 for count in machine.told if count]
+    assert 0 in blocks
+    assert max(blocks) > 1
+    assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
+    assert done_by(machine, ring.consumers + 1, 1) == explored(load_turn, ring, blocks=blocks)
+    assert done_by(machine, ring.consumers, 1) == explored(convert_turn, ring, blocks=blocks)
     for who in range(ring.consumers):
         assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
 

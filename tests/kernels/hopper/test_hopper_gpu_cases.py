@@ -136,7 +136,8 @@ def test_seeded_bugs_are_in_the_kernels_text(cases, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "attention in turns", "attention, pages of 8", "attention in shares"]
+    "name",
+    ["attention", "attention in turns", "attention, pages of 8", "attention in shares", "attention in 8 bits"],
 )  # fmt: skip
 def test_what_goes_through_the_sanitizer_is_right(cases, name):
     """Its arguments, on the machine that runs the kernel's text, and its own check of the answer."""
@@ -149,7 +150,11 @@ def test_what_goes_through_the_sanitizer_is_right(cases, name):
         ready.check()
     given = dict(zip(attend.arg_names, ready.filled, strict=True))
     stored = {key: given[f"{key}_map"].base for key in ("q", "k", "v", "out")}
-    stored |= {key: given[key] for key in ("lse", "lengths", "table") if given[key] is not None}
+    stored |= {
+        key: given[key]
+        for key in ("lse", "lengths", "table", "scale_q", "scale_k", "scale_v")
+        if given[key] is not None
+    }
     kept = {
         key: x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,)) for key, x in stored.items()
     }

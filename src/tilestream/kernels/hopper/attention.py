@@ -22,6 +22,9 @@ consumers also take turns at starting them, so that one's exponentials run under
 Where keys arrive, the load warp asks the gate before a block's first stage, and blocks are taken from the first key on;
 an item whose chunks do not come is void, and NaN: see `tilestream.kernels.hopper.attention_load`.
 
+Values of 8 bits come through four more warps, between the load warp and the consumers, which make them float16: see
+`tilestream.kernels.hopper.attention_convert`.
+
 Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
 same: see `tilestream.kernels.hopper.attention_load`.
 
@@ -51,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from tilestream.kernels.hopper.attention_convert import convert_loop
 from tilestream.kernels.hopper.attention_load import VOID, Arriving, load_loop, place
 from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
@@ -74,12 +78,23 @@ UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "signa
 @gluon.jit
 def start_scores(q_parts, k_parts, q_at, stage, PARTS: gl.constexpr, BLOCK: gl.constexpr):
     """Start ``Q K^T`` of an item's rows and a stage: a multiplication for each part of the head's columns."""
-    scores = gl.zeros((ROWS, BLOCK), gl.float32, mma_layout(BLOCK))
+    scores = gl.zeros((ROWS, BLOCK), gl.float32, mma_layout(BLOCK, 256 // q_parts.dtype.primitive_bitwidth))
     for part in gl.static_range(PARTS):
         scores = warpgroup_mma(
             q_parts.index(q_at * PARTS + part), k_parts.index(stage * PARTS + part).permute((1, 0)), scores,
             is_async=True, use_acc=part > 0,
         )  # fmt: skip
+    return scores
+
+
+@gluon.jit
+def settled(scores, inner, BLOCK: gl.constexpr, CAPPED: gl.constexpr, SCALED: gl.constexpr):
+    """Scores that are done, capped, or multiplied by what their heads' scales are; no data moves."""
+    scores = gl.convert_layout(scores, mma_layout(BLOCK), assert_trivial=True)
+    if CAPPED:
+        scores = capped(scores, inner)
+    elif SCALED:
+        scores = scores * inner
     return scores
 
 
@@ -95,7 +110,7 @@ def math_step(
     position, first_key, keys, until, since, scale, inner,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-    ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A key block that is not an item's first: its scores, and meanwhile the block before it times V.
 
@@ -113,8 +128,7 @@ def math_step(
         mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))
     scores = warpgroup_mma_wait(1, (scores,))
     mbarrier.arrive(k_empty.index(next_stage))
-    if CAPPED:
-        scores = capped(scores, inner)
+    scores = settled(scores, inner, BLOCK, CAPPED, SCALED)
     if MASKED:
         scores = masked(scores, position, first_key, keys, until, since, BLOCK, LEFT, RIGHT)
     weights, top, total, shrink = softmax(scores, top, total, scale, MASKED)
@@ -144,7 +158,7 @@ def math_loop(
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, QUERIES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, ARRIVING: gl.constexpr,
-    CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr,
+    CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr, scales, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile. Of keys that arrive blocks are taken from the first on, else from the last."""
     if CHAINED:
@@ -169,6 +183,11 @@ def math_loop(
             top = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
             total = gl.full([ROWS], 0.0, gl.float32, rows_layout)
             o = gl.zeros((ROWS, COLUMNS), gl.float32, out_layout)
+            inside = inner
+            if SCALED:
+                inside = get(scales, slot, 0, 4).to(gl.float32, bitcast=True)
+                if CAPPED:
+                    inside = inside * inner
             q_at = WHO * QUERIES + q_stage
             mbarrier.wait(q_full.index(q_at), q_phase)
             if going > 1:
@@ -182,8 +201,7 @@ def math_loop(
                 mbarrier.wait(k_full.index(stage), phase)
                 scores = warpgroup_mma_wait(0, (start_scores(q_parts, k_parts, q_at, stage, PARTS, BLOCK),))
                 mbarrier.arrive(k_empty.index(stage))
-                if CAPPED:
-                    scores = capped(scores, inner)
+                scores = settled(scores, inside, BLOCK, CAPPED, SCALED)
                 first_block = begin if ARRIVING else last
                 if (first_block >= plain_end) | (first_block < plain_begin):
                     scores = masked(scores, position, first_block * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
@@ -196,8 +214,9 @@ def math_loop(
                         for j in range(begin + 1, plain_begin):
                             o, p, top, total, stage, phase, turn = math_step(
                                 q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage,
-                                phase, turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inner,
+                                phase, turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inside,
                                 WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                                SCALED,
                             )  # fmt: skip
                 else:
                     plain_begin = gl.minimum(plain_begin, last)
@@ -207,29 +226,30 @@ def math_loop(
                             o, p, top, total, stage, phase, turn = math_step(
                                 q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage,
                                 phase, turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys,
-                                until, since, scale, inner,
+                                until, since, scale, inside,
                                 WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                                SCALED,
                             )  # fmt: skip
                 for _ in range(plain_begin, plain_end):
                     o, p, top, total, stage, phase, turn = math_step(
                         q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                        o, p, top, total, position, 0, keys, until, since, scale, inner,
-                        WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, False, LEFT, RIGHT, CAPPED, ORDERED,
+                        o, p, top, total, position, 0, keys, until, since, scale, inside,
+                        WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, False, LEFT, RIGHT, CAPPED, ORDERED, SCALED,
                     )  # fmt: skip
                 if ARRIVING:
                     for j in range(plain_end, last + 1):
                         o, p, top, total, stage, phase, turn = math_step(
                             q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
-                            turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inner,
-                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                            turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inside,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED, SCALED,
                         )  # fmt: skip
                 elif LEFT:
                     for j in range(begin, plain_begin):
                         o, p, top, total, stage, phase, turn = math_step(
                             q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
                             turn, o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
-                            since, scale, inner,
-                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
+                            since, scale, inside,
+                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED, SCALED,
                         )  # fmt: skip
                 mbarrier.arrive(q_empty.index(q_at))
                 mbarrier.wait(v_full.index(stage), phase)
@@ -240,11 +260,16 @@ def math_loop(
                 mbarrier.arrive(q_empty.index(q_at))
             q_stage, q_phase = step(q_stage, q_phase, QUERIES)
             # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
+            if q_parts.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
+                first = get(slots, slot, 1, 4) + WHO * (ROWS // PACK)
+                position = first + row // PACK
             head = get(slots, slot, 8, 4)
             batch = get(slots, slot, 9, 4)
             origin = get(slots, slot, 10, 4)
             queries = get(slots, slot, 11, 4)
             factor, sum_ = finished(top, total, sinks, head, row, scale, PACK)
+            if SCALED:
+                factor = factor * get(scales, slot, 1, 4).to(gl.float32, bitcast=True)
             if ARRIVING:
                 void = get(slots, slot, VOID, 4) != 0
                 factor = gl.where(void, float("nan"), factor)
@@ -273,7 +298,8 @@ def math_loop(
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attend(
-    q_map, k_map, v_map, out_map, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters, log,
+    q_map, k_map, v_map, out_map, lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table, starts,
+    order_of, counters, log,
     base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
     tiles, num_m, num_n, group, shares, scale, inner,
@@ -282,13 +308,14 @@ def attend(
     STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
     PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, KEYS: gl.constexpr,
-    CHAINED: gl.constexpr, TRACE: gl.constexpr, MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    CHAINED: gl.constexpr, TRACE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
+    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
     Parameters
     ----------
-    lse, sinks, cu_queries, cu_keys, lengths, table
+    lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table
         As of `tilestream.kernels.attention.Operands`, each of them or None.
     log
         A record an item, where ``TRACE``: see `tilestream.kernels.portable.spans`.
@@ -317,6 +344,8 @@ def attend(
         Query heads side by side in a tile's rows.
     PARTS
         Parts that queries and keys are multiplied in: boxes of their columns.
+    SCALES
+        Of each scale, the strides of sequences and of heads.
     QUERIES
         Items whose queries there is room for: with two, the next item's come while one is at work.
     COLUMNS
@@ -330,7 +359,14 @@ def attend(
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], out_map.dtype)
     q_parts = gl.allocate_shared_memory(q_map.dtype, [CONSUMERS * QUERIES * PARTS, ROWS, WIDTH], q_layout)
     k_parts = gl.allocate_shared_memory(k_map.dtype, [STAGES * PARTS, BLOCK, WIDTH], k_layout)
-    v_stages = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
+    NARROW: gl.constexpr = v_map.dtype.primitive_bitwidth == 8
+    if NARROW:
+        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], gl.float16)
+        v_raw = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
+        v_stages = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, COLUMNS], wide_layout)
+    else:
+        v_stages = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
+        v_raw = v_stages
     out_buffers = gl.allocate_shared_memory(out_map.dtype, [CONSUMERS * BUFFERS, ROWS, STRIP], out_layout)
     q_full = make_barriers(CONSUMERS * QUERIES, 1)
     q_empty = make_barriers(CONSUMERS * QUERIES, 1)
@@ -338,42 +374,83 @@ def attend(
     k_empty = make_barriers(STAGES, CONSUMERS)
     v_full = make_barriers(STAGES, 1)
     v_empty = make_barriers(STAGES, CONSUMERS)
+    raw_full, raw_empty = v_full, v_empty
+    if NARROW:
+        raw_full = make_barriers(STAGES, 1)
+        raw_empty = make_barriers(STAGES, 1)
     item_full = make_barriers(ITEMS, 1)
-    item_empty = make_barriers(ITEMS, CONSUMERS)
+    item_empty = make_barriers(ITEMS, CONSUMERS + 1 if NARROW else CONSUMERS)
     order = make_barriers(CONSUMERS, 1)
     slots = make_slots()
     if TRACE:
         places = make_slots()  # an item's slot is full
     else:
         places: gl.constexpr = None
+    if SCALED:
+        scales = make_slots()
+    else:
+        scales: gl.constexpr = None
     arriving = Arriving(
         signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
     )  # fmt: skip
-    if CONSUMERS == 2:
+    if NARROW:
         gl.warp_specialize([
             (math_loop, (
                 0, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
+            )),
+            (convert_loop, (
+                v_raw, v_stages, raw_full, raw_empty, v_full, v_empty, slots, item_full, item_empty,
+                BLOCK, COLUMNS, STAGES,
             )),
             (load_loop, (
-                q_map, k_map, v_map, q_parts, k_parts, v_stages,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
+                q_map, k_map, v_map, q_parts, k_parts, v_raw,
+                q_full, q_empty, k_full, k_empty, raw_full, raw_empty, slots, item_full, item_empty,
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
                 arriving,
                 CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
                 TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
+                scale_q, scale_k, scale_v, scales, SCALED, SCALES,
+            )),
+        ], [4, 4, 1], [MATH_REGISTERS, CONVERT_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (math_loop, (
+                0, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
+            )),
+            (math_loop, (
+                1, q_parts, k_parts, v_stages, out_map, out_buffers,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
+                lse, sinks, scale, inner,
+                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
+            )),
+            (load_loop, (
+                q_map, k_map, v_map, q_parts, k_parts, v_raw,
+                q_full, q_empty, k_full, k_empty, raw_full, raw_empty, slots, item_full, item_empty,
+                starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
+                rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
+                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
+                arriving,
+                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
+                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
+                scale_q, scale_k, scale_v, scales, SCALED, SCALES,
             )),
         ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
@@ -383,30 +460,31 @@ def attend(
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
             )),
             (math_loop, (
                 1, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
             )),
             (math_loop, (
                 2, q_parts, k_parts, v_stages, out_map, out_buffers,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
                 lse, sinks, scale, inner,
                 CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                ORDERED, KEYS != "none", CHAINED, log, places, TRACE,
+                ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
             )),
             (load_loop, (
-                q_map, k_map, v_map, q_parts, k_parts, v_stages,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
+                q_map, k_map, v_map, q_parts, k_parts, v_raw,
+                q_full, q_empty, k_full, k_empty, raw_full, raw_empty, slots, item_full, item_empty,
                 starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
                 rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
                 page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
                 arriving,
                 CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
                 TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
+                scale_q, scale_k, scale_v, scales, SCALED, SCALES,
             )),
         ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip

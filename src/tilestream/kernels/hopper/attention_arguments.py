@@ -20,8 +20,11 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.hopper_attention import (
     BEYOND,
     LINE,
+    NARROW_REGISTERS,
     ROWS,
+    WIDTH_OF_VALUES,
     columns_of,
+    is_narrow,
     out_buffers,
     parts_of,
     queries_of,
@@ -67,7 +70,7 @@ class HopperAttentionArguments:
         keys = p.batch, p.seqlen_k, p.heads_kv
         self.q = _map(layout.q, (p.batch, p.seqlen_q, p.heads_q), p.head_dim, (*tile, wide), self._ragged_q)
         self.k = _map(layout.k, keys, p.head_dim, (high, 1, wide), self._ragged_k)
-        self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, wide), self._ragged_k)
+        self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, WIDTH_OF_VALUES), self._ragged_k)
         out = plan.shares * p.batch, p.seqlen_q, p.heads_q
         strip = LINE // ITEMSIZE[share_dtype(p, plan.shares)]
         self.out = _map(self.layout.out, out, p.head_dim_v, (*tile, strip), self._ragged_q)
@@ -84,8 +87,8 @@ class HopperAttentionArguments:
         Parameters
         ----------
         operands
-            The maps of q, k, v and out; then lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of,
-            counters, log, base, reset, scale, inner: values, or whatever stands in for them.
+            The maps of q, k, v and out; then lse, sinks, the scales, cu_queries, cu_keys, lengths, table, starts,
+            order_of, counters, log, base, reset, scale, inner: values, or whatever stands in for them.
         """
         *given, scale, inner = operands
         keys = self.plan.problem.keys
@@ -109,8 +112,11 @@ class HopperAttentionArguments:
 
     def _constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
-        plan, p = self.plan, self.plan.problem
+        plan, p, s = self.plan, self.plan.problem, self.layout
         math_registers, load_registers = registers(self._consumers, columns_of(p), p.keys is not None)
+        convert_registers = 0
+        if is_narrow(p):
+            math_registers, convert_registers, load_registers = NARROW_REGISTERS
         return {
             "CONSUMERS": self._consumers,
             "PACK": plan.pack,
@@ -134,8 +140,11 @@ class HopperAttentionArguments:
             "KEYS": chunk_kind(p),
             "CHAINED": self._chained,
             "TRACE": self._trace,
+            "SCALED": p.scaled,
+            "SCALES": (*(s.scale_q or (0, 0)), *(s.scale_k or (0, 0)), *(s.scale_v or (0, 0))),
             "MATH_REGISTERS": math_registers,
             "LOAD_REGISTERS": load_registers,
+            "CONVERT_REGISTERS": convert_registers,
         }
 
 

@@ -62,7 +62,8 @@ class HopperAttentionLaunch(TracedLaunch):
         starts, order = self._list(stream, x, words)
         gate = self._gate(x.q.device, incoming)
         given = (
-            x.lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, x.block_table, starts, order,
+            x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k,
+            x.block_table, starts, order,
             words.counters if self._counts else None, None if log is None else log.words,
         )  # fmt: skip
         made = self._made[log is not None]

@@ -182,6 +182,7 @@ def load_loop(
     QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
     RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     KEYS: gl.constexpr, CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr,
+    scale_q, scale_k, scale_v, scales, SCALED: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """The load warp: takes items, hands them on, and loads their queries, keys and values.
 
@@ -268,6 +269,20 @@ def load_loop(
             put(slots, slot, VOID, over, 1)
         if TRACE:
             put(places, slot, 0, tile, 1)
+        if SCALED:
+            # Rows behind the last sequence see no key, and have no scales.
+            of = gl.minimum(batch, sequences - 2)
+            factor = tl.cast(1.0, tl.float32)
+            of_values = tl.cast(1.0, tl.float32)
+            if found != 0:
+                if scale_q is not None:
+                    factor = factor * gl.load(scale_q + of * SCALES[0] + head * SCALES[1])
+                if scale_k is not None:
+                    factor = factor * gl.load(scale_k + of * SCALES[2] + head // shared_by * SCALES[3])
+                if scale_v is not None:
+                    of_values = gl.load(scale_v + of * SCALES[4] + head // shared_by * SCALES[5])
+            put(scales, slot, 0, factor.to(gl.int32, bitcast=True), 1)
+            put(scales, slot, 1, of_values.to(gl.int32, bitcast=True), 1)
         mbarrier.arrive(item_full.index(slot))
         own_slot = slot
         slot, slot_phase = step(slot, slot_phase, ITEMS)

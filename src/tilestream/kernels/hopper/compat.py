@@ -43,6 +43,13 @@ if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
         shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
         return stages._reinterpret(tensor_map.dtype, shape, tensor_map.layout)
 
+    @gluon.jit
+    def in_blocks(stages, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """All of some stages as blocks of fewer rows, and of columns as many as a box has, one behind the other."""
+        shape: gl.constexpr = _in_boxes(stages.shape, [ROWS, COLUMNS])
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], stages.dtype)
+        return stages._reinterpret(stages.dtype, shape, layout)
+
 else:
 
     @gluon.jit
@@ -55,6 +62,13 @@ else:
         """All of some stages as boxes of ``tensor_map``, one behind the other."""
         shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
         return stages.reinterpret(tensor_map.dtype, shape, tensor_map.layout)
+
+    @gluon.jit
+    def in_blocks(stages, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """All of some stages as blocks of fewer rows, and of columns as many as a box has, one behind the other."""
+        shape: gl.constexpr = _in_boxes(stages.shape, [ROWS, COLUMNS])
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], stages.dtype)
+        return stages.reinterpret(stages.dtype, shape, layout)
 
 
 def device(leaf: Callable[..., Any]) -> Any:
