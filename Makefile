@@ -38,7 +38,7 @@ lint: $(VENV)/.stamp-dev ## Check style, formatting, and types for every support
 	run $(BIN)/ruff check; \
 	run $(BIN)/ruff format --check; \
 	echo "mypy for Python $(MYPY_VERSIONS)"; \
-	printf '%s\n' $(MYPY_VERSIONS) | xargs -P $(JOBS) -I VERSION $(BIN)/mypy --python-version VERSION || failed=1; \
+	printf '%s\n' $(MYPY_VERSIONS) | xargs -P $(if $(filter-out 0 auto,$(JOBS)),$(JOBS),1) -I VERSION $(BIN)/mypy --python-version VERSION || failed=1; \
 	exit $$failed
 
 format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.

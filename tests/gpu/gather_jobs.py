@@ -15,11 +15,13 @@ from tilestream.distributed.dispatch import trial
 def late_by_a_call(rank, world, ways):
     """Each rank in turn comes so late that the others have issued the next call, too, and wait in it."""
     b, mine = random(1, 256, 256), []
-    wholes = [random(1000 + i, 96 * world, 256) for i in range(3 * world)]
+    # Shards of no whole tiles, and such as the kernel reads where they are.
+    sizes = [(96, 128)[i // len(ways) % 2] for i in range(4 * world)]
+    wholes = [random(1000 + i, size * world, 256) for i, size in enumerate(sizes)]
     for i, whole in enumerate(wholes):
         if i % world == rank:
             time.sleep(0.3)
-        shard = whole[96 * rank : 96 * rank + 96].clone()
+        shard = whole[sizes[i] * rank : sizes[i] * (rank + 1)].clone()
         with trial(True, 1, ways[i % len(ways)]):
             mine.append(tsd.all_gather_matmul(shard, b, deadline=20))
         shard.fill_(float("nan"))  # it is the caller's again
@@ -40,6 +42,9 @@ SHAPES = (
     ((4096, 256), 0, "bfloat16", 1, None, ""),
     ((64, 256), 0, "float8_e4m3fn", 1, "pull", "scaled"),
     ((1, 256), 0, "float16", 1, "push", ""),
+    ((128, 256), 0, "bfloat16", 2, "push", "return_a"),
+    ((3, 128, 256), 1, "bfloat16", 2, "push", ""),
+    ((128, 256), 0, "float8_e4m3fn", 1, "push", "scaled"),
 )
 
 

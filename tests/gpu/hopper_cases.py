@@ -528,7 +528,7 @@ def _apart() -> Iterator[ApartCase]:
         for kind, layout, dtype in zip(KINDS, ("nn", "nt", "nt"), (BF16, F16, E4M3), strict=True):
             if _has(row, dtype=dtype):
                 case = _case(row, batches * world * shard, _N, _K, schedule=kind, layout=layout, dtype=dtype, **how)
-                yield ApartCase(case, rank * shard, shard, world * shard)
+                yield ApartCase(case, rank * shard, shard, world * shard, kind != "stream_k")
     for row in FEW:
         case = _case(row, 3 * 200, _N, _K, layout="nt", rows=_uniform(600, 200), pivot=1, workers=61)
         yield ApartCase(case, 200, 200, 600, there=False)

@@ -58,7 +58,7 @@ class Job(NamedTuple):
     address: tuple[int, int, int] = (0, 0, 0)
     probe: bool = False
     trace: bool = False
-    apart: int = 0
+    apart: int | None = None
 
 
 def job(

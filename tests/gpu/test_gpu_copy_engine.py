@@ -51,13 +51,14 @@ def test_a_copy_inside_a_gpu_needs_no_sm(how, size):
     )
     source = torch.randint(0, 100, (size,), dtype=torch.uint8, device=device)
     target, side = torch.zeros_like(source), torch.cuda.Stream()
-    occupy[(1,)](torch.ones_like(words), torch.zeros_like(words), clock, 0, num_warps=WARPS)  # compiled and loaded
+    limit = int(SECONDS * 1e9)
+    occupy[(1,)](torch.ones_like(words), torch.zeros_like(words), clock, limit, num_warps=WARPS)  # compiled and loaded
     with torch.cuda.stream(side):
         target.copy_(source)
         target.zero_()
     torch.cuda.synchronize()
     done = torch.cuda.Event()
-    occupy[(places,)](words, words[1:], clock, int(SECONDS * 1e9), num_warps=WARPS)
+    occupy[(places,)](words, words[1:], clock, limit, num_warps=WARPS)
     begin = time.perf_counter()
     with aside(device):
         while int(words[1].cpu()) < places:

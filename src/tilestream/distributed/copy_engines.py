@@ -20,7 +20,6 @@ the slot behind the kernel.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import weakref
@@ -140,7 +139,7 @@ class Gatherer(Turns):
             outs = compute(slot, arrival)
             del self._without_kernel[epoch]
             if whole is not None:
-                take_out(whole, slot.data, signals, shards, None if apart is None else self._rank)
+                take_out(whole, slot.data, signals, shards)
                 if apart is not None:
                     self._place(whole, shard.data)
         finally:  # without a kernel, too: the peers get their rows
@@ -178,7 +177,7 @@ class Gatherer(Turns):
         own = [part.chunk for part in shards.of_rank(self._rank)]
 
         def fill(op: p.Fill) -> None:
-            if from_slot:  # else the data stand apart
+            if from_slot:  # else the data stand apart, and are brought behind their signals if at all (`bring`)
                 self._place(slot.data, shard.data)
             if shard.scales is not None and slot.scales is not None:
                 self._place(slot.scales, shard.scales)
@@ -315,22 +314,16 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
 
 
-def take_out(
-    whole: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards, less: int | None = None
-) -> None:
-    """Copy what was gathered out of its slot, on the current stream, behind the kernel; NaN where it did not come.
-
-    ``less``: not the rows of that rank.
-    """
+def take_out(whole: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards) -> None:
+    """Copy what was gathered out of its slot, on the current stream, behind the kernel; NaN where it did not come."""
     words = signals.use(apart=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
     arrived = words >= signals.epoch  # by a kernel of its own, before what it says has arrived is read
     bits = torch.int8 if whole.element_size() == 1 else torch.int16
     nan = whole.view(bits).new_full((), torch.iinfo(bits).max)  # in each of the formats
-    ranks = [slice(shards.world)] if less is None else [slice(less), slice(less + 1, shards.world)]
-    for of, i in itertools.product(ranks, range(shards.parts)):
+    for i in range(shards.parts):
         rows = slice(shards.rows * i // shards.parts, shards.rows * (i + 1) // shards.parts)
-        into, source = (x.view(bits)[:, of, rows] for x in (whole, gathered))
-        torch.where(arrived[:, of, i], source, nan, out=into)
+        into, source = (x.view(bits)[:, :, rows] for x in (whole, gathered))
+        torch.where(arrived[:, :, i], source, nan, out=into)
 
 
 def _aligned(size: int) -> int:

@@ -84,6 +84,8 @@ class GatherCase(RanksCase):
         In which shards travel, call by call, and from the first on again.
     apart
         Whether the kernel reads a shard that is pushed out of the caller's tensor there, too; else in the slot.
+    brought
+        Whether it is not copied there before the kernel's launch has asked for it, behind its signals.
     sets
         Sets of signals, as the text that is run has them.
     publish, side, finish
@@ -94,6 +96,7 @@ class GatherCase(RanksCase):
     strided: bool = False
     ways: tuple[p.Way, ...] = ("push",)
     apart: bool = False
+    brought: bool = False
     sets: int = p.SLOTS
     publish: Callable[[int, int, int, bool], Turn] = p.publish
     side: Callable[[int, int, int, int, p.Way], Turn] = p.side
@@ -141,7 +144,8 @@ class GatherCase(RanksCase):
             return None
         yield Write(epoch)
         chunks = self.chunks_of(epoch)
-        yield from self.publish(rank, chunks, epoch, self.from_slot(epoch))
+        published = self.publish(rank, chunks, epoch, self.from_slot(epoch))
+        yield from _brought(published) if self.brought and not self.from_slot(epoch) else published
         for peer in (rank, *p.peers(rank, self.world)):
             for chunk in range(chunks):
                 if not (yield Gate(peer, chunk, epoch)):
@@ -175,9 +179,22 @@ class GatherCase(RanksCase):
     def __str__(self) -> str:
         words = [self.of("/".join(map(str, self.chunks)))]
         words += ["strided"] if self.strided else []
-        words += ["own rows apart"] if self.apart else []
+        words += ["own rows apart"] if self.apart else ["own rows brought"] if self.brought else []
         words += [f"by {'/'.join(self.ways)}"] if self.ways != ("push",) else []
         return ", ".join(words)
+
+
+def _brought(published: Turn) -> Turn:
+    """The same, with the copy into the own slot behind all else."""
+    fills: list[Any] = []
+    for op in published:  # no answer matters to it
+        if isinstance(op, (p.Fill, p.Filled)):
+            fills.append(op)
+        else:
+            yield op
+    for op in fills:
+        yield op
+    return None
 
 
 class GatherModel(RanksModel):
@@ -259,10 +276,7 @@ class GatherModel(RanksModel):
             m[self.at(rank, "push")] = (source, OVERWRITTEN)
 
     def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
-        tensor, reads = -1 - self.stream(op.epoch), self.at(rank, "read")
-        if tensor in m[reads : reads + self.case.streams]:
-            raise Fault("overwritten while read", f"rank {rank}'s kernel reads the caller's tensor")
-        self._overwrite(rank, tensor, m)
+        self._overwrite(rank, -1 - self.stream(op.epoch), m)
         m[self.at(rank, "tensors", self.stream(op.epoch))] = op.epoch
 
     def _write(self, rank: int, place: int, value: int, m: Memory) -> None:

@@ -79,7 +79,7 @@ def described(made: Map | None, dtype: str) -> TensorDescriptor | None:
 
 def fill(
     plan: Plan, layout: Layout, out_address: int = 0, bias_address: int = 0, probe: bool = False, trace: bool = False,
-    apart: int = 0,
+    apart: int | None = None,
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:  # fmt: skip
     """What `tilestream.kernels.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
 
@@ -113,8 +113,9 @@ def fill(
     )  # fmt: skip
     gate, copies = gate_arguments(plan), copy_arguments(plan)
     publish = NO_PUBLISH if problem.publishes is None else PublishArguments(Pointer("int32", 4), Pointer("int32", 4), 1)
+    tiles = (0, 0, 0) if apart is None else (3, 5, 8)
     return arguments.options, arguments.fill(
-        (*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish, copies, (3, 5, 8) if apart else (0, 0, 0)
+        (*maps, *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate, publish, copies, tiles
     )
 
 
@@ -162,7 +163,7 @@ class Configuration(NamedTuple):
     plan: Plan
     layout: Layout
     tile: Tile
-    apart: int = 0
+    apart: int | None = None
 
 
 def configurations(what: str) -> Iterator[Configuration]:
@@ -217,6 +218,10 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
             yield inputs, "worst", "nt"
             yield inputs, "split", "nt"
             yield inputs, "arriving", "nt"
+    if row[:3] in (("cooperative", 128, 256), ("cooperative", 128, 224)):  # which gathers get
+        yield "bfloat16", "apart", "nt"
+        if row.columns == 256:
+            yield "bfloat16", "apart", "nn"
     yield "tf32", "plain", "nt"
     if few:
         yield "tf32", "worst", "nt"
@@ -270,7 +275,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *stored[1:]), residual=(step, *stored[1:]))
     name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
     # Without fast accumulation a stage is 128 of K, whatever the tile.
-    return Configuration(name, plan, made, row if fast else row._replace(lines=1), 512 if how == "apart" else 0)
+    return Configuration(name, plan, made, row if fast else row._replace(lines=1), 512 if how == "apart" else None)
 
 
 def _candidates(

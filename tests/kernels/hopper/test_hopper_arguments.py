@@ -384,11 +384,13 @@ def shard_of(*, rows=2 * SHARD, first=SHARD, height=SHARD, period=4 * SHARD, off
     return Apart(store[offset:].view(rows, K), first, height, period, lambda: brought.append("brought")), brought
 
 
-def launched(apart: Apart, **how) -> None:
+def launched(apart: Apart, lies="nn", **how) -> None:
     m = 8 * SHARD
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
-    GemmLaunch(plan, layout(m=m))(a, b, out, Epilogue(alpha=3.0), Incoming(Words(8, 1, 0, apart), None, 2.5, "matmul"))
+    GemmLaunch(plan, layout(lies, m=m))(
+        a, b, out, Epilogue(alpha=3.0), Incoming(Words(8, 1, 0, apart), None, 2.5, "matmul")
+    )
 
 
 def test_rows_that_stand_apart_are_read_there(written):
@@ -408,9 +410,10 @@ def test_rows_that_stand_apart_are_read_there(written):
     ("how", "rest"),
     [
         ({"first": SHARD - 64}, {}), ({"height": SHARD - 8}, {}), ({"period": 4 * SHARD - 64}, {}), ({"offset": 4}, {}),
-        ({"dtype": torch.float16}, {}), ({}, {"tile": (64, 128), "swapped": True}),
+        ({"dtype": torch.float16}, {}), ({}, {"tile": (64, 128), "swapped": True}), ({}, {"lies": "tn"}),
+        ({}, {"kind": "stream_k"}), ({}, {"tile": (128, 224)}),
     ],
-    ids=["first", "height", "period", "address", "dtype", "swapped"],
+    ids=["first", "height", "period", "address", "dtype", "swapped", "column-major", "shares", "three parts across"],
 )  # fmt: skip
 def test_where_they_cannot_be_they_are_brought(written, how, rest):
     apart, brought = shard_of(**how)
@@ -426,6 +429,26 @@ def test_columns_of_which_some_stand_apart_are_brought(written):
     launch = GemmLaunch(make(columns=RAGGED), layout())
     launch(a, b, out, Epilogue(), Incoming(None, Words(3, 1, 0, apart), 2.5, "matmul"))
     assert brought == ["brought"]
+
+
+def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
+    m = 8 * SHARD
+    (rows, left), (columns, brought) = shard_of(), shard_of()
+    plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), columns=RAGGED)
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
+    incoming = Incoming(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
+    GemmLaunch(plan, layout(m=m))(a, b, out, Epilogue(), incoming)
+    assert (left, brought) == ([], ["brought"])
+    assert written[0].arguments["APART"]
+
+
+def test_of_several_batches_no_rows_stand_apart():
+    plan = make(batch=2, m=4 * SHARD, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD)))
+    made = Arguments(plan, Layout((4 * SHARD * K, K, 1), (K * N, N, 1), (4 * SHARD * N, N, 1)))
+    assert made.tiles_apart(SHARD, SHARD, 4 * SHARD) is None
+    arriving, lies = Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD)), layout(m=8 * SHARD)
+    assert Arguments(make(m=8 * SHARD, rows=arriving), lies).tiles_apart(SHARD, SHARD, 4 * SHARD) == (1, 1, 4)
+    assert Arguments(make(m=8 * SHARD), lies).tiles_apart(SHARD, SHARD, 4 * SHARD) is None
 
 
 def test_a_deadline_of_centuries_is_counted_in_64_bits(written):

@@ -57,7 +57,7 @@ class Arguments:
     out_aligned
         Whether the output's address is a multiple of 16.
     apart
-        Rows of x that stand apart from the others: see `tilestream.kernels.hopper.load`.
+        How many rows of x stand apart from the others: see `tilestream.kernels.hopper.load`. None: it has no such map.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Arguments:
 
     def __init__(
         self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False,
-        apart: int = 0,
+        apart: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.layout = plan, layout
         problem, swapped = plan.problem, plan.swapped
@@ -83,10 +83,13 @@ class Arguments:
         self.rows, self.widths = x[1], widths(y[1], widest(problem))
         self.x, self._x_major = _operand(x, self.rows // self._halves, problem.k, block_k, batches)
         self._may_stand_apart = problem.rows is not None and not swapped and not batches and self._x_major
-        self.apart = self.x._replace(shape=(apart, problem.k), strides=(problem.k, 1)) if apart else None
+        self.apart = self.x._replace(shape=(apart, problem.k), strides=(problem.k, 1)) if apart is not None else None
         made = [_operand(y, width, problem.k, block_k, batches) for width in self.widths]
         self.y: tuple[Map | None, ...] = (*(one for one, _ in made), *[None] * (MOST_PARTS - len(made)))
         self._y_major = made[0][1]
+        # The load warp has no registers for it where there are shares, or y is read across, in three boxes a step.
+        if plan.schedule.slots or (len(made) > 2 and not self._y_major):
+            self._may_stand_apart = False
         extents, strides = (x[0], y[0]), (on, om) if swapped else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
@@ -126,7 +129,8 @@ class Arguments:
     def tiles_apart(self, first: int, height: int, period: int) -> tuple[int, int, int] | None:
         """Rows of A that stand apart (`tilestream.arrival.device.Apart`), in tiles of x: see `fill`.
 
-        None where they cannot be read there: they are no whole tiles of x, or not x's, or not K-major.
+        None where they cannot be read there: they are no whole tiles of x, or not x's, or not K-major, or the load warp
+        has no registers for it.
         """
         numbers = first, height, period
         if not self._may_stand_apart or any(number % self.rows for number in numbers):

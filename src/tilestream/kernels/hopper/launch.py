@@ -54,7 +54,7 @@ class GemmLaunch(Launch):
         self._out_aligned = out_aligned
         self._layout = layout
         #: By what is recorded, and how many rows stand apart.
-        self._launchers: dict[tuple[type, int], Launcher] = {}
+        self._launchers: dict[tuple[type, int | None], Launcher] = {}
         self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
 
     def issue(
@@ -70,7 +70,7 @@ class GemmLaunch(Launch):
         )  # fmt: skip
         copies, apart, tiles = self.copies(incoming), *self._apart(a, incoming)
         gate = self.gate(a.device, incoming, apart is not None)
-        kind = type(probe), 0 if apart is None else apart.shape[0]
+        kind = type(probe), None if apart is None else apart.shape[0]
         launcher = self._launchers.get(kind)
         if launcher is None:
             launcher = self._launchers[kind] = self._compiled(
@@ -101,7 +101,8 @@ class GemmLaunch(Launch):
 
     def _compiled(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
-        gate: GateArguments, copies: CopyArguments, apart: int, epilogue: Epilogue, probe: Probe | SpanLog | None,
+        gate: GateArguments, copies: CopyArguments, apart: int | None, epilogue: Epilogue,
+        probe: Probe | SpanLog | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         trace, probed = isinstance(probe, SpanLog), isinstance(probe, Probe)
@@ -140,7 +141,7 @@ class GemmLaunch(Launch):
             copies = CopyArguments._make([VARIES] * 5)
         if publish is not NO_PUBLISH:
             publish = PublishArguments(VARIES, VARIES, VARIES)
-        numbers = (VARIES,) * 3 if apart else (0, 0, 0)
+        numbers = (0, 0, 0) if apart is None else (VARIES,) * 3
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, numbers)
         return Launcher(kernel, grid, filled)
 

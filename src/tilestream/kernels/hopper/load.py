@@ -73,7 +73,7 @@ def load_steps(
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES)
         if APART:
-            # Asked at each step: a register fewer than two loops take, and no time beside a copy's.
+            # One instruction, whose map the compiler selects in front of the loop.
             if is_apart:
                 load_operand(apart.map, bar, x_stages, stage, 0, row, k * BLOCK_K, HALVES, HALF_ROWS, True, False)
             else:
