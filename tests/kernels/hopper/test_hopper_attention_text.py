@@ -512,6 +512,7 @@ SEEN_BY = (
     RAGGED["pages of 256"],
     same(300, 300, 2, head_dim=256),  # room for the queries of one item
     arriving(same(300, 420, causal=True, window=(150, None))),
+    arriving(same(300, 420, causal=True)),
 )
 
 
@@ -525,8 +526,12 @@ def wrong(change: tuple[str, str] | None) -> bool:
         try:
             check(case, change=edited if change else None)
             if case.problem.keys is not None:
-                outs, _ = run(case, change=edited if change else None, over_at=1)
-                assert np.isnan(outs[0]).any(), "what does not arrive is not computed"
+                whole, _ = run(case)
+                for over_at in (1, 6):  # at first, and when stages hold what earlier blocks have left
+                    outs, _ = run(case, change=edited if change else None, over_at=over_at)
+                    void = np.isnan(outs[0])
+                    assert void.any(), "what does not arrive is not computed"
+                    assert np.array_equal(outs[0][~void], whole[0][~void]), "nor taken for a number"
         except AssertionError:
             return True
     return False
