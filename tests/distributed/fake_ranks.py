@@ -105,3 +105,21 @@ def look(turns_of: Turns) -> None:
     """The watchdog, as often as it takes to be sure."""
     for _ in range(sums.LOOKS + 1):
         turns_of.look()
+
+
+def refused_once(
+    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, ranks: list, shape: object, of: str, name: str
+) -> None:
+    """Two ranks call; the second's ``of.name`` finds no room, before its call is counted, and it calls again."""
+    first, second = ranks
+    first.call(shape)
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(second, of), name, lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            second.call(shape)
+    second.shapes.clear()
+    second.call(shape)  # the caller tries again
+    cuda.run()
+    for rank in ranks:
+        assert not rank.member.broken
+        assert rank.results[1].equal(rank.expected(1))

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from fake_ranks import Member, Memory, look, pretend
+from fake_ranks import Member, Memory, look, pretend, refused_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,18 +224,7 @@ def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():
 
 def test_no_room_for_the_addresses_is_found_before_the_call_is_counted(monkeypatch):
     with world(2) as (cuda, ranks, _):
-        first, second = ranks
-        first.call(SHAPES[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(second.reducer, "_slots", lambda: (_ for _ in ()).throw(MemoryError("no room")))
-            with pytest.raises(MemoryError):
-                second.call(SHAPES[0])
-        second.shapes.clear()
-        second.call(SHAPES[0])  # the caller tries again
-        cuda.run()
-        for rank in ranks:
-            assert not rank.member.broken
-            assert rank.results[1].equal(rank.expected(1))
+        refused_once(monkeypatch, cuda, ranks, SHAPES[0], "reducer", "_slots")
 
 
 def test_a_bias_of_any_strides_is_read_as_it_is(monkeypatch):

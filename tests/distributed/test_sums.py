@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from fake_ranks import Member, Memory, look, pretend
+from fake_ranks import Member, Memory, look, pretend, refused_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,20 +312,9 @@ def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():
 
 def test_no_room_for_more_signals_is_found_before_the_call_is_counted(monkeypatch):
     with world(2) as (cuda, ranks, _):
-        first, second = ranks
         for rank in ranks:
             rank.scatterer._publication = Publication(1)
-        first.call(SHARDS[2][0])
-        with monkeypatch.context() as patch:
-            patch.setattr(second.scatterer, "make_publication", lambda n: (_ for _ in ()).throw(MemoryError("no room")))
-            with pytest.raises(MemoryError):
-                second.call(SHARDS[2][0])
-        second.shapes.clear()
-        second.call(SHARDS[2][0])  # the caller tries again
-        cuda.run()
-        for rank in ranks:
-            assert not rank.member.broken
-            assert rank.results[1].equal(rank.expected(1))
+        refused_once(monkeypatch, cuda, ranks, SHARDS[2][0], "scatterer", "make_publication")
 
 
 def test_a_bias_of_any_strides_is_read_as_it_is(monkeypatch):
