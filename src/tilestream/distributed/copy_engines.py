@@ -20,6 +20,7 @@ the slot behind the kernel.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
@@ -149,11 +150,10 @@ class Gatherer(Turns):
 
     def _apart(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> Apart:
         """The own rows where the caller has them; a launch that reads them in the slot has them copied there."""
-        left = [slot]
 
+        @functools.cache  # once, for all products of the call
         def bring() -> None:
-            while left:  # once, for all products of the call
-                self._place(left.pop(), mine)
+            self._place(slot, mine)
 
         rows = shards.rows
         whole = mine.view(shards.batches * rows, shards.width)
