@@ -1,9 +1,9 @@
 """The same bits, however often and whatever else the GPU is made to do: launches of small cases, hundreds of each.
 
 A process beside takes turns with this one on the GPU, so that kernels are stopped in the middle and go on: alone,
-nothing of that kind happens to a launch of microseconds. What racecheck does to a kernel is of that kind, too: once a
-launch under it, with others of its kind beside, left two tiles of a stream_k product unwritten, and what that was is
-not known. Nothing here waits without a bound: launches end by themselves, and so does the process, after `LASTS`.
+nothing of that kind happens to a launch of microseconds. It found tickets that were lost on their way from the lane
+that had drawn them to the others, by way of what had been a barrier: see `tilestream.kernels.hopper.ring`. The long
+ones here are those that did so most, once in a hundred launches. Nothing here waits without a bound: launches end by themselves, and so does the process, after `LASTS`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from hopper_cases import HopperCase
 from sanitize import ATTENTION, cases
 
 import tilestream as ts
@@ -25,6 +26,7 @@ from attention_maths import Case, call_of
 from tilestream.runtime.properties import cuda_properties
 
 ROUNDS = 400
+LONG_ROUNDS = 60
 #: Seconds after which a process beside ends.
 LASTS = 100
 BESIDE = {
@@ -53,6 +55,30 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+#: As long as a turn is, or longer: between any two of its instructions somebody else may have the GPU.
+LONG_PRODUCTS = [
+    HopperCase(16384, 16384, 2048, variant, tile, layout="nt", schedule=kind)
+    for variant, tile in (("cooperative", (128, 256)), ("ping_pong", (64, 128)), ("single", (64, 64)))
+    for kind in ("dynamic", "stream_k")
+]
+
+
+@pytest.mark.parametrize("case", LONG_PRODUCTS, ids=lambda case: case.name)
+def test_long_products(case, beside):
+    """Every tile of products whose workers are stopped in the middle, again and again."""
+    a, b = (torch.randn(16384, 2048, device="cuda").bfloat16() for _ in range(2))
+    out = torch.full((16384, 16384), float("nan"), device="cuda", dtype=torch.bfloat16)
+    plan, _ = case.plan(cuda_properties())
+    plan.run(a, b.t(), out=out)
+    first, wrong = bits(out).clone(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(LONG_ROUNDS):
+        out.fill_(float("nan"))
+        plan.run(a, b.t(), out=out)
+        wrong += (bits(out) != first).any()
+    ts.check()
+    assert int(wrong) == 0, f"{int(wrong)} of {LONG_ROUNDS} launches have other bits"
+
+
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_products(case, beside):
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
@@ -77,13 +103,14 @@ CALLS = [*(case for case, more in ATTENTION if not more), LONG]
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 def test_attention(case, traced, beside):
     call = call_of(case, "cuda")
-    first = bits(ts.attention(**call.tensors, **call.options)).clone()
+    out = ts.attention(**call.tensors, **call.options)
+    first = bits(out).clone()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def repeat(rounds: int) -> None:
         nonlocal wrong
         for _ in range(rounds):
-            out = torch.full_like(call.tensors["q"][..., : case.dims[1]], float("nan"))
+            out.fill_(float("nan"))
             ts.attention(**call.tensors, **call.options, out=out)
             wrong += (bits(out) != first).any()
 

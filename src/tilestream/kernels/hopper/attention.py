@@ -380,7 +380,10 @@ def attend(
         raw_empty = make_barriers(STAGES, 1)
     item_full = make_barriers(ITEMS, 1)
     item_empty = make_barriers(ITEMS, CONSUMERS + 1 if NARROW else CONSUMERS)
-    order = make_barriers(CONSUMERS, 1)
+    if ORDERED:  # no barrier that nobody uses: see `tilestream.kernels.hopper.ring`
+        order = make_barriers(CONSUMERS, 1)
+    else:
+        order: gl.constexpr = None
     slots = make_slots()
     if TRACE:
         places = make_slots()  # an item's slot is full

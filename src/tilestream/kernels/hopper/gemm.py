@@ -385,7 +385,10 @@ def gemm(
     empty = make_barriers(STAGES, HALVES)
     item_full = make_barriers(ITEMS, 1)
     item_empty = make_barriers(ITEMS, LOOPS)
-    order = make_barriers(2, 1)
+    if CONSUMERS == "ping_pong":  # no barrier that nobody uses: see `tilestream.kernels.hopper.ring`
+        order = make_barriers(2, 1)
+    else:
+        order: gl.constexpr = None
     slots = make_slots()
     GATED: gl.constexpr = ROW_CHUNKS != "none" or COLUMN_CHUNKS != "none"
     gate = Gate(

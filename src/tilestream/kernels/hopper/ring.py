@@ -22,6 +22,12 @@ is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
 
 A barrier is new in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
 opposite of its phase, and the first round finds every stage free.
+
+A barrier that is made is used until the kernel ends. The compiler gives the place of one that is not to something else,
+the word by which a warp's lane tells the others what an atomic has answered; and where a GPU that several processes
+share takes the SM away and gives it back, what was a barrier is a new barrier again. (PTX has that undefined: memory of
+a barrier is not to be used for anything else before ``mbarrier.inval``.) So tickets were lost, and tiles with them:
+`tests/gpu/test_gpu_again.py`. The compile gates look for such a place.
 """
 
 from __future__ import annotations
