@@ -3,7 +3,8 @@
 A process beside takes turns with this one on the GPU, so that kernels are stopped in the middle and go on: alone,
 nothing of that kind happens to a launch of microseconds. It found tickets that were lost on their way from the lane
 that had drawn them to the others, by way of what had been a barrier: see `tilestream.kernels.hopper.ring`. The long
-ones here are those that did so most, once in a hundred launches. Nothing here waits without a bound: launches end by themselves, and so does the process, after `LASTS`.
+ones here are those that did so most, once in a hundred launches. Nothing here waits without a bound: launches end by
+themselves, and so does the process, after `LASTS`.
 """
 
 from __future__ import annotations

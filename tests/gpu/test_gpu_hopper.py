@@ -86,10 +86,13 @@ def check_untouched(out: torch.Tensor, around: torch.Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _tf32(request, monkeypatch):
+def _tf32(request):
     """torch's flag says what a case of ops does; a forced plan, and what it is compared with, do not ask it."""
     case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", isinstance(case, Case) and case.tf32)
+    flags = torch.backends.cuda.matmul  # not by monkeypatch, which wants to see an attribute that is listed
+    before, flags.allow_tf32 = flags.allow_tf32, isinstance(case, Case) and case.tf32
+    yield
+    flags.allow_tf32 = before
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)

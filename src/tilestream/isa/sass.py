@@ -1,4 +1,4 @@
-"""SASS as ``cuobjdump`` writes it: the loops that multiply, and what a kernel takes of registers and stack."""
+"""SASS as ``cuobjdump`` writes it, and PTX: loops that multiply, registers, stack, places in shared memory."""
 
 from __future__ import annotations
 
@@ -89,3 +89,17 @@ def loop_counts(body: list[str]) -> dict[str, Any]:
     }  # fmt: skip
     counts = {name: sum(bool(re.search(pattern, text)) for text in body) for name, pattern in patterns.items()}
     return {"instructions": len(body), **{name: count for name, count in counts.items() if count}}
+
+
+def reused_barriers(ptx: str) -> list[int]:
+    """Places in shared memory, in bytes, where a barrier is made and where something else lies later.
+
+    A barrier that nobody uses is dead to the compiler, which gives its place away, without an ``mbarrier.inval``. See
+    `tilestream.kernels.hopper.ring` for what becomes of what lies there.
+    """
+    where = {name: int(at) for name, at in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
+    made = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
+    barriers = {where[name] for name in made if name in where}
+    plain = re.findall(r"(?:ld|st)\.shared\S*\s[^;\n]*\[ ?(?:global_smem\+(\d+)|(%r\d+)(?: \+ 0)? ?)\]", ptx)
+    others = {int(at) if at else where.get(name, -1) for at, name in plain}
+    return sorted(barriers & others)

@@ -149,6 +149,7 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
         "loads": len(re.findall(r"\bUTMALDG", code)),
         "stores": len(re.findall(r"\bUTMASTG", code)),
         "shared": kernel.metadata.shared,
+        "reused": sass.reused_barriers(ptx),
         "expected": expected(made),
     }
 

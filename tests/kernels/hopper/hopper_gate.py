@@ -314,6 +314,7 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
         # Copies that the kernel makes: a thread's loads of a round, by their width.
         "rounds": dict(Counter(re.findall(r"\bLDG\.E\.(U8|U16|64|128)\.STRONG\.GPU\b", code))),
         "shared": kernel.metadata.shared,
+        "reused": sass.reused_barriers(ptx),
         "expected": expected(configuration),
     }
 

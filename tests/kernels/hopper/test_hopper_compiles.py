@@ -48,6 +48,7 @@ def faults(found: dict) -> list[str]:
         "fences": found["fences"] == expected["fences"],
         # Those of 8 bytes: other counts. A kernel that makes no copies has not one of the others.
         "a round of copies": expected["round"] == {size: n for size, n in found["rounds"].items() if size != "64"},
+        "barriers that something else takes the place of": not found["reused"],
         "shared memory": 0 <= found["shared"] - expected["shared"] <= SLACK and found["shared"] <= SHARED,
     }
     return [name for name, kept in rules.items() if not kept]
@@ -109,13 +110,14 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
         ({"k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 0}] * 2}, "multiplications in flight"),
         ({"k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}]}, "K loops"),
         ({"triton": "3.9.0"}, "barriers of a K step"),
+        ({"reused": [229376]}, "barriers that something else takes the place of"),
         ({"error": "ValueError: out of memory"}, "ValueError: out of memory"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_each_rule_is_kept(change, fault):
     right = {
-        "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "notes": [], "shared": 1200,
+        "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 1200,
         "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "looks": 4, "naps": 2,
         "fences": 1,
         "k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}] * 2, "rounds": {"64": 11, "128": 16},
