@@ -16,7 +16,7 @@ from tilestream.plan.problem import Incoming
 MATMUL = Problem(8192, 8192, 8192, dtype="bfloat16")
 ATTENTION = AttentionProblem(4, 16, 16, 4096, 4096, 128)
 NARROW = replace(ATTENTION, dtype="float8_e4m3fn", scaled=True)
-CDNA, NARROW_ON_HOPPER = unrun.KERNELS["cdna"], unrun.KERNELS["hopper, 8 bits"]
+CDNA = unrun.KERNELS["cdna"]
 ASKS = {"matmul": (plan_problem, MATMUL), "attention": (plan_attention, ATTENTION)}
 each = pytest.mark.parametrize("op", ASKS)
 on_amd = pytest.mark.parametrize("name", ["mi300x", "mi325x", "mi350x", "mi355x"])
@@ -102,44 +102,29 @@ each_hopper = pytest.mark.parametrize("name", ["h100", "h200"])
 
 
 @each_hopper
-def test_attention_of_8_bits_is_the_portable_kernels_unless_somebody_asks(name):
-    made = plan_attention(NARROW, device=named(name))
-    assert made.backend == "portable"
-    assert f"hopper: {NARROW_ON_HOPPER.unasked}" in made.explain()
-    assert "not run on a GPU yet: backend='hopper' takes it, or TILESTREAM_HOPPER_FP8_ATTENTION=1" in made.explain()
-    asked = plan_attention(NARROW, device=named(name), backend="hopper")
-    assert asked.backend == "hopper"
-    assert unrun.NOT_RUN in asked.explain()
-
-
-@each_hopper
-def test_attention_of_8_bits_for_all_calls(name, monkeypatch):
-    monkeypatch.setenv(NARROW_ON_HOPPER.environment, "1")
-    forget()
-    made = plan_attention(NARROW, device=named(name))
+@pytest.mark.parametrize("problem", [ATTENTION, NARROW], ids=["16 bits", "8 bits"])
+def test_attention_on_hopper_has_run(name, problem):
+    made = plan_attention(problem, device=named(name))
     assert made.backend == "hopper"
-    assert unrun.NOT_RUN in made.explain()
-    assert plan_attention(NARROW, device=named(name), backend="portable").backend == "portable"
+    assert unrun.NOT_RUN not in made.explain()
+    assert plan_attention(problem, device=named(name), backend="portable").backend == "portable"
+
+
+def test_8_bits_that_arrive_are_the_portable_kernels():
     arrives = replace(NARROW, keys=Incoming(Chunks.uniform(4 * 4096, 512)))
-    assert plan_attention(arrives, device=named(name)).backend == "portable"
-    assert plan("attention", "mi300x").backend == "portable", "the other kernel's variable is its own"
+    assert plan_attention(arrives, device=named("h100")).backend == "portable"
 
 
-def test_a_row_taken_out_is_all_it_takes(monkeypatch):
-    monkeypatch.delitem(unrun.KERNELS, "hopper, 8 bits")
-    made = plan_attention(NARROW, device=named("h100"))
-    assert made.backend == "hopper"
-    assert unrun.NOT_RUN not in made.explain()
-
-
-def test_16_bits_on_hopper_have_run():
-    made = plan_attention(ATTENTION, device=named("h100"))
-    assert made.backend == "hopper"
-    assert unrun.NOT_RUN not in made.explain()
-
-
-def test_each_switch_names_itself(monkeypatch):
-    monkeypatch.setenv(NARROW_ON_HOPPER.environment, "on")
+def test_a_row_is_all_it_takes(monkeypatch):
+    """What has not run can be any fast kernel: its row has it asked for."""
+    row = unrun.Unrun("hopper", "TILESTREAM_SOME", "some kernels")
+    monkeypatch.setitem(unrun.KERNELS, "hopper", row)
     forget()
-    with pytest.raises(ValueError, match="TILESTREAM_HOPPER_FP8_ATTENTION='on': it is 1 where attention's Hopper"):
-        plan_attention(NARROW, device=named("h100"))
+    made = plan_attention(ATTENTION, device=named("h100"))
+    assert made.backend == "portable"
+    assert f"hopper: {row.unasked}" in made.explain()
+    assert plan_attention(ATTENTION, device=named("h100"), backend="hopper").backend == "hopper"
+    assert plan("attention", "mi300x").backend == "portable", "the other kernel's variable is its own"
+    monkeypatch.setenv(row.environment, "1")
+    forget()
+    assert plan_attention(ATTENTION, device=named("h100")).backend == "hopper"

@@ -97,7 +97,7 @@ def plan_attention(
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
         why = f"least of {len(found)} candidates in the cost model"
-        if _kernel(name, problem) in unrun.KERNELS:
+        if name in unrun.KERNELS:
             why += f"; {unrun.NOT_RUN}"
         refused += (elsewhere,)
     best = min(found, key=lambda candidate: candidate.seconds)
@@ -124,11 +124,6 @@ def _unsplit(problem: AttentionProblem, backend: str, splits: int) -> str:
     return f"the {'CPU' if backend == 'cpu' else backend} kernel takes a tile's keys one after the other"
 
 
-def _kernel(backend: str, problem: AttentionProblem) -> str:
-    """A backend's kernel for a problem, as `tilestream.plan.unrun` calls it."""
-    return "hopper, 8 bits" if backend == "hopper" and hopper_attention.is_narrow(problem) else backend
-
-
 def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
     splits: int | None,
@@ -137,7 +132,7 @@ def _on_gpu(
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
-    why = policy.refusal(problem, device) or unrun.unasked(_kernel(fast, problem), backend)
+    why = policy.refusal(problem, device) or unrun.unasked(fast, backend)
     if backend != "portable" and not why:
         # Only one of them splits keys.
         more = {"splits": splits} if policy is hopper_attention else {}

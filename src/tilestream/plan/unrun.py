@@ -3,9 +3,9 @@
 `tilestream.kernels.cdna` was compiled, and what was compiled was checked; there was no AMD GPU to run it on. The
 portable kernels' text is the same on every GPU, has been run on NVIDIA's, and runs in Triton's interpreter. So AMD GPUs
 get the portable kernels, though the others are faster by the estimate: a wrong number costs more than a slow one. The
-same holds for what is new in a kernel and has not run yet, as attention in 8 bits on Hopper. Who asks gets such a
-kernel, wherever it does the problem: for a plan by ``backend=``, for all that a process does by a variable of its
-environment. A kernel that has run is taken out of `KERNELS`, and there is no more to it.
+same holds for any kernel that has not run yet. Who asks gets such a kernel, wherever it does the problem: for a plan by
+``backend=``, for all that a process does by a variable of its environment. A kernel that has run is taken out of
+`KERNELS`, and there is no more to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Unrun(NamedTuple):
 #: By the name that plans give them.
 KERNELS = {
     "cdna": Unrun("cdna", "TILESTREAM_CDNA", "the CDNA kernels"),
-    "hopper, 8 bits": Unrun("hopper", "TILESTREAM_HOPPER_FP8_ATTENTION", "attention's Hopper kernels of 8 bits"),
 }
 
 
