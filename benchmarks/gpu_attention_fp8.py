@@ -2,10 +2,10 @@
 
 ``python benchmarks/gpu_attention_fp8.py [folder] [seconds]``
 
-Ours are two: the Hopper kernel, which calls get, and
-the portable one, which calls get. 16k tokens, D = 64 and 128, causal and full. Scales are powers of two, one a sequence
-and head, so that what cuDNN is given is the same to the bit. Every answer keeps the error rule, on sampled rows of the
-last sequence against float64, with cuDNN's as torch's; what does not is named and not timed.
+Ours are two: the Hopper kernel, which calls get, and the portable one, which they got before. 16k tokens, D = 64 and
+128, causal and full. Scales are powers of two, one a sequence and head, so that what cuDNN is given is the same to the
+bit. Every answer keeps the error rule, on sampled rows of the last sequence against float64, with cuDNN's as torch's;
+what does not is named and not timed.
 ``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 """
 
