@@ -151,7 +151,7 @@ class AttentionRing:
             ("v_full", self.depth, 1), ("v_empty", self.depth, self.consumers),
             ("raw_full", self.depth * self.converting, 1), ("raw_empty", self.depth * self.converting, 1),
             ("item_full", self.items, 1), ("item_empty", self.items, self.consumers + self.converting),
-            ("order", self.consumers, 1),
+            ("order", self.consumers if self.ordered else 0, 1),
         ):  # fmt: skip
             counts |= {Barrier(name, at): arrivals for at in range(count)}
         return counts
