@@ -52,6 +52,7 @@ class Gathering:
         self.over: set[int] = set()  # calls whose kernel has expired
         self.shapes: list[Shards] = []
         self.results: dict[int, torch.Tensor | None] = {}
+        self.outs: list[torch.Tensor] = []  # of the last call
         self.scales: torch.Tensor | None = None  # of the last of them
         self.tensor: torch.Tensor | None = None  # the caller's: he writes each call's shard to it
         with cuda.on(self.calling), self.here():
@@ -71,17 +72,19 @@ class Gathering:
 
     def call(
         self, shards: Shards, whole: torch.Tensor | None = None, *, strided=False, ways=("push",), fails=False,
-        scales: torch.Tensor | None = None, apart=True, products=1,
+        scales: torch.Tensor | None = None, apart=True, products=1, loads=lambda: None,
     ) -> None:  # fmt: skip
         """The next call: a kernel that hands in what is gathered, or None where it has expired.
 
         ``ways``: call by call, and from the first on again. ``apart``: whether the kernel reads rows that stand apart
-        where they stand. ``products``: how often what is waited for is asked for.
+        where they stand. ``products``: how often what is waited for is asked for. ``loads``: what the host does before
+        it launches the kernel.
         """
         self.shapes.append(shards)
         number, calling = len(self.shapes), self.calling
 
         def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
+            loads()
             if fails:
                 raise RuntimeError("out of memory")
             seen, signals = gathered.data, arrival._signals
@@ -100,7 +103,7 @@ class Gathering:
                 return number in self.results
 
             calling.give(Until(ended))
-            return []
+            return [torch.zeros(shards.total, 3)]
 
         value = self.data(self.rank, number, shards)
         if self.tensor is None or self.tensor.shape != value.shape or self.tensor.is_contiguous() == strided:
@@ -108,7 +111,9 @@ class Gathering:
         tensor = self.tensor
         calling.give(lambda: tensor.copy_(value))
         with self.cuda.on(calling), self.here():
-            self.gatherer.issue(shards, Whole(tensor, scales), whole, kernel, 1.0, ways[(number - 1) % len(ways)])
+            self.outs = self.gatherer.issue(
+                shards, Whole(tensor, scales), whole, kernel, 1.0, ways[(number - 1) % len(ways)]
+            )
 
     def look(self) -> None:
         with self.here():

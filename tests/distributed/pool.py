@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -35,9 +36,12 @@ def _rank_main(pipe: Any, path: list[str], backend: str, environment: dict[str, 
     torch.set_num_threads(1)
     while True:
         try:
-            module, name, rank, world, where, seconds, args = pipe.recv()
+            module, name, rank, world, where, seconds, bound, args = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(
+            float(os.environ.get("TILESTREAM_DUMP", 0.8 * bound))
+        )  # where it hangs, before it is killed
         try:
             if torch.cuda.is_available():
                 torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -50,6 +54,7 @@ def _rank_main(pipe: Any, path: list[str], backend: str, environment: dict[str, 
             answer = AssertionError(traceback.format_exc())
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
 
 
@@ -86,7 +91,7 @@ class Pool:
         self._jobs += 1
         where = Path(self._folder.name) / str(self._jobs)
         for rank, (_, pipe) in enumerate(self._ranks[:world]):
-            pipe.send((job.__module__, job.__name__, rank, world, str(where), seconds, args))
+            pipe.send((job.__module__, job.__name__, rank, world, str(where), seconds, bound, args))
         answers = [self._answer(rank, bound) for rank in self._ranks[:world]]
         failed = [f"rank {i}: {x}" for i, x in enumerate(answers) if isinstance(x, AssertionError)]
         assert not failed, "\n".join(failed)

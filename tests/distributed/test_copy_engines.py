@@ -376,6 +376,89 @@ def test_half_a_pull_that_waits_for_a_peer_is_let_go(monkeypatch):
         assert first.idle
 
 
+def let_go(cuda, rank, patience=1.0):
+    """The driver, which loads a kernel when the side stream is done, and the watchdog meanwhile."""
+
+    def loads() -> None:
+        cuda.run()
+        assert not rank.side.query(), "it waits for the peer"
+        with rank.here():
+            rank.gatherer.look()
+            cuda.run()
+            assert not rank.side.query(), "the deadline has not passed"
+            rank.gatherer._opening.begun -= 1.0 + patience
+            rank.gatherer.look()
+        cuda.run()
+        assert rank.side.query(), "waits for ever"
+
+    return loads
+
+
+def test_a_kernel_that_cannot_be_loaded_while_a_stream_waits_for_a_peer_does_not_wait_for_ever():
+    with world(2) as (cuda, (first, second)):
+        shards = SHARDS[2][0]
+        for rank in (first, second):
+            rank.call(shards, ways=["pull"])
+        cuda.run()
+        whole = torch.zeros(shards.shape)
+        first.call(shards, whole, ways=["pull"], loads=let_go(cuda, first))  # and the second does not
+        cuda.run()
+        theirs = torch.zeros(shards.total, dtype=torch.bool)
+        for part in shards.of_rank(1):
+            begin, rows = shards.place(1, part)
+            theirs[begin : begin + rows] = True
+        (out,) = first.outs
+        for x in (out, whole.view(shards.total, shards.width)):
+            assert x[theirs].isnan().all(), "whatever the kernel made of rows that had not come"
+            assert x[~theirs].isfinite().all()
+        with pytest.raises(ArrivalTimeout, match=r"rank 1's part of a_shard's chunk .* did not arrive") as raised:
+            first.channel.check()
+        assert raised.value.rank == 0
+        first.channel.check()  # once
+        with pytest.raises(GroupBroken, match="rank 0 has given up waiting"):
+            first.call(shards)
+        first.look()
+        cuda.run()
+        assert first.idle
+        assert second.gatherer.memory.aborted()
+
+
+def test_a_kernel_is_loaded_when_a_peer_has_given_up():
+    with world(2) as (cuda, (first, second)):
+        shards = SHARDS[2][0]
+
+        def loads() -> None:
+            second.gatherer.give_up("out of patience")
+            cuda.run()
+            with first.here():
+                first.gatherer.look()
+            cuda.run()
+            assert first.side.query()
+
+        first.call(shards, ways=["pull"], loads=loads)
+        assert first.outs[0].isnan().any()
+        with pytest.raises(GroupBroken, match="a peer has given up"):
+            first.channel.check()
+
+
+def test_a_host_that_takes_its_time_gives_nobody_up():
+    with world(2) as (cuda, (first, second)):
+        shards = SHARDS[2][0]
+
+        def loads() -> None:
+            second.call(shards, ways=["pull"])
+            cuda.run()
+            first.gatherer._opening.begun -= 100.0  # it compiles
+            first.look()
+
+        first.call(shards, ways=["pull"], loads=loads)
+        cuda.run()
+        assert not first.member.broken
+        assert first.results[1].equal(first.expected(1))
+        assert first.outs[0].isfinite().all()
+        assert first.gatherer._opening is None
+
+
 def test_a_call_without_a_kernel_is_waited_for_by_the_host():
     with world(2) as (cuda, (first, second)):
         with pytest.raises(RuntimeError, match="out of memory"):

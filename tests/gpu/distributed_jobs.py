@@ -15,6 +15,8 @@ from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 from tilestream.distributed.members import member_of
 from tilestream.distributed.protocol import SLOTS
+from tilestream.runtime.properties import cuda_properties
+from tilestream.sweep.takers import Neighbour
 
 BF16 = torch.bfloat16
 
@@ -31,6 +33,15 @@ def raised(call) -> str:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def told(call) -> str:
+    """What a rank that was late hears when it comes, in its first call or soon after: of that it may have all parts."""
+    for _ in range(3):
+        error = raised(lambda: (call(), torch.cuda.synchronize(), ts.check()))
+        if error != "nothing":
+            return error
     return "nothing"
 
 
@@ -123,7 +134,7 @@ def expires(rank, world, killed, way):
         if killed:
             os._exit(0)
         time.sleep(4)
-        return "", "", True, 0.0
+        return "", told(lambda: tsd.all_gather_matmul(a, b, deadline=5)), True, 0.0
     begin = time.monotonic()
     with trial(True, 1, way):
         whole, out = tsd.all_gather_matmul(a, b, deadline=0.5, return_a=True)
@@ -151,17 +162,23 @@ def two_groups(rank, world):
     for i, way in ((0, "push"), (0, "pull"), (1, "push"), (1, "pull")):
         with trial(True, 1, way):
             tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], deadline=20)
+    for i in (0, 1):
+        tsd.matmul_reduce_scatter(wholes[i], b, group=groups[i], form="fused", deadline=20)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [[], []]
+    outs, sums, here = [[], []], [[], []], slice(128 * rank, 128 * rank + 128)
     for j in range(10):
         for i in (0, 1) if rank % 2 else (1, 0):
             with torch.cuda.stream(streams[i]), trial(True, 1, IN_TURN[j % len(IN_TURN)]):
-                mine = wholes[i][128 * rank : 128 * rank + 128]
+                mine = wholes[i][here]
                 outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], deadline=20))
+                sums[i].append(tsd.matmul_reduce_scatter(wholes[i], b, group=groups[i], form="fused", deadline=20))
     torch.cuda.synchronize()
     ts.check()
-    return all(torch.allclose(o.float(), (wholes[i] @ b).float(), atol=1.0) for i in range(2) for o in outs[i])
+    products = [(whole @ b).float() for whole in wholes]
+    right = all(torch.allclose(o.float(), products[i], atol=1.0) for i in range(2) for o in outs[i])
+    added = all(torch.allclose(o.float(), world * products[i][here], atol=world) for i in range(2) for o in sums[i])
+    return right and added
 
 
 def streams(rank, world):
@@ -180,7 +197,8 @@ def streams(rank, world):
 def captures(rank, world):
     """Under capture: unfused, and the plans say why; replays are right."""
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
-    mine = whole[128 * rank : 128 * rank + 128].clone()
+    here = slice(128 * rank, 128 * rank + 128)
+    mine = whole[here].clone()
     tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks agree before
     tsd.matmul_reduce_scatter(whole, b, form="unfused", deadline=20)
     torch.cuda.synchronize()
@@ -189,30 +207,47 @@ def captures(rank, world):
         said = tsd.plan_all_gather_matmul(mine, b, form="fused").explain()
         said += tsd.plan_matmul_reduce_scatter(whole, b, form="fused").explain()
         out = tsd.all_gather_matmul(mine, b, form="unfused")
-        tsd.matmul_reduce_scatter(whole, b, form="unfused")
-    for i in range(3):
-        other = random(70 + i, 128 * world, 256)
-        mine.copy_(other[128 * rank : 128 * rank + 128])
+        total = tsd.matmul_reduce_scatter(whole, b, form="unfused")
+    others = [random(70 + i, 128 * world, 256) for i in range(4)]
+    for i in range(100):
+        other = others[i % 4]
+        mine.copy_(other[here])
+        whole.copy_(other)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.allclose(out.float(), (other @ b).float(), atol=1.0)
+        product = (other @ b).float()
+        assert torch.allclose(out.float(), product, atol=1.0)
+        assert torch.allclose(total.float(), world * product[here], atol=1.0 * world)
     return said
 
 
 def neighbour(rank, world):
-    """A kernel of somebody else's holds SMs meanwhile."""
+    """A kernel of somebody else's holds most SMs for as long as the calls take; on each rank as many others."""
     b, whole = random(9, 512, 512), random(60, 512 * world, 512)
-    mine = whole[512 * rank : 512 * rank + 512]
-    side = torch.cuda.Stream()
-    x = random(3, 4096, 4096)
-    outs = []
-    for _ in range(10):
-        with torch.cuda.stream(side):
-            x @ x
-        outs.append(tsd.all_gather_matmul(mine, b, form="fused", deadline=20))
+    mine, here = whole[512 * rank : 512 * rank + 512], slice(512 * rank, 512 * rank + 512)
+    product = (whole @ b).float()
+    beside, right = Neighbour(cuda_properties(), deadline=25.0), True
+
+    def calls(count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        outs, sums = [], []
+        for i in range(count):
+            with trial(True, 1, IN_TURN[i % len(IN_TURN)]):
+                outs.append(tsd.all_gather_matmul(mine, b, deadline=20))
+            sums.append(tsd.matmul_reduce_scatter(whole, b, form="fused", deadline=20))
+        return outs, sums
+
+    calls(8)  # what a block beside the neighbour launches has been loaded, and what it needs of memory taken
     torch.cuda.synchronize()
-    ts.check()
-    return all(torch.allclose(out.float(), (whole @ b).float(), atol=2.0) for out in outs)
+    dist.barrier()
+    torch.cuda.synchronize()
+    for held in (16, 100, beside.units - 1):
+        with beside.taking(held):
+            outs, sums = calls(6)
+            torch.cuda.current_stream().synchronize()
+        ts.check()
+        right &= all(torch.allclose(out.float(), product, atol=2.0) for out in outs)
+        right &= all(torch.allclose(out.float(), world * product[here], atol=2.0 * world) for out in sums)
+    return right
 
 
 def scatters(rank, world, cases):
@@ -261,7 +296,8 @@ def scatters(rank, world, cases):
         error, bound = (outs[0].double() - exact).abs().max(), 2 * (theirs - exact).abs().max() + ulp
         assert error <= bound, (shape, dim, dtype, form, error.item(), bound.item())
         assert outs[0].equal(outs[1]), (shape, dim, form)
-    return tsd.plan_matmul_reduce_scatter(random(1, 256, 256), random(2, 256, 256), form="fused").explain()
+    a, b = random(1, 256 * world, 256), random(2, 256, 256)
+    return tsd.plan_matmul_reduce_scatter(a, b, form="fused").explain()
 
 
 def adds_up(rank, world, count):
@@ -313,7 +349,7 @@ def sum_expires(rank, world, killed):
         if killed:
             os._exit(0)
         time.sleep(4)
-        return "", "", True, 0.0
+        return "", told(lambda: tsd.matmul_reduce_scatter(a, b, form="fused", deadline=5)), True, 0.0
     begin = time.monotonic()
     out = tsd.matmul_reduce_scatter(a, b, form="fused", deadline=0.5)
     torch.cuda.synchronize()
@@ -480,7 +516,7 @@ def llama(rank, world):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         step = torch.compile(model) if compiled else model
         said = []
-        for i in range(10):
+        for i in range(50):
             # Two sequences: one alone is gathered by a view, which torch's pass does not know.
             x = random(100 + i % 3, 2, length, dim).chunk(world, 1)[rank].contiguous()
             loss = (step(x).float() - 1).square().mean()

@@ -54,9 +54,10 @@ def test_a_rank_that_does_not_come_is_given_up(killed, environment):
         pytest.skip("ranks that share a GPU take turns on it")
     pool = make_pool(**environment)
     try:
-        first, second, waited = pool.run(2, jobs.expires, killed, bound=60, seconds=30)[0]
+        (first, second, waited), late = pool.run(2, jobs.expires, killed, bound=60, seconds=30)
     finally:
         pool.close()
+    assert killed or late[1].startswith("GroupBroken"), late
     assert first.startswith("ArrivalTimeout: matmul_all_reduce"), first
     assert "rank 1's part of the sum" in first
     assert second.startswith("GroupBroken"), second

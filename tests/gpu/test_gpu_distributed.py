@@ -16,6 +16,7 @@ import distributed_jobs as jobs
 import gather_jobs
 import pytest
 import torch
+import torch_tp_jobs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from pool import Pool
@@ -111,6 +112,8 @@ def test_two_groups_in_opposite_order(ranks):
 
 
 def test_a_neighbour_holds_sms(ranks):
+    if SHARED:
+        pytest.skip("ranks that share a GPU would take each other's SMs")
     assert all(ranks.run(2, jobs.neighbour, bound=120, seconds=60))
 
 
@@ -181,6 +184,30 @@ def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks)
         assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
 
 
+def test_torchs_all_gather_of_an_input_that_arrives_runs_on_our_matmul(ranks):
+    if SHARED:
+        pytest.skip("torch's barrier wants the ranks to run at once")
+    assert max(ranks.run(2, torch_tp_jobs.native, bound=120, seconds=60)) < 1e-2
+
+
+def test_what_torchs_compiler_fuses_of_the_patterns_of_its_tests(ranks):
+    if SHARED:
+        pytest.skip("that pass wants NCCL")
+    for said in ranks.run(2, torch_tp_jobs.patterns, bound=280, seconds=60):
+        assert len(said) == 16
+        for name, error, sites in said:
+            assert error < 1e-2, (name, error)
+            if "two products" in name or ", dim 0" in name:
+                assert sites, name
+    print(*said, sep="\n")
+
+
+def test_modules_train_as_one_gpu_would(ranks):
+    for errors, plans in ranks.run(2, torch_tp_jobs.modules, bound=120, seconds=60):
+        assert max(errors) < 2e-2, errors
+        assert len(plans) == 2
+
+
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize(
     ("job", "how", "op", "part"),
@@ -194,9 +221,10 @@ def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks)
 def test_a_rank_that_does_not_come(killed, job, how, op, part):
     pool = make_pool()  # of its own: what is left of such a group is not for others
     try:
-        *others, _ = pool.run(WORLDS[-1] if killed else 2, job, killed, *how, bound=120, seconds=30)
+        *others, late = pool.run(WORLDS[-1] if killed else 2, job, killed, *how, bound=120, seconds=30)
     finally:
         pool.close()
+    assert killed or late[1].startswith("GroupBroken"), late
     for first, second, works, waited in others:
         assert works
         # Of three ranks the second may hear of it from the first, before its own deadline.
@@ -211,10 +239,11 @@ def test_a_rank_that_does_not_come_to_a_sum_where_launches_block():
         pytest.skip("ranks that share a GPU take turns on it")
     pool = make_pool(CUDA_LAUNCH_BLOCKING="1")
     try:
-        first, second, works, _ = pool.run(2, jobs.sum_expires, False, bound=60, seconds=30)[0]
+        (first, second, works, _), late = pool.run(2, jobs.sum_expires, False, bound=60, seconds=30)
     finally:
         pool.close()
     assert works
+    assert late[1].startswith("GroupBroken"), late
     assert first.startswith("ArrivalTimeout: matmul_reduce_scatter: rank 0"), first
     assert second.startswith("GroupBroken"), second
 

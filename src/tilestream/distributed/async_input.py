@@ -1,9 +1,9 @@
-"""torch's ``symm_mem._async_input_mm``, a product whose left operand arrives, where torch has no kernel for it.
+"""torch's ``symm_mem._async_input_mm``, a product whose left operand arrives, on our matmul.
 
 torch's own all-gather + matmul (``TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP``) is copies, a stream write behind each, and
-this op. Its kernel is for Hopper; a ROCm build has none, and the CPU has none. There the op is ours while a handle of
-`tilestream.distributed.async_tp` is open: the product waits for chunks as `tilestream.matmul` with ``arrival=`` does,
-with a bound on each wait. A CUDA build keeps torch's.
+this op. Its kernel is for Hopper, and waits without a bound; a ROCm build has none, and the CPU has none. While a
+handle of `tilestream.distributed.async_tp` is open the op is ours: the product waits for chunks as `tilestream.matmul`
+with ``arrival=`` does, with a bound on each wait.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ NAME = "_async_input_mm"
 
 
 def register(library: torch.library.Library) -> None:
-    """Register the op in ``library``, of ``symm_mem``: for the CPU, and for a ROCm build's GPUs ("CUDA" to torch)."""
-    for key in ("CPU", "Meta") if torch.version.hip is None else ("CPU", "CUDA", "Meta"):
+    """Register the op in ``library``, of ``symm_mem``: for the CPU and for GPUs (ROCm's, too, are "CUDA" to torch)."""
+    for key in ("CPU", "CUDA", "Meta"):
         library.impl(NAME, async_input_mm, key, allow_override=True)
 
 

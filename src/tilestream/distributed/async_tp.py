@@ -2,8 +2,8 @@
 
 torch's compiler fuses an all-gather and the matmuls behind it, and a matmul and the reduce-scatter behind it, into ops
 of its own (``symm_mem.fused_all_gather_matmul``, ``fused_matmul_reduce_scatter``, and a scaled form of each). They are
-registered anew, for the CPU too, where torch has none; calls with another group go where they went before. So is, where
-torch has no kernel, the product that its own all-gather is made of: see `tilestream.distributed.async_input`.
+registered anew, for the CPU too, where torch has none; calls with another group go where they went before. So is the
+product that its own all-gather is made of, which knows no group: see `tilestream.distributed.async_input`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
     watchdog:        when this rank has given up, or a peer has: tells the others, ends kernels and streams that wait
 
 What is issued is `tilestream.distributed.protocol`, operation by operation, which the checker explores; here is only
-what each of its operations is on a GPU. None but the kernel needs an SM (invariant 10); no operation waits for one that
-is issued after it, so the order in which the driver runs streams does not matter.
+what each of its operations is on a GPU. None but the kernel needs an SM (invariant 10), and, before that, a copy of the
+own shard into the slot; no operation waits for one that is issued after it, so the order in which the driver runs
+streams does not matter.
 
 A slot is as large as the whole: each rank's shard stands at its place there, and the kernel reads the slot itself. A
 shard that is pushed is read where the caller has it, by the kernel and by the copy engines; it is copied into the own
@@ -41,11 +42,15 @@ from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
+from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.runtime.streams import aside
 
 #: Arrivals that are kept, of as many shapes and slots. More than calls under way: an expiry is known by their keys.
 _MOST_ARRIVALS = 128
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
+#: Seconds beyond the deadline that are left to a kernel that was launched to report it itself.
+_LOADING = 0.25
 
 
 class _Source(NamedTuple):
@@ -55,6 +60,30 @@ class _Source(NamedTuple):
     at: int
     address: int
     from_slot: bool
+
+
+class _Opening:
+    """A call whose host is still issuing it, though a stream of it waits for a peer already.
+
+    What the host does meanwhile may wait for that stream, and so for the peer: the driver loads a kernel (the first
+    launch of any, ours or torch's, does it) only when what the GPU is at has ended, the stream's wait included. No
+    kernel of this call need be running then that would have a deadline.
+    """
+
+    def __init__(self, epoch: int, signals: PeerSignals, seconds: float) -> None:
+        self.epoch, self.signals, self.seconds = epoch, signals, seconds
+        self.begun = time.perf_counter()
+        #: Once its stream was let go: chunks that had not come. What the kernels made of them is no number.
+        self.missing: list[int] | None = None
+
+    def lacks(self) -> list[int]:
+        """Chunks that have not come."""
+        return [chunk for chunk, there in enumerate(self.signals.state()) if not there]
+
+    def timeout(self, op: str, chunk: int, waited: float) -> ArrivalTimeout:
+        """What is raised later; no kernel has reported it."""
+        assert self.signals.whose is not None
+        return ArrivalTimeout(op, 0, chunk, "the first that reads it", waited, self.seconds, *self.signals.whose(chunk))
 
 
 class Gatherer(Turns):
@@ -68,6 +97,7 @@ class Gatherer(Turns):
         self._heard = channel(device).newest
         #: Calls whose kernels were not all issued, and how long their peers' rows are waited for.
         self._without_kernel: dict[int, tuple[PeerSignals, float]] = {}
+        self._opening: _Opening | None = None
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
         """As of `Turns`. What waits for the old signals is forgotten with them."""
@@ -128,11 +158,15 @@ class Gatherer(Turns):
             from_slot = way == "pull" or not shard.data.is_contiguous()
             apart = None if from_slot else self._apart(shards, shard.data, slot.data)
             self._publish(epoch, shards, shard, slot, calling, from_slot)
+            if way == "pull":
+                self._opening = _Opening(epoch, signals, seconds)
+                self._watchdog.wake()
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             self._travel(epoch, shards, shard, slot, way)
         except BaseException as error:  # half a call: what the peers wait for may never come
             self._half(error)
             self._end(epoch, overrule, calling)  # and a side stream that waits for them is let go
+            self._opened()
             raise
         self._without_kernel[epoch] = signals, seconds
         signals.apart = apart
@@ -146,7 +180,21 @@ class Gatherer(Turns):
         finally:  # without a kernel, too: the peers get their rows
             signals.apart = None  # the caller's tensor is his again
             self._end(epoch, overrule, calling)
+            missing = self._opened()
+        for chunk in missing:
+            rank = shards.rank_of(chunk)
+            first, rows = shards.place(rank, next(part for part in shards.of_rank(rank) if part.chunk == chunk))
+            for x in outs:
+                x[first : first + rows].fill_(math.nan)
+            if whole is not None:
+                _fill_nan(whole.view(shards.total, shards.width)[first : first + rows])
         return outs
+
+    def _opened(self) -> list[int]:
+        """All of the call is in its streams: the watchdog knows it as one under way. Returns the chunks it lacks."""
+        with self._lock:
+            opening, self._opening = self._opening, None
+        return [] if opening is None else opening.missing or []
 
     def _apart(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> Apart:
         """The own rows where the caller has them; a launch that reads them in the slot has them copied there."""
@@ -160,7 +208,7 @@ class Gatherer(Turns):
         return Apart(whole, self._rank * rows, rows, shards.world * rows, bring)
 
     def _place(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        """Copy the own rows to their place, each batch in one piece: a copy engine does it, and no SM is needed."""
+        """Copy the own rows to their place, each batch in one piece. Inside a GPU the driver copies by a kernel."""
         for into, source in zip(whole[:, self._rank], mine, strict=True):
             copy(into, source)
 
@@ -268,6 +316,43 @@ class Gatherer(Turns):
                     return
                 time.sleep(0.001)
 
+    def look(self) -> bool:
+        """As of `Turns`; and a call that is still being issued is not waited for in vain."""
+        busy, opening = super().look(), self._opening
+        if opening is not None:
+            self._look_at(opening)
+        return busy or opening is not None
+
+    def _look_at(self, opening: _Opening) -> None:
+        """Let its stream go where a peer will not come, or was not there in time, or a kernel has reported that."""
+        member = self._member()
+        if member is None:
+            return
+        error: BaseException | None = None
+        if not member.broken:
+            waited = time.perf_counter() - opening.begun
+            with aside(self.device):
+                aborted, told = self.memory.aborted(), self.memory.told()
+            late = any(told[peer] < opening.epoch for peer in p.peers(self._rank, self._world))
+            if aborted:
+                self.give_up(f"{self.op}: a peer has given up waiting")
+                error = member.break_("")  # why it was broken is kept
+            elif late and waited > opening.seconds + _LOADING and (missing := opening.lacks()):
+                self.give_up(self.expired())
+                error = opening.timeout(self.op, missing[0], waited)
+            elif not self._ask(opening):  # a kernel that was launched has its own deadline, and reports
+                return
+        if opening.missing is None:
+            missing = opening.lacks()
+            with self._lock:
+                if self._opening is not opening:
+                    return  # under way by now, and looked after as such
+                opening.missing = missing
+            if error is not None:
+                channel(self.device).post(error)
+        for peer in p.peers(self._rank, self._world):
+            self.write(self.memory.flag(self._rank, peer), opening.epoch)
+
     def _ask(self, op: object) -> int:
         newest, said = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})
         if said:
@@ -318,12 +403,22 @@ def take_out(whole: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, 
     """Copy what was gathered out of its slot, on the current stream, behind the kernel; NaN where it did not come."""
     words = signals.use(apart=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
     arrived = words >= signals.epoch  # by a kernel of its own, before what it says has arrived is read
-    bits = torch.int8 if whole.element_size() == 1 else torch.int16
-    nan = whole.view(bits).new_full((), torch.iinfo(bits).max)  # in each of the formats
+    bits = _bits(whole)
+    nan = whole.view(bits).new_full((), torch.iinfo(bits).max)
     for i in range(shards.parts):
         rows = slice(shards.rows * i // shards.parts, shards.rows * (i + 1) // shards.parts)
         into, source = (x.view(bits)[:, :, rows] for x in (whole, gathered))
         torch.where(arrived[:, :, i], source, nan, out=into)
+
+
+def _bits(x: torch.Tensor) -> torch.dtype:
+    """As which integers what travels is made NaN, whatever its format: the largest is one in each."""
+    return torch.int8 if x.element_size() == 1 else torch.int16
+
+
+def _fill_nan(x: torch.Tensor) -> None:
+    bits = x.view(_bits(x))
+    bits.fill_(torch.iinfo(bits.dtype).max)
 
 
 def _aligned(size: int) -> int:

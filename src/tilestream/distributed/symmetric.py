@@ -169,9 +169,13 @@ class PeerMemory:
         return self.flag(of, self._world)
 
     def told(self) -> list[int]:
-        """What each rank's flag in this rank's memory says. Waits for the current stream, which is one of its own."""
-        words: list[int] = self._words.view(torch.int32)[:: LINE // 4].tolist()
-        return words[: self._world]
+        """What each rank's flag in this rank's memory says. Waits for the current stream, which is one of its own.
+
+        One copy of all lines and no kernel: whoever asks has a stream that waits for a peer, and until that is let go
+        the driver loads none (`copy_engines._Opening`).
+        """
+        words: list[int] = self._words.view(torch.int32).tolist()
+        return words[:: LINE // 4][: self._world]
 
     def aborted(self) -> bool:
         """Whether a peer has written this rank's abort word. Waits for the current stream, which is one of its own."""
