@@ -46,6 +46,43 @@ def test_a_row(render: ModuleType, tmp_path: Path) -> None:
     assert f"best / by itself: {(1.2 * 0.5) ** 0.5:.3f}" in text
 
 
+@pytest.fixture
+def floors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("floors")
+
+
+def test_the_floor_of_a_gather_is_of_the_shortest_of_each(floors: ModuleType) -> None:
+    ms = {
+        "mm": 0.62, "ours mm": 0.6, "nccl": 0.5, "copies push": 0.43, "handshake push": 0.03, "copies pull": 0.45,
+        "handshake pull": 0.02, "nccl + mm": 1.1, "torch native": 0.9, "ours": 0.7,
+    }  # fmt: skip
+    row = {"m": 132 * 128, "n": 512, "ms": ms}
+    floor = floors.floor_of(row)
+    assert floor == (0.6, pytest.approx(0.4), pytest.approx(0.3), 0.02)
+    assert floor.total == pytest.approx(0.72)  # 0.4 and a tile are longer than the matmul
+    assert floors.judged(row).win is None
+    assert floors.judged(row).why == "floor above ours"
+    found = floors.judged({**row, "ms": {**ms, "ours": 0.81}})
+    assert (found.best, found.win, found.why) == (0.9, pytest.approx(0.5), "")
+    assert found.ratio == pytest.approx(0.9 / 0.81)
+    lost = floors.judged({**row, "ms": {**ms, "ours": 0.99}})
+    assert lost.win == pytest.approx(-0.5), "a loss is a share, too"
+    assert floors.judged({**row, "ms": {**ms, "torch fused": 0.715}}).why == "floor above best"
+    assert floors.judged({"m": 1, "n": 1, "ms": {"mm": 1.0, "nccl": 1.0, "ours": 1.0}}) is None
+
+
+def test_the_floor_of_a_sum_has_its_own_handshake(floors: ModuleType) -> None:
+    ms = {"mm": 0.6, "nccl": 0.3, "nccl + mm": 0.9, "ours": 0.7}
+    row = {"m": 132 * 128, "n": 1024, "ms": ms}
+    assert floors.floor_of(row).handshake is None
+    assert floors.judged(row).floor == pytest.approx(0.6)
+    measured = {**row, "ms": {**ms, "handshake": 0.05, "copies": 0.25}}
+    assert floors.floor_of(measured).transfer == pytest.approx(0.2)
+    assert floors.judged(measured).floor == pytest.approx(0.65)
+    assert floors.judged(measured).win == pytest.approx(0.2 / 0.25)
+
+
 def test_no_record(render: ModuleType, tmp_path: Path) -> None:
     assert render.sections(tmp_path) == []
 
