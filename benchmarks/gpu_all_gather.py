@@ -11,10 +11,11 @@ what issuing a call costs the host, beside the GPU's time.
 
 Of ours: ``ours`` as the table or the model decides; of gathers ``fused push 1 2 4`` and ``fused pull 1 2 4``, in so
 many chunks a shard, whatever the table says; of sums ``fused 1 2 4``. Alone: the matmul (torch's, ours, and ours in as
-many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a call with few columns) and our
-handshake (a call with few bytes), pushed and pulled. ``floor`` is max(the faster matmul alone, the fastest transfer
-alone + one tile) + the shortest handshake: no overlap goes below it. ``win`` is (best - ours) / (best - floor), best
-being the best of the others.
+many chunks: behind a gate that is open, or published), NCCL's transfer, our copies (a call with few columns; of a sum
+with a short K) and our handshake (a call with few bytes), of a gather pushed and pulled. ``floor`` is max(the faster
+matmul alone, the fastest transfer alone + one tile) + the shortest handshake: no overlap goes below it. ``win`` is
+(best - ours) / (best - floor), best being the best of the others; there is none where the floor lies above the best or
+above ours (`floors`).
 
 The record, ``gpu_all_gather_x<world>`` with the device behind it, is written after each shape.
 """
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
+from floors import judged
 from harness import RESULTS, GpuRecord
 from ranks import MeetingClock, on_each_gpu, slowest
 from tilestream import distributed as tsd
@@ -219,6 +221,9 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
     exact = exact.chunk(world)[rank].clone()
+    # Of the first all travels that a call sends, of the second a tile a rank; next to nothing is multiplied.
+    short = a[:, :64].contiguous(), w[:64].contiguous()
+    little = short[0][: min(m, 128 * world)], short[1][:, :64].contiguous()
 
     def nccl(mm: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
@@ -245,6 +250,8 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
         "ours mm": lambda: ts.matmul(a, w),
         **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts},
         "nccl": lambda: dist.reduce_scatter_tensor(part, whole),
+        "copies": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*short, deadline=_DEADLINE)),
+        "handshake": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*little, deadline=_DEADLINE)),
     }
     plan = tsd.plan_matmul_reduce_scatter(a, w)
     shape = {"op": "matmul_reduce_scatter", "m": m, "n": n, "k": k, "rows": m // world, "width": n}
@@ -266,24 +273,10 @@ def measured(
         **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "way": plan.decision.way,
         "why": plan.decision.why, "ms": ms, "host ms": host, "errors": errors, "failures": failures,
     }  # fmt: skip
-    others = [ms[name] for name in ("nccl + mm", "torch fused", "torch native") if name in ms]
-    if others and "ours" in ms:
-        row |= judged(shape, ms, min(others))
+    if found := judged(row):
+        row |= {"floor": round(found.floor, 4), "best": found.best, "ratio": round(found.ratio, 4)}
+        row |= {"win": round(found.win, 4)} if found.win is not None else {}
     return row
-
-
-def judged(shape: dict[str, Any], ms: dict[str, float], best: float) -> dict[str, float]:
-    """``floor``, ``best``, ``ratio`` and ``win``: see the module."""
-    matmul = min(ms[name] for name in ("mm", "ours mm") if name in ms)
-    tile = matmul * min(1.0, 132 * 128 * 256 / (shape["m"] * shape["n"]))
-    alone = [(ms[f"handshake {way}"], ms[f"copies {way}"]) for way in WAYS if f"handshake {way}" in ms]
-    handshake = min((first for first, _ in alone), default=0.0)
-    transfer = min([ms["nccl"], *(copies - first for first, copies in alone)])
-    floor = max(matmul, transfer + tile) + handshake
-    ours = ms["ours"]
-    row = {"floor": round(floor, 4), "best": best, "ratio": round(best / ours, 4)}
-    # Of few rows the best of the others may be below the floor: a call's least latency is in it. Then no share is told.
-    return row | ({"win": round((best - ours) / (best - floor), 4)} if best > floor else {})
 
 
 def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import tilestream as ts
 from gpu_all_gather import Forms, bench, wrong
 from harness import RESULTS, GpuRecord
 from ranks import on_each_gpu
@@ -69,7 +70,7 @@ def forms(rows: int, n: int, k: int, theirs: torch.Tensor) -> tuple[Forms, torch
         "ours": functools.partial(ours, None),
         "torch one shot + mm": functools.partial(by_torch, torch.ops.symm_mem.one_shot_all_reduce),
         "torch two shot + mm": functools.partial(by_torch, torch.ops.symm_mem.two_shot_all_reduce_),
-        "mm": lambda: torch.mm(a, w), "nccl": lambda: dist.all_reduce(alone),
+        "mm": lambda: torch.mm(a, w), "ours mm": lambda: ts.matmul(a, w), "nccl": lambda: dist.all_reduce(alone),
     }, exact  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
             functions, exact = forms(rows, n, k, theirs)
             failures: dict[str, str] = {}
             errors: dict[str, float] = {}
-            for name in [name for name in functions if name not in ("mm", "nccl")]:
+            for name in [name for name in functions if name not in ("mm", "ours mm", "nccl")]:
                 if failed := wrong(functions[name], exact, errors, name):
                     failures[name] = failed
                     del functions[name]

@@ -43,7 +43,9 @@ class Timelines(NamedTuple):
         for path in self._paths(folder):
             images.mkdir(parents=True, exist_ok=True)
             (launch,) = load(path)
-            draw(launch, images / self._picture(path), size=(_WIDTH, self.head + _ROW * launch.workers))
+            # Without the plan, which is in the text: a line of it all is wider than the picture.
+            title = f"{launch.op}: {launch.label.partition(': ')[0]}"
+            draw(launch, images / self._picture(path), title=title, size=(_WIDTH, self.head + _ROW * launch.workers))
 
     def _paths(self, folder: Path) -> list[Path]:
         return sorted(folder.glob(f"{self.records}*.json.gz"))
@@ -100,7 +102,8 @@ class Lanes(NamedTuple):
         beside = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in copies for b, e in matmuls)
         copied = sum(end - begin for begin, end in copies)
         text = (
-            f"Llama-3-70B's block, forward, {data['tokens']} tokens, in {data['ms']:.3f} ms, as profiled "
+            f"Llama-3-70B's block, forward, its calls eager and not compiled, {data['tokens']} tokens, in "
+            f"{data['ms']:.3f} ms, as profiled "
             f"(`benchmarks/results/{path.name}`, by `benchmarks/mlp_timeline.py`; torch {data['torch']}, Triton "
             f"{data['triton']}, {data['date']}). Of rank 0's {copied / 1e3:.3f} ms of copies from its peers "
             f"{beside / copied:.0%} lie beside a matmul."

@@ -80,18 +80,41 @@ def test_the_table_is_what_the_records_say():
     assert dispatch.table()["entries"] == found
 
 
-#: What is lost, and by how much: of one row our matmul alone takes 1.2 us longer than torch's. Taken out when mended.
-LOST = {("matmul_all_reduce", 1, 8192, 4096): 1.04}
+#: What is lost by more than `made_by.BAR` to NCCL and torch.mm, in percent: all-reduces of few rows that are not fused,
+#: whose matmul is ours. By ranks, rows, columns and K. Taken out when mended.
+LOST = {
+    (2, 1, 8192, 4096): 3.4, (2, 16, 8192, 4096): 2.4,
+    (4, 16, 8192, 7168): 2.1, (4, 128, 8192, 7168): 2.8,
+    (4, 1, 8192, 2048): 3.3, (4, 16, 8192, 2048): 3.9, (4, 64, 8192, 2048): 2.6, (4, 128, 8192, 2048): 2.4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_what_is_decided_is_not_slower_than_nccl_and_torch(path):
     data = json.loads(path.read_text())
     for row in data["rows"]:
-        made_of = made_by.decided(row["ms"])
-        ours = row["ms"]["nccl + ours"]
-        if made_of.fused:
-            ours = min(ms for name, ms in row["ms"].items() if name[:6] == "fused " and made_by.form(name) == made_of)
-        shape = (row["op"], row["m"], row["n"], row["k"])
-        assert (shape in LOST) == (ours > 1.03 * row["ms"]["nccl + mm"]), shape
-        assert ours <= LOST.get(shape, 1.03) * row["ms"]["nccl + mm"], shape
+        slower = made_by.taken(row["ms"]) / row["ms"]["nccl + mm"] - 1
+        lost = LOST.get((data["world"], row["m"], row["n"], row["k"])) if row["op"] == "matmul_all_reduce" else None
+        assert (lost is not None) == (slower > made_by.BAR), (row["op"], row["m"], row["n"], row["k"], slower)
+        assert lost is None or lost - 0.1 <= 100 * slower <= lost
+
+
+def test_every_loss_that_is_listed_has_its_record():
+    rows = {
+        (data["world"], row["m"], row["n"], row["k"])
+        for data in (json.loads(path.read_text()) for path in RECORDS)
+        for row in data["rows"] if row["op"] == "matmul_all_reduce"
+    }  # fmt: skip
+    assert set(LOST) <= rows
+
+
+def test_what_the_form_that_is_decided_took():
+    assert made_by.taken({"nccl + mm": 1.0, "nccl + ours": 1.1, "fused push 1": 0.9, "fused pull 1": 0.8}) == 0.8
+    assert made_by.taken({"nccl + mm": 1.0, "nccl + ours": 1.1, "fused 1": 0.999}) == 1.1, "not worth it"
+
+
+def test_an_entry_is_of_the_day_of_its_row():
+    both = record(nccl_mm=1.0, fused_4=0.5)
+    both["rows"][0]["date"] = "another day"
+    (entry,) = made_by.entries(both)
+    assert entry["source"] == "2 x H200, another day"

@@ -21,8 +21,8 @@ def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
     return Case("all_gather_matmul", m // world, n, k, k, world, dtype, itemsize, device)
 
 
-def test_the_model_agrees_with_what_was_measured_on_eight_gpus():
-    # 8 x H200: all of these were faster overlapped; see benchmarks and docs/distributed.md.
+def test_the_model_overlaps_large_gathers_of_eight_gpus():
+    """Nothing holds the model to a measurement there: no record of eight GPUs is kept."""
     for m, n, k in ((8192, 3584, 8192), (16384, 7168, 8192), (4096, 12288, 4096), (4096, 3584, 8192)):
         decision = decide(gather(m, n, k, 8))
         assert decision.fused, (m, n, k, decision.why)
