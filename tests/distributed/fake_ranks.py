@@ -12,8 +12,8 @@ import torch
 
 from fake_cuda import FakeCuda, Until
 from tilestream.distributed import copy_engines, protocol, sums, turns
-from tilestream.distributed.symmetric import LINE
 from tilestream.distributed.turns import Turns
+from tilestream.distributed.words import LINE, RankWords
 from tilestream.runtime.errors import GroupBroken
 
 
@@ -24,15 +24,12 @@ class Memory:
         self.slot_bytes, self.chunks = slot_bytes, chunks
         self.signals = [torch.zeros(protocol.SLOTS * chunks, dtype=torch.int32) for _ in range(ranks)]
         self.slots = [torch.full((protocol.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
-        self.words = [torch.zeros((ranks + 1) * LINE, dtype=torch.uint8) for _ in range(ranks)]
+        self.words = torch.zeros(ranks * (ranks + 2) * LINE, dtype=torch.uint8)
         self.ranks = ranks
 
     def of(self, rank: int) -> types.SimpleNamespace:
         def slot(of: int, number: int) -> torch.Tensor:
             return self.slots[of][number * self.slot_bytes : (number + 1) * self.slot_bytes]
-
-        def flag(of: int, writer: int) -> int:
-            return self.words[of].data_ptr() + writer * LINE
 
         def signals(number: int) -> torch.Tensor:
             return self.signals[rank][self.chunks * number : self.chunks * (number + 1)]
@@ -41,13 +38,10 @@ class Memory:
             assert 0 <= chunk < self.chunks
             return self.signals[of].data_ptr() + 4 * (self.chunks * number + chunk)
 
-        abort = flag(rank, self.ranks)
+        words = RankWords(self.words.data_ptr(), self.words.data_ptr(), rank, self.ranks)
         return types.SimpleNamespace(
             slot_bytes=self.slot_bytes, chunks=self.chunks, signals=signals, signal=signal, slot=slot,
-            flag=flag, abort=lambda of: flag(of, self.ranks),
-            address=lambda of, number: slot(of, number).data_ptr(),
-            told=lambda: [ctypes.c_int32.from_address(flag(rank, writer)).value for writer in range(self.ranks)],
-            aborted=lambda: bool(ctypes.c_int32.from_address(abort).value),
+            address=lambda of, number: slot(of, number).data_ptr(), words=words,
         )  # fmt: skip
 
 

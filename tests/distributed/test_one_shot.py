@@ -136,7 +136,7 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
                 result = rank.results[call]
                 assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
         if any(rank.member.broken for rank in all_ranks):
-            assert all(rank.member.broken or rank.reducer.memory.aborted() for rank in all_ranks), "all are told"
+            assert all(rank.member.broken or rank.reducer.words.aborted() for rank in all_ranks), "all are told"
 
 
 def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told():
@@ -158,7 +158,7 @@ def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told
         cuda.run()
         assert second.results == {1: None}
         assert isinstance(posted.pop(), GroupBroken)
-        assert third.reducer.memory.aborted()
+        assert third.reducer.words.aborted()
 
 
 def test_patience_counts_from_the_end_of_the_matmul():
@@ -178,7 +178,7 @@ def test_half_a_call_breaks_the_group_on_all_ranks_and_leaves_nothing_stuck(monk
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHAPES[0])
-        assert second.reducer.memory.aborted()
+        assert second.reducer.words.aborted()
         cuda.run()
         assert first.calling[0].query()
 
@@ -202,7 +202,7 @@ def test_half_a_call_that_waits_for_a_peer_is_let_go(monkeypatch):
         look(first.reducer)
         cuda.run()
         assert first.calling[0].query(), "at once: nobody sends anything any more"
-        assert second.reducer.memory.aborted()
+        assert second.reducer.words.aborted()
 
 
 def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():

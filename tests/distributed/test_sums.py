@@ -165,7 +165,7 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
                 result = rank.results[call]
                 assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
         if any(rank.member.broken for rank in all_ranks):
-            assert all(rank.member.broken or rank.scatterer.memory.aborted() for rank in all_ranks), "all are told"
+            assert all(rank.member.broken or rank.scatterer.words.aborted() for rank in all_ranks), "all are told"
 
 
 def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told():
@@ -187,7 +187,7 @@ def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told
         cuda.run()
         assert second.results == {1: None}
         assert isinstance(posted.pop(), GroupBroken)
-        assert third.scatterer.memory.aborted()
+        assert third.scatterer.words.aborted()
 
 
 def test_patience_counts_from_the_end_of_the_kernel():
@@ -220,7 +220,7 @@ def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHARDS[2][0])
-        assert second.scatterer.memory.aborted()
+        assert second.scatterer.words.aborted()
 
 
 def test_a_sum_that_is_not_issued_breaks_the_group_and_leaves_nothing_stuck():
@@ -239,7 +239,7 @@ def test_a_sum_that_is_not_issued_breaks_the_group_and_leaves_nothing_stuck():
         cuda.run()
         assert first.side.query()
         assert first.calling.query()
-        assert second.scatterer.memory.aborted()
+        assert second.scatterer.words.aborted()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
@@ -287,7 +287,7 @@ def test_half_a_sum_that_waits_for_a_peer_is_let_go(monkeypatch):
         assert first.side.query(), "at once: nobody sends anything any more"
         assert first.calling.query()
         assert "RuntimeError: copy refused" in str(posted.pop()), "not that it has waited for long enough"
-        assert second.scatterer.memory.aborted()
+        assert second.scatterer.words.aborted()
 
 
 def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():

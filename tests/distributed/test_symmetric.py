@@ -8,14 +8,14 @@ import types
 import pytest
 import torch
 
-from tilestream.distributed import symmetric
+from tilestream.distributed import symmetric, words
 
 BF16 = torch.empty(2, 2, dtype=torch.bfloat16)
 GPU = torch.device("cuda", 0)
 
 
 def member(world=2, unreachable=""):
-    return types.SimpleNamespace(world=world, unreachable=unreachable)
+    return types.SimpleNamespace(world=world, rank=0, unreachable=unreachable, words=None)
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def machine(monkeypatch):
         return [mine] * member.world
 
     monkeypatch.setattr(symmetric, "exchange_bytes", exchange)
+    monkeypatch.setattr(words, "map_host_memory", lambda address, size: address)
     monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="gpu-a"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -43,6 +44,7 @@ def test_gpus_of_one_host_reach_each_other(machine):
     of = member()
     assert symmetric.set_up(of, GPU) == ""
     assert symmetric.refuse(of, BF16) == ""
+    assert of.words.of("all_gather_matmul").told() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,16 @@ def test_what_one_rank_cannot_do_none_does(machine, monkeypatch):
     assert symmetric.set_up(member(), GPU) == "rank 1: no peer access"
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("offer", OSError("no space")), ("GroupWords", OSError("no file")), ("GroupWords", RuntimeError("code 1"))],
+)
+def test_without_memory_of_the_host_they_are_apart(machine, monkeypatch, name, error):
+    machine.append("here\n1\ngpu-b")
+    monkeypatch.setattr(words, name, lambda *_: (_ for _ in ()).throw(error))
+    assert symmetric.set_up(member(), GPU) == f"rank 0: no memory of the host that processes share: {error}"
+
+
 def test_reasons_that_need_no_message(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert "torch.float32: operands of 16 and 8 bits" in symmetric.refuse(member(), BF16.float())
@@ -97,7 +109,8 @@ def test_signals_stand_behind_all_slots_one_set_a_slot(monkeypatch):
 
     memory = [torch.zeros(64 << 20, dtype=torch.uint8) for _ in range(2)]
     monkeypatch.setattr(symmetric.PeerMemory, "_shared", shared)
-    own = symmetric.PeerMemory(types.SimpleNamespace(name="tp", rank=0, world=2), torch.device("cpu"))
+    of = types.SimpleNamespace(name="tp", rank=0, world=2, words=types.SimpleNamespace(of=lambda op: None))
+    own = symmetric.PeerMemory(of, torch.device("cpu"), "all_gather_matmul")
     own.grow(3 << 20, 1500)
     assert own.slot_bytes >= 3 << 20
     assert own.chunks >= 1500

@@ -369,9 +369,9 @@ def forgets(rank, world):
     import weakref
 
     def watchdogs():
-        return sum(t.name == "tilestream-watchdog" for t in threading.enumerate())
+        return {t for t in threading.enumerate() if t.name == "tilestream-watchdog"}
 
-    before = watchdogs()
+    before = watchdogs()  # of earlier groups, which may be leaving
     group = dist.new_group(list(range(world)))
     tsd.all_gather_matmul(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
     tsd.matmul_reduce_scatter(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
@@ -381,11 +381,11 @@ def forgets(rank, world):
     dist.destroy_process_group(group)
     del group
     end = time.monotonic() + 10
-    while (member() is not None or watchdogs() > before) and time.monotonic() < end:
+    while (member() is not None or watchdogs() - before) and time.monotonic() < end:
         gc.collect()
         time.sleep(0.05)
     held = [] if weakly() is None else [str(type(x)) + str(x)[:200] for x in gc.get_referrers(weakly())]
-    return member() is None, watchdogs() - before, held
+    return member() is None, len(watchdogs() - before), held
 
 
 def torch_compiles(rank, world):

@@ -43,7 +43,6 @@ from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
 from tilestream.runtime.errors import ArrivalTimeout
-from tilestream.runtime.streams import aside
 
 #: Arrivals that are kept, of as many shapes and slots. More than calls under way: an expiry is known by their keys.
 _MOST_ARRIVALS = 128
@@ -70,20 +69,23 @@ class _Opening:
     kernel of this call need be running then that would have a deadline.
     """
 
-    def __init__(self, epoch: int, signals: PeerSignals, seconds: float) -> None:
-        self.epoch, self.signals, self.seconds = epoch, signals, seconds
+    def __init__(self, epoch: int, shards: Shards, signals: PeerSignals, seconds: float) -> None:
+        self.epoch, self.seconds = epoch, seconds
+        self._shards, self._signals = shards, signals
         self.begun = time.perf_counter()
-        #: Once its stream was let go: chunks that had not come. What the kernels made of them is no number.
+        #: Once its stream was let go: chunks of ranks that had not come. What kernels made of them is no number.
         self.missing: list[int] | None = None
 
-    def lacks(self) -> list[int]:
-        """Chunks that have not come."""
-        return [chunk for chunk, there in enumerate(self.signals.state()) if not there]
+    def chunks_of(self, ranks: Sequence[int]) -> list[int]:
+        """All of these ranks."""
+        return [part.chunk for rank in ranks for part in self._shards.of_rank(rank)]
 
-    def timeout(self, op: str, chunk: int, waited: float) -> ArrivalTimeout:
-        """What is raised later; no kernel has reported it."""
-        assert self.signals.whose is not None
-        return ArrivalTimeout(op, 0, chunk, "the first that reads it", waited, self.seconds, *self.signals.whose(chunk))
+    def timeout(self, op: str, rank: int, waited: float) -> ArrivalTimeout:
+        """What is raised later where a rank has not come; no kernel has reported it."""
+        assert self._signals.whose is not None
+        chunk = self.chunks_of([rank])[0]
+        here, whose = self._signals.whose(chunk)
+        return ArrivalTimeout(op, 0, chunk, "the first that reads it", waited, self.seconds, here, whose)
 
 
 class Gatherer(Turns):
@@ -159,7 +161,7 @@ class Gatherer(Turns):
             apart = None if from_slot else self._apart(shards, shard.data, slot.data)
             self._publish(epoch, shards, shard, slot, calling, from_slot)
             if way == "pull":
-                self._opening = _Opening(epoch, signals, seconds)
+                self._opening = _Opening(epoch, shards, signals, seconds)
                 self._watchdog.wake()
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             self._travel(epoch, shards, shard, slot, way)
@@ -275,8 +277,8 @@ class Gatherer(Turns):
             p.Push: push,
             p.Pushed: nothing,
             p.Tell: tell,
-            p.Flag: lambda op: stream_write(handle, memory.flag(op.peer, self._rank), op.epoch),
-            p.AwaitFlag: lambda op: stream_wait(handle, memory.flag(self._rank, op.peer), op.epoch),
+            p.Flag: lambda op: stream_write(handle, self.words.flag(op.peer, self._rank), op.epoch),
+            p.AwaitFlag: lambda op: stream_wait(handle, self.words.flag(self._rank, op.peer), op.epoch),
             p.Pull: pull,
             p.Pulled: nothing,
             p.Signal: signal,
@@ -324,34 +326,35 @@ class Gatherer(Turns):
         return busy or opening is not None
 
     def _look_at(self, opening: _Opening) -> None:
-        """Let its stream go where a peer will not come, or was not there in time, or a kernel has reported that."""
+        """Let its stream go where a peer will not come, or was not there in time, or a kernel has reported that.
+
+        All of it by the host's memory: the driver may be waiting for that stream.
+        """
         member = self._member()
         if member is None:
             return
+        told = self.words.told()
+        late = [peer for peer in p.peers(self._rank, self._world) if told[peer] < opening.epoch]
         error: BaseException | None = None
         if not member.broken:
             waited = time.perf_counter() - opening.begun
-            with aside(self.device):
-                aborted, told = self.memory.aborted(), self.memory.told()
-            late = any(told[peer] < opening.epoch for peer in p.peers(self._rank, self._world))
-            if aborted:
+            if self.words.aborted():
                 self.give_up(f"{self.op}: a peer has given up waiting")
                 error = member.break_("")  # why it was broken is kept
-            elif late and waited > opening.seconds + _LOADING and (missing := opening.lacks()):
+            elif late and waited > opening.seconds + _LOADING:
                 self.give_up(self.expired())
-                error = opening.timeout(self.op, missing[0], waited)
+                error = opening.timeout(self.op, late[0], waited)
             elif not self._ask(opening):  # a kernel that was launched has its own deadline, and reports
                 return
         if opening.missing is None:
-            missing = opening.lacks()
             with self._lock:
                 if self._opening is not opening:
                     return  # under way by now, and looked after as such
-                opening.missing = missing
+                opening.missing = opening.chunks_of(late)
             if error is not None:
                 channel(self.device).post(error)
         for peer in p.peers(self._rank, self._world):
-            self.write(self.memory.flag(self._rank, peer), opening.epoch)
+            self.words.let_go(peer, opening.epoch)
 
     def _ask(self, op: object) -> int:
         newest, said = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilestream.distributed.one_shot import Reducer
     from tilestream.distributed.plan import DistributedPlan
     from tilestream.distributed.sums import Scatterer
+    from tilestream.distributed.words import GroupWords
 
 #: What ops take: a group (None: the default one), or a mesh, of two dimensions where ranks are on several nodes.
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -54,6 +55,8 @@ class Member:
         #: Why its GPUs cannot reach each other; empty where they can, or nobody has asked yet.
         self.unreachable = ""
         self.reached = False
+        #: Words that its ranks share, once they have met.
+        self.words: GroupWords | None = None
         #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.
         self.gatherer: Gatherer | None = None
         #: As `gatherer`, a `tilestream.distributed.sums.Scatterer`.

@@ -61,7 +61,7 @@ class Reducer(Scatterer):
         addresses = self._slots()  # it may raise, so before the call is counted, of which no peer has heard
         epoch = self.begin()
         calling = torch.cuda.current_stream(self.device)
-        handle, flag = calling.cuda_stream, self.memory.flag
+        handle, flag = calling.cuda_stream, self.words.flag
         call = self.call(epoch, epoch, seconds)
         marks = Marks(call, calling, calling)
 
@@ -80,7 +80,7 @@ class Reducer(Scatterer):
             text.TellPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
             text.HearPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
             text.Heard: all_told,
-            text.AddSlots: lambda op: add_up(addresses[op.slot], self._over, op.epoch),
+            text.AddSlots: lambda op: add_up(addresses[op.slot], self.words.void, op.epoch),
             text.Added: lambda op: marks.mark(call.end),
         }
         try:

@@ -32,7 +32,6 @@ from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
 from tilestream.runtime.errors import ArrivalTimeout
-from tilestream.runtime.streams import aside
 
 #: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
 _CHUNKS = 64
@@ -75,10 +74,6 @@ class Scatterer(Turns):
         #: A call, in how many looks its kernel had ended and its side stream not, and since when.
         self._suspect = 0, 0, 0.0
         self._publication = self.make_publication(_CHUNKS)
-        with torch.inference_mode(False):
-            self._over = torch.zeros(1, dtype=torch.int32, device=device)  # the first call that is void
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # it is read on any stream
         #: Chunks that every peer has told of in the calls so far.
         self._told = 0
         self._reported = False
@@ -122,7 +117,7 @@ class Scatterer(Turns):
             self.issued(call)  # before the sum: a launch that blocks (CUDA_LAUNCH_BLOCKING) waits there for the peers
             perform: dict[type, Callable[[Any], Any]] = {
                 p.AwaitSide: lambda op: calling.wait_event(call.side),
-                q.Sum: lambda op: add_up(whole, self._over, epoch),
+                q.Sum: lambda op: add_up(whole, self.words.void, epoch),
                 q.Summed: lambda op: marks.mark(call.end),
             }
             answer(q.add_up(epoch), perform)
@@ -165,7 +160,7 @@ class Scatterer(Turns):
     ) -> None:
         side, handle = self._side, self._side.cuda_stream
         total, mine = shards.batches * shards.world * shards.parts, list(shards.of_rank(self._rank))
-        flag, address = self.memory.flag, self._publication.address
+        flag, address = self.words.flag, self._publication.address
 
         of_row, plane = shards.width * dtype.itemsize, shards.batches * shards.rows
         to = received.data_ptr()
@@ -227,8 +222,7 @@ class Scatterer(Turns):
         """As `Turns.expired`; what it says is raised by the next call on this device, too."""
         if call is not None and not self._reported:
             self._reported = True
-            with aside(self.device):
-                said = self.memory.told()
+            said = self.words.told()
             late = next((x for x in p.peers(self._rank, self._world) if said[x] < call.told), None)
             whose = f"rank {late}'s part of the sum" if late is not None else "the sum"
             waited = call.patience
@@ -241,10 +235,7 @@ class Scatterer(Turns):
         if not self._reported:
             self._reported = True
             channel(self.device).post(error)
-        with aside(self.device) as stream:
-            if not int(self._over.item()):
-                stream_write(stream.cuda_stream, self._over.data_ptr(), epoch)
-            stream.synchronize()
+        self.words.make_void(epoch)
 
 
 def matmul_scatter(

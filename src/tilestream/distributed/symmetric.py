@@ -1,8 +1,9 @@
 """Memory of a group's GPUs that each of them can reach: slots, signals and flags (torch's symmetric memory).
 
-What is in it, of each rank: `SLOTS` slots, into which peers push, or out of which they pull; for each slot signals,
-which whoever copies into it writes; a flag a peer, which that peer writes; and an abort word, which any peer may write.
-What it is for, and in which order: `tilestream.distributed.protocol`.
+What is in it, of each rank: `SLOTS` slots, into which peers push, or out of which they pull; and for each slot signals,
+which whoever copies into it writes. Beside it are words in the host's memory (`tilestream.distributed.words`): a flag a
+peer, which that peer writes; and an abort word, which any peer may write. What it is for, and in which order:
+`tilestream.distributed.protocol`.
 
 No barrier of symmetric memory's own is used (a kernel that spins without a bound), and no multicast.
 """
@@ -16,16 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilestream.distributed import words
 from tilestream.distributed.collective import agree, exchange_bytes
 from tilestream.distributed.members import Member
 from tilestream.distributed.protocol import SLOTS
+from tilestream.distributed.words import RankWords
 from tilestream.runtime.errors import TilestreamError
 
 if TYPE_CHECKING:
     from tilestream.distributed.plan import DistributedPlan
 
-#: Bytes between two flags: a cache line each, and the word is written whole.
-LINE = 128
 #: Slots grow by this much at a time.
 _PAGE = 2 << 20
 #: And so many signals.
@@ -67,9 +68,24 @@ def set_up(member: Member, device: torch.device) -> str:
         verdict = f"{len(set(hosts))} hosts: shards travel inside one"
     elif len(set(gpus)) < member.world and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
         verdict = "several ranks share a GPU"
-    own = verdict or _peer_access(device)
-    # What one rank cannot do, none does (invariant 11).
-    verdicts = [x.decode() for x in exchange_bytes(member, own.encode()[:200], device)]
+    own, offered = verdict or _peer_access(device), ""
+    if not verdict and member.rank == 0:
+        try:
+            offered = words.offer(member.world)
+        except OSError as error:
+            own = own or f"no memory of the host that processes share: {error}"
+    try:
+        found = exchange_bytes(member, offered.encode(), device)[0].decode()
+        if found and not own:
+            try:
+                member.words = words.GroupWords(found, member.rank, member.world)
+            except (OSError, RuntimeError) as error:
+                own = f"no memory of the host that processes share: {error}"
+        # What one rank cannot do, none does (invariant 11).
+        verdicts = [x.decode() for x in exchange_bytes(member, own.encode()[:200], device)]
+    finally:
+        if offered:
+            words.withdraw(offered)
     member.unreachable = next((f"rank {i}: {x}" for i, x in enumerate(verdicts) if x), "")
     return member.unreachable
 
@@ -94,13 +110,15 @@ def _peer_access(device: torch.device) -> str:
 class PeerMemory:
     """A rank's part of the group's symmetric memory, and the peers' parts as it sees them.
 
-    Making one, and `grow`, are collective: each rank does it at the same call.
+    `grow` is collective: each rank does it at the same call.
     """
 
-    def __init__(self, member: Member, device: torch.device) -> None:
+    def __init__(self, member: Member, device: torch.device, op: str) -> None:
+        assert member.words is not None, "ranks have met (`set_up`)"
         self._group_name, self._rank, self._world, self._device = member.name, member.rank, member.world, device
         self._handles: list[object] = []  # what the peers' buffers are views of
-        self._words, self._peer_words = self._shared((member.world + 1) * LINE)
+        #: What ranks tell each other beside data and signals.
+        self.words: RankWords = member.words.of(op)
         self._slots: torch.Tensor | None = None
         self._peer_slots: list[torch.Tensor] = []
         self.slot_bytes = self.chunks = 0
@@ -159,25 +177,3 @@ class PeerMemory:
     def signal(self, rank: int, slot: int, chunk: int) -> int:
         """Address of a signal of a rank's."""
         return self._of(rank).data_ptr() + SLOTS * self.slot_bytes + 4 * (self.chunks * slot + chunk)
-
-    def flag(self, of: int, writer: int) -> int:
-        """Address of the flag in rank ``of``'s memory that ``writer`` writes."""
-        return self._peer_words[of].data_ptr() + writer * LINE
-
-    def abort(self, of: int) -> int:
-        """Address of the abort word of rank ``of``."""
-        return self.flag(of, self._world)
-
-    def told(self) -> list[int]:
-        """What each rank's flag in this rank's memory says. Waits for the current stream, which is one of its own.
-
-        One copy of all lines and no kernel: whoever asks has a stream that waits for a peer, and until that is let go
-        the driver loads none (`copy_engines._Opening`).
-        """
-        words: list[int] = self._words.view(torch.int32).tolist()
-        return words[:: LINE // 4][: self._world]
-
-    def aborted(self) -> bool:
-        """Whether a peer has written this rank's abort word. Waits for the current stream, which is one of its own."""
-        at = self._world * LINE
-        return bool(self._words[at : at + 4].view(torch.int32).item())

@@ -6,6 +6,7 @@ The texts that are performed, and why they are right, are in `tilestream.distrib
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -19,11 +20,13 @@ from tilestream.distributed.collective import meet
 from tilestream.distributed.members import Member
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import exit
-from tilestream.runtime.driver import stream_write
-from tilestream.runtime.streams import aside, lend_to
+from tilestream.runtime.channel import channel
+from tilestream.runtime.streams import lend_to
 
 #: Seconds between two looks of the watchdog, while a call is under way.
 LOOK_SECONDS = 0.05
+#: Seconds that the driver is given to end a kernel before its deadline.
+_OVERRULE_SECONDS = 0.5
 
 
 class Underway(NamedTuple):
@@ -67,7 +70,9 @@ class Turns:
     def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
         self._rank, self._world, self.device = member.rank, member.world, device
         self._member = weakref.ref(member)
-        self.memory = memory or PeerMemory(member, device)
+        self.memory = memory or PeerMemory(member, device, self.op)
+        self.words = self.memory.words
+        channel(device)  # the watchdog reports by it, and makes nothing on the GPU
         self._side = lend_to(self, device)
         self._epoch = 0
         self._calls: list[Underway] = []
@@ -185,9 +190,7 @@ class Turns:
         member = self._member()
         if not calls or member is None:
             return bool(calls)
-        with aside(self.device):
-            told = self.memory.aborted()
-        why = f"{self.op}: a peer has given up waiting" if told else self.gave_up(calls[0])
+        why = f"{self.op}: a peer has given up waiting" if self.words.aborted() else self.gave_up(calls[0])
         if why:
             answer(p.watch(self._rank, self._world), self._watching(member, why))
         return True
@@ -197,12 +200,17 @@ class Turns:
 
         def overrule(op: p.Overrule) -> None:
             if call := self.call_of(op.epoch):
-                call.overrule(member.break_(why))  # which says why it was broken first
+                _bounded(functools.partial(call.overrule, member.break_(why)))  # which says why it was broken first
+
+        def await_kernel(op: p.AwaitKernel) -> None:
+            # By asking: who waits for an event in the driver may wait for a kernel that it loads, too.
+            while any(call.epoch <= op.epoch and not call.kernel.query() for call in self._underway()):
+                time.sleep(0.001)
 
         def release(op: p.Release) -> None:
             if call := self.call_of(op.epoch):
                 for peer in p.peers(self._rank, self._world):
-                    self.write(self.memory.flag(self._rank, peer), call.told)
+                    self.words.let_go(peer, call.told)
 
         def await_done(op: p.AwaitDone) -> int:
             end = time.perf_counter() + LOOK_SECONDS
@@ -213,19 +221,14 @@ class Turns:
         return {
             p.Notice: lambda op: 1,
             p.Break: lambda op: member.break_(why),
-            p.Abort: lambda op: self.write(self.memory.abort(op.peer), 1),
+            p.Abort: lambda op: self.words.abort(op.peer),
             p.Oldest: lambda op: min((call.epoch for call in self._underway()), default=0),
-            p.Overrule: overrule, p.AwaitKernel: self.await_kernel, p.Release: release, p.AwaitDone: await_done,
+            p.Overrule: overrule, p.AwaitKernel: await_kernel, p.Release: release, p.AwaitDone: await_done,
         }  # fmt: skip
 
     def call_of(self, epoch: int) -> Underway | None:
         """A call that is under way."""
         return next((call for call in self._underway() if call.epoch == epoch), None)
-
-    def write(self, address: int, value: int) -> None:
-        """Write a word at once, beside all streams."""
-        with aside(self.device) as stream:
-            stream_write(stream.cuda_stream, address, value)
 
 
 class Watchdog:
@@ -266,6 +269,18 @@ class Watchdog:
                 if not turns.look():
                     break
             del turns
+
+
+def _bounded(overrule: Callable[[], None]) -> None:
+    """Overrule a call, as far as that is possible.
+
+    It may need the driver, which may be waiting for the very stream that is to be let go next (see
+    `tilestream.distributed.words`). Then it is left to a thread of its own: the kernel that it would have ended ends by
+    its own deadline.
+    """
+    thread = threading.Thread(target=overrule, name="tilestream-overrule", daemon=True)
+    thread.start()
+    thread.join(_OVERRULE_SECONDS)
 
 
 def answer(text: p.Turn, perform: dict[type, Callable[[Any], Any]]) -> int | None:

@@ -48,6 +48,9 @@ class Driver(Protocol):
     def copy_across(self, stream: int, to: int, source: int, size: int) -> None:
         """Copy bytes between memories of GPUs that this process has mapped."""
 
+    def map_host_memory(self, address: int, size: int) -> int:
+        """Have GPUs map whole pages of this process's memory; returns where they see them."""
+
     def capture_id(self, stream: int) -> int:
         """A number that is another for each capture; 0 where the stream is in none."""
 
@@ -161,6 +164,19 @@ def copy_across(stream: int, to: int, source: int, size: int) -> None:
         If the driver refuses.
     """
     current().copy_across(stream, to, source, size)
+
+
+def map_host_memory(address: int, size: int) -> int:
+    """Have all GPUs of this process map ``size`` bytes of its memory, from a page on; returns their address of it.
+
+    For good: a stream, of another process too, may still write there when whoever asked is gone.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver refuses.
+    """
+    return current().map_host_memory(address, size)
 
 
 def capture_id(stream: int) -> int:

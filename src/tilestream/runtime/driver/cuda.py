@@ -10,6 +10,10 @@ import torch
 WRITE_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
 COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _CONTEXT_ARGUMENTS = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong))
+_REGISTER_ARGUMENTS = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+_POINTER_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint)
+#: For every context, and with an address on the device.
+_PORTABLE, _MAPPED = 1, 2
 CREATE_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
 #: A stream that the legacy default stream does not wait for, nor it for that.
 NON_BLOCKING = 1
@@ -88,6 +92,16 @@ class Cuda:
         code = self._find("cuMemcpyDtoDAsync_v2", COPY_ARGUMENTS)(to, source, size, stream)
         if code:
             raise RuntimeError(f"the driver's copy between devices failed: {self.error_name(code)}")
+
+    def map_host_memory(self, address: int, size: int) -> int:
+        """By registering it."""
+        self.bind_context()
+        code = self._find("cuMemHostRegister_v2", _REGISTER_ARGUMENTS)(address, size, _PORTABLE | _MAPPED)
+        there = ctypes.c_void_p()
+        code = code or self._find("cuMemHostGetDevicePointer_v2", _POINTER_ARGUMENTS)(ctypes.byref(there), address, 0)
+        if code or not there.value:
+            raise RuntimeError(f"the driver does not map the host's memory: {self.error_name(code)}")
+        return there.value
 
     def capture_id(self, stream: int) -> int:
         """Of the capture that ``stream`` is in."""
