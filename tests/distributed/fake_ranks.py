@@ -82,7 +82,8 @@ def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
 
     for module in (turns, copy_engines, sums):
         for name, does in (
-            ("stream_write", write), ("stream_wait", wait), ("copy_across", cuda._copy), ("aside", at_once),
+            ("stream_write", write), ("stream_wait", wait), ("copy_across", cuda._copy), ("copy_in", cuda._copy),
+            ("aside", at_once),
         ):  # fmt: skip
             patch.setattr(module, name, does, raising=False)
     # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.

@@ -388,17 +388,22 @@ def torch_ops(rank, world):
         mine = (sum(f8parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
         assert scaled.shape == mine.shape
         assert torch.allclose(scaled.float(), mine, rtol=5e-2, atol=0.2)
+        for last in (2, -1):  # columns are cut
+            mine = (sum(parts) / (world if op == "avg" else 1)).chunk(world, 2)[rank]
+            assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, last, name), mine, atol=1e-4)
     sites = handle.report()
+    columns = [site for site in sites if "columns are scattered" in site.why]
+    assert sorted((site.calls, site.fused) for site in columns) == [(2, False), (2, False)]
     assert {site.op for site in sites} == {
         "fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter",
         "fused_scaled_matmul_reduce_scatter",
     }  # fmt: skip
-    assert sum(site.calls for site in sites) == 9
+    assert sum(site.calls for site in sites) == 9 + 4
     assert all(site.why for site in sites)
     other = dist.new_group(list(range(world)))
     c = ops.fused_matmul_reduce_scatter(x, w, "sum", 1, other.group_name)  # torch's, by plain collectives
     assert torch.allclose(c, sum(parts).chunk(world, 1)[rank], atol=1e-4)
-    assert sum(site.calls for site in handle.report()) == 9, "not ours"
+    assert sum(site.calls for site in handle.report()) == 9 + 4, "not ours"
     handle.close()
     handle.close()
     assert "NotImplementedError" in raised(lambda: ops.fused_all_gather_matmul(shards[rank], [b1], 0, name))

@@ -77,13 +77,17 @@ class AsyncTP:
         """
         _close(self._name, self)
 
-    def _count(self, op: str, what: str, plan: Callable[[], DistributedPlan]) -> None:
+    def _count(self, op: str, what: str, plan: Callable[[], DistributedPlan] | str) -> None:
+        """``plan``: makes it; or why there is none."""
         with self._lock:
             site = self._sites.get((op, what))
             if site is None:
-                made = plan()
-                why = made.decision.why if made.fused else "; ".join(refusal.why for refusal in made.refused)
-                site = self._sites[op, what] = Site(op, what, 0, made.fused, why)
+                fused, why = False, plan
+                if not isinstance(plan, str):
+                    made = plan()
+                    fused = made.fused
+                    why = made.decision.why if fused else "; ".join(refusal.why for refusal in made.refused)
+                site = self._sites[op, what] = Site(op, what, 0, fused, str(why))
             site.calls += 1
 
     def __enter__(self) -> AsyncTP:
@@ -94,6 +98,9 @@ class AsyncTP:
     ) -> None:
         self.close()
 
+
+#: Why a sum is torch's product, and then the group's reduce-scatter.
+_COLUMNS = "columns are scattered: a rank's part is no rows of the product, so it is done one after the other"
 
 _lock = threading.Lock()
 _open: dict[str, AsyncTP] = {}
@@ -257,12 +264,22 @@ def _scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, scatter_dim: int,
         return theirs
     if a.is_meta:
         return a.new_empty(_part([*a.shape[:-1], b.shape[1]], scatter_dim, group_name))
+    if _is_last(a.dim(), scatter_dim):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        handle._count("fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim), _COLUMNS)
+        fallback: Callable[..., torch.Tensor] = symmetric._fused_matmul_reduce_scatter_fallback
+        return fallback(a, b, reduce_op, scatter_dim, group_name)
     group = resolve(group_name)
     handle._count(
         "fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim),
         lambda: plan_matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, group=group),
     )  # fmt: skip
     return matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, reduce_op=_reduction(reduce_op), group=group)
+
+
+def _is_last(dims: int, dim: int) -> bool:
+    return dim % dims == dims - 1
 
 
 def _reduction(op: str) -> Literal["sum", "avg"]:
@@ -289,6 +306,15 @@ def _scaled_scatter(
         return theirs
     if a.is_meta:
         return a.new_empty(_part([*output_shape[:-1], b.shape[1]], orig_scatter_dim, group_name), dtype=out_dtype)
+    if _is_last(len(output_shape), orig_scatter_dim):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        handle._count("fused_scaled_matmul_reduce_scatter", _shapes(a, [b], orig_scatter_dim), _COLUMNS)
+        fallback: Callable[..., torch.Tensor] = symmetric._fused_scaled_matmul_reduce_scatter_fallback
+        return fallback(
+            a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name,
+            output_shape, bias, result_scale, out_dtype, use_fast_accum,
+        )  # fmt: skip
     group = resolve(group_name)
     rows = a.reshape(*output_shape[:-1], a.shape[-1])
     scale = a_scale if a_scale.numel() == 1 else a_scale.reshape(*output_shape[:-1], 1)

@@ -80,7 +80,7 @@ class Reducer(Scatterer):
             text.TellPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
             text.HearPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
             text.Heard: all_told,
-            text.AddSlots: lambda op: add_up(addresses[op.slot], self.words.void, op.epoch),
+            text.AddSlots: lambda op: add_up(addresses[op.slot], self.over(calling), op.epoch),
             text.Added: lambda op: marks.mark(call.end),
         }
         try:

@@ -30,7 +30,7 @@ from tilestream.distributed.symmetric import PeerMemory
 from tilestream.distributed.turns import Turns, Underway, answer, nothing
 from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import copy_across, stream_wait, stream_write
+from tilestream.runtime.driver import copy_across, copy_in, stream_wait, stream_write
 from tilestream.runtime.errors import ArrivalTimeout
 
 #: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
@@ -74,6 +74,11 @@ class Scatterer(Turns):
         #: A call, in how many looks its kernel had ended and its side stream not, and since when.
         self._suspect = 0, 0, 0.0
         self._publication = self.make_publication(_CHUNKS)
+        with torch.inference_mode(False):
+            #: `RankWords.void` as it was when the stream was let go that the sum comes behind.
+            self._over = torch.zeros(1, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # it is written on any stream
         #: Chunks that every peer has told of in the calls so far.
         self._told = 0
         self._reported = False
@@ -117,13 +122,18 @@ class Scatterer(Turns):
             self.issued(call)  # before the sum: a launch that blocks (CUDA_LAUNCH_BLOCKING) waits there for the peers
             perform: dict[type, Callable[[Any], Any]] = {
                 p.AwaitSide: lambda op: calling.wait_event(call.side),
-                q.Sum: lambda op: add_up(whole, self.words.void, epoch),
+                q.Sum: lambda op: add_up(whole, self.over(calling), epoch),
                 q.Summed: lambda op: marks.mark(call.end),
             }
             answer(q.add_up(epoch), perform)
         except BaseException as error:
             self.halved(error, marks)
             raise
+
+    def over(self, calling: torch.cuda.Stream) -> torch.Tensor:
+        """Which call is the first that is void, on the GPU, behind what the stream has waited for. See `words`."""
+        copy_in(calling.cuda_stream, self._over.data_ptr(), self.words.void.data_ptr(), self._over.element_size())
+        return self._over
 
     def call(self, epoch: int, told: int, patience: float) -> Underway:
         """A call that is to be issued."""

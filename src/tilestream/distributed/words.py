@@ -5,6 +5,8 @@ the driver he is not. It loads a kernel, ours or torch's or the caller's, at its
 what the GPU is at has ended, a waiting stream included; meanwhile copies and new streams of other threads wait, too,
 and a stream's write is accepted and does not come (H100, CUDA 13.0). A word in the host's memory is written by a store.
 So is NCCL's own abort flag kept. It costs a stream that waits a read through PCIe in place of one of the GPU's memory.
+What every program of a kernel reads is copied to the GPU first, by the stream: 128 programs that read one such word took
+15 us more than one (two H200s).
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class RankWords:
         # Stores on either side of a lock are seen in their order, on whatever CPU.
         self._lock = threading.Lock()
         words = (ctypes.c_int32 * 1).from_address(host + self._at(rank, world + 1))
-        #: ``int32[1]``: the first call of this rank that is void, or 0; as a kernel reads it.
+        #: ``int32[1]``: the first call of this rank that is void, or 0.
         self.void = torch.frombuffer(words, dtype=torch.int32)
 
     def _at(self, of: int, line: int) -> int:
