@@ -25,9 +25,10 @@ IMAGES = ROOT / "docs" / "images"
 
 HEAD = """# Performance
 
-Made by `benchmarks/render.py` from the records in `benchmarks/results/`; nothing here is typed by hand. Ratios are of
-medians of interleaved runs in one process; a ratio above 1 means that tilestream is faster. Absolute times belong to
-the device named beside them. Lost comparisons stand here like won ones.
+Made by `benchmarks/render.py` from the records in `benchmarks/results/`: tables, plots and means are never typed. Why a
+comparison was lost, and what comes next, is written by hand in `benchmarks/render_*.py`; the figures in such words are
+fields of the records. Ratios are of medians of interleaved runs in one process; a ratio above 1 means that tilestream
+is faster. Absolute times belong to the device named beside them. Lost comparisons stand here like won ones.
 """
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -361,6 +362,30 @@ def test_the_suites_tables(render: ModuleType) -> None:
     assert "**Prefill**" not in text
 
 
+def test_means_by_rows_alone_and_of_the_rate_at_which_weights_are_read(render: ModuleType) -> None:
+    rows = [
+        *suite_rows(), row("256x8192x8192", "middle", "70B O", ratio=0.9), row("4096x4097x4096", "odd", ratio=8.0),
+        row("64x4096x4096", "decode", "8B O", ratio=1.25, weight_read={"us": 36.0, "of_ours": 0.8, "of_cublas": 0.6}),
+        row("16x8192x8192", "decode", "70B O", ratio=1.25, weight_read={"us": 36.0, "of_ours": 0.9, "of_cublas": 0.7}),
+    ]  # fmt: skip
+    text = render.suite({**ABOUT, "rows": rows})
+    assert "| **big**: M of 1024 and more | 2 | 2.000 | 0.500 | 1 / 0 / 1 |" in text
+    assert "| **big**, without the odd shapes | 1 | 0.500 | 0.500 | 0 / 0 / 1 |" in text
+    assert "| **middle**: M of 65 to 1023 | 1 | 0.900 | 0.900 | 0 / 0 / 1 |" in text
+    few = (0.8 * 1.25 * 1.005 * 1.25 * 1.25) ** 0.2
+    assert f"| **few rows**: M of 1 to 64 | 5 | {few:.3f} | 0.800 | 3 / 1 / 1 |" in text
+    assert "decoding has in the mean over 2 shapes 85.0% (the least 80.0%), cuBLAS 65.0%." in text
+
+
+def test_a_run_that_was_cut_off_is_told(render: ModuleType) -> None:
+    cut = {**ABOUT, "rows": suite_rows(), "planned": 48}
+    assert render.incomplete(cut) == ["4 of 48 planned rows: the run was cut off."]
+    failure = {"what": "1x2x3", "error": "E"}
+    said = "Failed: 1x2x3 (E). 4 of 6 planned rows. Not measured, for want of time: 5x6x7."
+    assert render.incomplete({**cut, "planned": 6, "failures": [failure], "missing": ["5x6x7"]}) == [said]
+    assert render.incomplete({**cut, "planned": 4}) == []
+
+
 def test_failures_stand_in_the_text(render: ModuleType) -> None:
     failure = {"what": "1x2x3", "error": "AssertionError: a|b", "at": "x.py:1"}
     text = render.suite({**ABOUT, "rows": suite_rows(), "failures": [failure]})
@@ -415,27 +440,45 @@ WAYS = {"static": 10.0, "queue": 20.0, "queues": 5.0}
 
 def test_where_cublas_is_ahead_is_counted(render: ModuleType) -> None:
     losses = importlib.import_module("render_losses").losses
-    lost = row(
-        "256x6144x4096", ratio=0.9, plan="static, 96 workers, 128x128 tiles, x", us={"ours": 28.0}, of_floor=0.61
-    )
-    other = row("64x64x64", ratio=0.95, plan="portable", us={"ours": 28.0}, of_floor=0.5)
-    won = row("2048x2048x2048", ratio=1.01, us={"ours": 28.0}, of_floor=0.9)
-    nothing = {"rows": []}
-    text = losses({"rows": [other, lost, won]}, nothing, render.table)
+    us = {"ours": 28.0, "cublas": 25.0}
+    lost = row("256x6144x4096", ratio=0.9, plan="static, 96 workers, 128x128 tiles, x", us=us, of_floor=0.61)
+    known = row("64x64x64", ratio=0.95, plan="portable", us=us, of_floor=0.5)
+    won = row("2048x2048x2048", ratio=1.01, us=us, of_floor=0.9)
+    nothing, about = {"rows": []}, {"device": "NVIDIA H100", "empty_us": {"eager": 3.3, "graph": 3.4}}
+    text = losses({**about, "rows": [known, lost, won]}, nothing, render.table)
     first, second = text.splitlines()[-2:]
-    assert first.startswith(
-        "| 256x6144x4096 | 0.900 | 96 | 0.73 | 73% | 56 MB | 1.98 | 0.61, bytes | tiles of 128 x 128"
-    )
+    counted = "| 256x6144x4096 | 0.900 | 96 | 0.73 | 73% | 56 MB | 1.98 | 0.61, bytes | "
+    assert first == f"{counted}not looked into: what is known is of 128x96 tiles |"
     assert second == "| 64x64x64 | 0.950 | - | - | - | 0 MB | 0.00 | 0.50, bytes | not looked into |"
-    assert losses({"rows": [won]}, nothing, render.table) == ""
+    assert losses({**about, "rows": [won]}, nothing, render.table) == ""
     counts = {"us": 28.0, "dram read": 56e6, "dram %": 60.4, "l2 read": 120e6, "l2 hit %": 50, "sm active %": 73,
               "issue %": 8}  # fmt: skip
     counters = {
         "device": "a GPU", "commit": "0", "rows": [{"shape": "256x6144x4096", "ours": counts, "cublas": counts}]
     }  # fmt: skip
-    *_, ours, theirs = losses({"rows": [lost]}, counters, render.table).splitlines()
+    *_, ours, theirs = losses({**about, "rows": [lost]}, counters, render.table).splitlines()
     assert ours == "| 256x6144x4096 | ours | 28.0 | 56 | 2.00 | 60% | 120 | 50% | 73% | 8% |"
     assert theirs.startswith("|  | cuBLAS | 28.0 |")
+
+
+def test_words_on_a_loss_are_of_a_device_and_have_the_figures_of_its_row() -> None:
+    losses = importlib.import_module("render_losses")
+    about = {"device": "NVIDIA H200", "empty_us": {"eager": 3.25, "graph": 4.5}}
+    cold = row(
+        "1024x1024x1024", ratio=0.9, plan="single, 64x128 tiles", us={"ours": 10.0, "cublas": 9.0}, timed="graph"
+    )
+    assert losses.why(cold, about).startswith("an empty kernel reads 4.5 us of it;")
+    assert losses.why({**cold, "timed": "eager"}, about).startswith("an empty kernel reads 3.2 us of it;")
+    assert losses.why(cold, {**about, "device": "another GPU"}) == "not looked into"
+    read = {"of_ours": 0.875, "of_cublas": 0.95}
+    idle = row("1x6144x4096", plan="single, 16x64 tiles", us={"ours": 20.0, "cublas": 19.0}, weight_read=read)
+    assert losses.why(idle, about).startswith("96 tiles: SMs that have none")
+    assert "(0.88 of the rate of a kernel that only reads the weights; cuBLAS 0.95)" in losses.why(idle, about)
+    assert losses.why(idle, {**about, "device": "NVIDIA H100"}) == "not looked into"
+    for (_, shape), found in losses.WHY.items():
+        words = losses.why(row(shape, plan=f"{found.tiles} tiles", us={"ours": 10.0, "cublas": 9.0}), about)
+        assert "{" not in words
+        assert not re.search(r"\d\.\d", found.words), "a figure that is typed"
 
 
 def test_what_ncu_says_is_read() -> None:
@@ -541,6 +584,20 @@ def test_what_is_cut_off_is_missing(bench) -> None:
         made.rows(record, "abcd", measure)
     written = json.loads(record.path.read_text(encoding="utf-8"))
     assert ([row["shape"] for row in written["rows"]], written["missing"]) == (["a", "b"], ["c", "d"])
+
+
+def test_a_run_that_is_killed_has_said_what_is_missing(bench) -> None:
+    made, record = bench
+
+    def measure(item: str) -> dict:
+        seen.append(json.loads(record.path.read_text(encoding="utf-8"))["missing"])
+        return measured(item)
+
+    seen: list[list[str]] = []
+    made.rows(record, "abc", measure)
+    assert seen == [["a", "b", "c"], ["b", "c"], ["c"]]
+    made.rows(record, "d", measure)
+    assert record.data["missing"] == []
 
 
 def test_a_failure_is_kept_and_the_next_is_measured(bench, capsys: pytest.CaptureFixture) -> None:
