@@ -96,6 +96,28 @@ def stream(data: dict[str, Any]) -> str:
     )
 
 
+def first_call(data: dict[str, Any]) -> str:
+    """The section for ``cpu_first_call.json``: what of a first call is Python."""
+    before = data["before"]["seconds"]
+    rows = [[row["step"], row["whose"], f"{before[row['step']]:.2f}", f"{row['seconds']:.2f}"] for row in data["rows"]]
+    whole = f"{sum(before.values()):.2f}", f"{sum(row['seconds'] for row in data['rows']):.2f}"
+    call = data["rows"][-1]
+    text = (
+        "What a fresh process does at its first call whose kernel lies in Triton's cache, taken apart where there is "
+        f"no GPU, torch imported before: seconds, the medians of {data['processes']} processes "
+        f"({data['device']}, {data['cores']} cores, torch {data['torch']}, Triton {data['triton']}, commit "
+        f"`{data['commit']}`, {data['date']}; *before*: commit `{data['before']['commit']}`). What was ours to cut: an "
+        f"op's first call asked torch to check its shapes, which imports sympy ({before[call['step']]:.2f} s, now "
+        f"{call['seconds']:.2f}). The records of GPUs further down are of before. What is left is Triton's import and "
+        "the hash of all its files, by which it asks its cache. Next: that hash on a thread, beside the imports."
+    )
+    return "\n\n".join([
+        "## A process's first call, taken apart",
+        text,
+        table(["step", "whose", "before, s", "now, s"], [*rows, ["all", "", *whole]]),
+    ])  # fmt: skip
+
+
 def gpu(data: dict[str, Any]) -> str:
     """The section for ``gpu_matmul.json``, or another GPU's."""
     kinds = list(data["rows"][0]["of_cublas"])
@@ -217,6 +239,7 @@ def page() -> str:
     for name, section in (
         ("cpu_matmul", matmul),
         ("cpu_stream", stream),
+        ("cpu_first_call", first_call),
         ("", None),
         ("gpu_matmul", gpu),
         ("gpu_matmul_h200", gpu),

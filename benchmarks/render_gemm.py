@@ -306,7 +306,9 @@ def host(data: Record) -> str:
     if firsts:
         shapes = [one["shape"] for one in firsts[0]["shapes"]]
         parts += [
-            "Seconds of the first call of a shape, in this order in a fresh process, until its result is there:",
+            "Seconds of the first call of a shape, in this order in a fresh process, until its result is there. What "
+            "the first of them takes with a filled cache is imports and look-ups, which *A process's first call, taken "
+            "apart* has step by step; those behind it are what a kernel's own first call takes:",
             table(
                 ["Triton's cache", *shapes],
                 [[row["name"], *(f"{one['first_s']:.3f}" for one in row["shapes"])] for row in firsts],

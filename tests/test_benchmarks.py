@@ -398,7 +398,7 @@ def test_the_other_tables(render: ModuleType) -> None:
     ]
     text = render.quack({**ABOUT, "quack": "0.6.5", "rows": rows})
     assert "| 64x8192x8192 | 100 | 90 (1.100) | 50 (2.000) | - | - | won |" in text
-    assert "cublas 1.100, quack 2.000." in text
+    assert "cublas 1.100, quack 2.000. Of the best of all, cuBLAS or quack, a shape at a time: 1.100" in text
 
     rates = {"scaled_mm": 1000.0, "ours": 1250.0}
     text = render.fp8(
@@ -408,10 +408,13 @@ def test_the_other_tables(render: ModuleType) -> None:
         }
     )
     assert "| 1x2x3 | row, precise | 5.0 | 4.0 | 1000 | 1250 | 1.250 | won |" in text
+    assert "row-wise 1.250; row, precise 1.250." in text
 
     best = "compile, max-autotune-no-cudagraphs"
     us = {"torch": 9.0, "ours": 4.0, "ours, no epilogue": 3.0, best: 5.0}
-    text = render.epilogue({**ABOUT, "rows": [row("1x2x3", activation="gelu", us=us, best=best)]})
+    long = row("1x2x2049", activation="gelu", us=us, best=best, ratio=0.5)
+    text = render.epilogue({**ABOUT, "rows": [row("1x2x3", activation="gelu", us=us, best=best), long]})
+    assert "0.791, 1.250 of the 1 with K of 2048 and less, 0.500 of the 1 with longer K." in text
     assert "| 1x2x3 | gelu | 9 | 5 (max-autotune) | 4 | 3 | 1.250 | won |" in text
 
     found = {"space": 80, "of_best": 0.96, "best": "another", "wrong": [{"plan": "p", "error": "e"}]}
