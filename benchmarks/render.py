@@ -269,6 +269,7 @@ def main() -> None:
         plot_stream(json.loads(path.read_text(encoding="utf-8")))
     render_gemm.plots(RESULTS, IMAGES)
     render_neighbours.plots(RESULTS, IMAGES)
+    render_attention.plots(RESULTS, IMAGES)
     for timelines in (render_attention.TIMELINES, render_ranks.TIMELINES, render_ranks.LANES):
         timelines.plots(RESULTS, IMAGES)
 
