@@ -85,7 +85,7 @@ def plot(data: Record, path: Path) -> None:
 
     rows = dense_calls(data)
     dims = list(dict.fromkeys(row["dim"] for row in rows))
-    figure, panels = plt.subplots(2, len(dims), figsize=(4.2 * len(dims), 6.4), sharex=True, sharey="row",
+    figure, panels = plt.subplots(2, len(dims), figsize=(4.2 * len(dims), 6.4), sharex=True, sharey=True,
                                   squeeze=False, layout="constrained")  # fmt: skip
     colours = {"ts": "#e09f3e", "cudnn": "#5c6b73", "fa4": "#9db4c0"}
     for line, causal in zip(panels, (True, False), strict=True):
@@ -97,10 +97,10 @@ def plot(data: Record, path: Path) -> None:
                     axes.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=4, label=label)
             axes.set_xscale("log", base=2)
             axes.set_title(f"D {dim}, {'causal' if causal else 'full'}", fontsize=9)
-            axes.set_ylim(bottom=0)
             axes.grid(visible=True, color="#e4e4e4", linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel("TFLOP/s")
+    panels[0][0].set_ylim(0, 1.05 * max(rate for row in rows for rate in row["tflops"].values()))
     ticks = sorted({row["length"] for row in rows})
     panels[0][0].set_xticks(ticks, [str(x) if x < 1024 else f"{x // 1024}k" for x in ticks])
     for axes in panels[-1]:
