@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gemm_shapes import geomean
+from render_attention_why import behind
 from render_gemm import table
 from render_timeline import Timelines
 from tilestream.trace import LaunchTrace
@@ -165,6 +166,7 @@ def section(data: Record, name: str) -> str:
             f"the tensor cores. Geometric mean of the ratios {geomean(ratios):.3f}, the worst {min(ratios):.3f}.",
             by_width(kernels),
             compared(kernels),
+            *losses(kernels),
         ]
     if calls:
         ratios = [best(row)[1] / peer(row)[1] for row in calls]
@@ -174,6 +176,7 @@ def section(data: Record, name: str) -> str:
             f"{min(ratios):.3f}.",
             by_width(calls),
             compared(calls),
+            *losses(calls),
         ]
     if heads:
         parts += [
@@ -222,6 +225,11 @@ def by_width(rows: list[Record]) -> str:
 def _mean(ratios: Iterable[float]) -> str:
     found = list(ratios)
     return f"{geomean(found):.3f}" if found else "-"
+
+
+def losses(rows: list[Record]) -> list[str]:
+    """Where the fastest peer is ahead, and why."""
+    return behind([(row, best(row)[1] / peer(row)[1], PEERS[peer(row)[0]]) for row in rows])
 
 
 def sharing(rows: list[Record]) -> list[str]:
