@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gemm_shapes import GROUPS, geomean, group_of, verdict
-from render_losses import losses
+from render_losses import losses, of_epilogue, of_fp8, of_quack
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -231,6 +231,7 @@ def fp8(data: Record) -> str:
             f"{means}.",
             *incomplete(data),
             table([*head, ""], rows),
+            *of_fp8(data["rows"]),
         ]
     )
 
@@ -263,6 +264,7 @@ def epilogue(data: Record) -> str:
             f"the product alone. Geometric means of the ratios: {', '.join(means)}.",
             *incomplete(data),
             table([*head, ""], rows),
+            *of_epilogue(data["rows"]),
         ]
     )
 
@@ -399,6 +401,8 @@ def sections(results: Path) -> list[str]:
             if name == "suite":
                 parts.append(f"![Ratio to cuBLAS by shape, {data['device']}](images/gpu_gemm{suffix}.png)")
                 parts += [found] if (found := losses(data, _record(results, "counters", suffix), table)) else []
+            if name == "quack":
+                parts += of_quack(data["rows"], _record(results, "suite", suffix)["rows"])
         made += parts
     return made
 

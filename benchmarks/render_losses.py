@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from gemm_shapes import Shape
+from gemm_shapes import Shape, geomean
 
 #: Ratios below this are explained.
 EXPLAINED = 0.98
@@ -171,3 +171,71 @@ def _line(row: dict[str, Any], data: dict[str, Any]) -> list[str]:
         row["shape"], f"{row['ratio']:.3f}", *counted, f"{moved / 1e6:.0f} MB", figures(row, data)["rate"],
         f"{row['of_floor']:.2f}, {row['binds']}", why(row, data),
     ]  # fmt: skip
+
+
+def of_fp8(rows: list[dict[str, Any]]) -> list[str]:
+    """Where ``torch._scaled_mm`` is ahead, by what binds there."""
+    lost = [row for row in rows if row["ratio"] < EXPLAINED]
+    if not lost:
+        return []
+    few, many = ([row for row in lost if (row["binds"] == "bytes") == bytes_bind] for bytes_bind in (True, False))
+    lines = []
+    if few:
+        lines.append(
+            f"- bytes bind: {len(few)}, down to {min(row['ratio'] for row in few):.3f}. With few tiles nothing hides "
+            f"the launch, the filling of the ring and the epilogue. {_NEXT}."
+        )
+    if many:
+        shares = [row["of_floor"] for row in many]
+        lines.append(
+            f"- operations bind: {len(many)}, down to {min(row['ratio'] for row in many):.3f}, at {min(shares):.2f} to "
+            f"{max(shares):.2f} of the floor.{_precise(rows)} What holds them was not looked into. Next: ncu on the "
+            "largest of them, beside torch's."
+        )
+    return [f"**Behind** by more than {1 - EXPLAINED:.0%} in {len(lost)} of {len(rows)} rows:", "\n".join(lines)]
+
+
+def _precise(rows: list[dict[str, Any]]) -> str:
+    """What precise sums cost either, where both kinds were measured."""
+    us = {(row["shape"], row["scales"], row["fast_accum"]): row["us"] for row in rows}
+    both = [(took, us[shape, scales, True]) for (shape, scales, fast), took in us.items()
+            if not fast and (shape, scales, True) in us]  # fmt: skip
+    if not both:
+        return ""
+    ours, theirs = (geomean(precise[name] / fast[name] for precise, fast in both) for name in ("ours", "scaled_mm"))
+    found = "" if ours > theirs else ", so it is not they that lose"
+    return f" Precise sums take {ours:.3f} of the time of fast ones, torch's {theirs:.3f}{found}."
+
+
+def of_epilogue(rows: list[dict[str, Any]]) -> list[str]:
+    """Where ``torch.compile`` is ahead, and what the epilogue costs there."""
+    said = []
+    for row in (row for row in rows if row["ratio"] < 1):
+        us = row["us"]
+        said.append(
+            f"{row['shape']}, {row['activation']} ({row['ratio']:.3f}): the epilogue adds "
+            f"{us['ours'] - us['ours, no epilogue']:.0f} us to the product's {us['ours, no epilogue']:.0f}, by the "
+            "warps that multiply. Next: two groups in turn, one's epilogue beside the other's products, at long K too"
+        )
+    return [f"**Behind**: {'; '.join(said)}."] if said else []
+
+
+def of_quack(rows: list[dict[str, Any]], suite: list[dict[str, Any]]) -> list[str]:
+    """Where quack is ahead, with what the suite has measured of the shape since, beside cuBLAS."""
+    since = {row["shape"]: row for row in suite}
+    said = []
+    for row in rows:
+        peers = {name: ratio for name, ratio in row["ratios"].items() if name.startswith("quack")}
+        name = min(peers, key=peers.__getitem__, default="")
+        if not name or peers[name] >= EXPLAINED:
+            continue
+        text = f"{row['shape']} ({peers[name]:.3f}, {name})"
+        if (other := since.get(row["shape"])) is not None and "cublas" in row["ratios"]:
+            text += f", {row['ratios']['cublas']:.3f} of cuBLAS then and {other['ratio']:.3f} in the suite's record"
+        said.append(text)
+    if not said:
+        return []
+    return [
+        f"**quack is ahead** by more than {1 - EXPLAINED:.0%}: {'; '.join(said)}. Next: this table with the plans of "
+        "today, then what its kernel does otherwise."
+    ]

@@ -484,6 +484,39 @@ def test_words_on_a_loss_are_of_a_device_and_have_the_figures_of_its_row() -> No
         assert not re.search(r"\d\.\d", found.words), "a figure that is typed"
 
 
+def test_losses_to_other_peers_are_counted() -> None:
+    losses = importlib.import_module("render_losses")
+
+    def fp8(shape: str, fast: bool, ratio: float, binds: str, ours: float, theirs: float) -> dict:
+        us = {"ours": ours, "scaled_mm": theirs}
+        return row(shape, ratio=ratio, scales="row", fast_accum=fast, binds=binds, us=us, of_floor=0.7)
+
+    rows = [
+        fp8("1x2x3", True, 0.9, "bytes", 10.0, 9.0), fp8("4x5x6", True, 0.95, "operations", 10.0, 9.5),
+        fp8("4x5x6", False, 0.99, "operations", 11.0, 10.9),
+    ]  # fmt: skip
+    head, text = losses.of_fp8(rows)
+    assert head == "**Behind** by more than 2% in 2 of 3 rows:"
+    few, many = text.splitlines()
+    assert few.startswith("- bytes bind: 1, down to 0.900. ")
+    assert many.startswith(
+        "- operations bind: 1, down to 0.950, at 0.70 to 0.70 of the floor. Precise sums take 1.100 "
+    )
+    assert "torch's 1.147, so it is not they that lose." in many
+    assert losses.of_fp8(rows[2:]) == []
+
+    us = {"ours": 110.0, "ours, no epilogue": 100.0}
+    (text,) = losses.of_epilogue([row("1x2x3", activation="gelu", ratio=0.95, us=us), row("4x5x6", activation="gelu")])
+    assert text.startswith("**Behind**: 1x2x3, gelu (0.950): the epilogue adds 10 us to the product's 100")
+    assert losses.of_epilogue([row("4x5x6", activation="gelu")]) == []
+
+    ratios = {"ours": 1.0, "cublas": 1.01, "quack": 0.9, "quack tuned": 1.2}
+    beside = [row("1x2x3", ratios=ratios), row("4x5x6", ratios={**ratios, "quack": 0.99})]
+    (text,) = losses.of_quack(beside, [row("1x2x3", ratio=1.07)])
+    assert "1x2x3 (0.900, quack), 1.010 of cuBLAS then and 1.070 in the suite's record. Next" in text
+    assert losses.of_quack(beside[1:], []) == []
+
+
 def test_what_ncu_says_is_read() -> None:
     counters = importlib.import_module("gemm_counters")
     head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
