@@ -94,7 +94,16 @@ class Bench:
         """
         items, begin, before = list(items), time.monotonic(), len(record.rows)
         lasting: list[float] = []
-        done = 0
+        earlier, done = list(record.data["missing"]), 0
+
+        def write() -> list[str]:
+            """With what is not done for missing: a run that is killed says so as well."""
+            left = [_name(item) for item in items[done:]]
+            record.data["missing"] = earlier + left
+            record.write()
+            return left
+
+        write()
         try:
             for item in items:
                 hopeless = done >= HOPELESS and len(record.rows) == before
@@ -112,14 +121,11 @@ class Bench:
                 if done > 1:  # the first one may have taken long to compile
                     lasting.append(time.monotonic() - started)
                 record.data["seconds"] = round(time.monotonic() - begin, 1)
-                record.write()
+                write()
                 gc.collect()
                 self.clock.free()  # raises if the device is lost: then nothing more can be measured
         finally:
-            missing = [_name(item) for item in items[done:]]
-            record.data["missing"] += missing
-            record.write()
-            if missing:
+            if missing := write():
                 print(f"not measured: {', '.join(missing)}", flush=True)
 
     def _failed(self, record: GpuRecord, item: Any, error: Exception) -> None:

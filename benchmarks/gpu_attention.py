@@ -4,9 +4,9 @@
 
 Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
 lengths, every tile of the plan, with and without turns; ``short``: at short ones, without), ``lists`` (a log-normal mix
-of 64 sequences; pages of 16 and 64), ``heads`` (GQA 8:1 beside as many K/V heads as query heads), ``host`` (the host's
-part of a call), ``arrival`` (keys that come from pinned memory while the kernel runs), ``neighbour`` (16 SMs held by
-another kernel), ``split`` (few queries over many keys).
+of 64 sequences; pages of 16 and 64; dense calls of equal lengths), ``heads`` (GQA 8:1 beside as many K/V heads as query
+heads), ``host`` (the host's part of a call), ``arrival`` (keys that come from pinned memory while the kernel runs),
+``neighbour`` (16 SMs held by another kernel), ``split`` (few queries over many keys).
 ``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 
 Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
@@ -456,8 +456,17 @@ def lists(run: Run) -> None:
         calls[f"pages of {page}"] = lambda x=kept, t=table: ts.attention(q, *x, block_table=t, seqlens_k=sizes, **how)
     if run.left("lists"):
         run.row("lists, causal", operations, calls, alone.float(), lengths=lengths)
-    # What dense calls of equal lengths give, for the same operations a token.
-    dense(run, [Shape(dim, count, length, True) for length in (512, 1024, 2048)])
+    for length in (512, 1024, 2048, like(lengths)):
+        shape = Shape(dim, count, length, True)
+        if run.left(f"lists dense S{length}"):
+            q, k, v = operands_of(shape)
+            calls = {"ts": lambda q=q, k=k, v=v: ts.attention(q, k, v, causal=True)}
+            run.row(f"lists dense S{length}", shape.operations, calls, **shape._asdict())
+
+
+def like(lengths: Sequence[int]) -> int:
+    """The length of equal sequences that have as many operations a token as these, to a whole block of 64."""
+    return max(64, round(sum(x * x for x in lengths) / sum(lengths) / 64) * 64)
 
 
 def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:

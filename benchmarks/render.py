@@ -25,9 +25,10 @@ IMAGES = ROOT / "docs" / "images"
 
 HEAD = """# Performance
 
-Made by `benchmarks/render.py` from the records in `benchmarks/results/`; nothing here is typed by hand. Ratios are of
-medians of interleaved runs in one process; a ratio above 1 means that tilestream is faster. Absolute times belong to
-the device named beside them. Lost comparisons stand here like won ones.
+Made by `benchmarks/render.py` from the records in `benchmarks/results/`: tables, plots and means are never typed. Why a
+comparison was lost, and what comes next, is written by hand in `benchmarks/render_*.py`; the figures in such words are
+fields of the records. Ratios are of medians of interleaved runs in one process; a ratio above 1 means that tilestream
+is faster. Absolute times belong to the device named beside them. Lost comparisons stand here like won ones.
 """
 
 
@@ -93,6 +94,28 @@ def stream(data: dict[str, Any]) -> str:
             "![Streamed against reading first and multiplying then](images/cpu_stream.png)",
         ]
     )
+
+
+def first_call(data: dict[str, Any]) -> str:
+    """The section for ``cpu_first_call.json``: what of a first call is Python."""
+    before = data["before"]["seconds"]
+    rows = [[row["step"], row["whose"], f"{before[row['step']]:.2f}", f"{row['seconds']:.2f}"] for row in data["rows"]]
+    whole = f"{sum(before.values()):.2f}", f"{sum(row['seconds'] for row in data['rows']):.2f}"
+    call = data["rows"][-1]
+    text = (
+        "What a fresh process does at its first call whose kernel lies in Triton's cache, taken apart where there is "
+        f"no GPU, torch imported before: seconds, the medians of {data['processes']} processes "
+        f"({data['device']}, {data['cores']} cores, torch {data['torch']}, Triton {data['triton']}, commit "
+        f"`{data['commit']}`, {data['date']}; *before*: commit `{data['before']['commit']}`). What was ours to cut: an "
+        f"op's first call asked torch to check its shapes, which imports sympy ({before[call['step']]:.2f} s, now "
+        f"{call['seconds']:.2f}). The records of GPUs further down are of before. What is left is Triton's import and "
+        "the hash of all its files, by which it asks its cache. Next: that hash on a thread, beside the imports."
+    )
+    return "\n\n".join([
+        "## A process's first call, taken apart",
+        text,
+        table(["step", "whose", "before, s", "now, s"], [*rows, ["all", "", *whole]]),
+    ])  # fmt: skip
 
 
 def gpu(data: dict[str, Any]) -> str:
@@ -216,6 +239,7 @@ def page() -> str:
     for name, section in (
         ("cpu_matmul", matmul),
         ("cpu_stream", stream),
+        ("cpu_first_call", first_call),
         ("", None),
         ("gpu_matmul", gpu),
         ("gpu_matmul_h200", gpu),
@@ -245,6 +269,7 @@ def main() -> None:
         plot_stream(json.loads(path.read_text(encoding="utf-8")))
     render_gemm.plots(RESULTS, IMAGES)
     render_neighbours.plots(RESULTS, IMAGES)
+    render_attention.plots(RESULTS, IMAGES)
     for timelines in (render_attention.TIMELINES, render_ranks.TIMELINES, render_ranks.LANES):
         timelines.plots(RESULTS, IMAGES)
 

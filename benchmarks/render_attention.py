@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gemm_shapes import geomean
+from render_attention_why import behind
 from render_gemm import table
 from render_timeline import Timelines
 from tilestream.trace import LaunchTrace
@@ -31,8 +33,84 @@ def sections(results: Path) -> list[str]:
     found = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))
     }
-    parts = [section(data, name) for name, data in found.items() if data["rows"]]
+    parts = []
+    for name, data in found.items():
+        if data["rows"]:
+            parts.append(section(data, name))
+        if name == drawn(found).get(data["device"]):
+            parts.append(f"![TFLOP/s by the length of a sequence, {data['device']}](images/{_picture(data)})")
     return parts + TIMELINES.sections(results)
+
+
+def drawn(found: dict[str, Record]) -> dict[str, str]:
+    """By device, the record that its plot is made from: that of dense calls beside most peers, the latest of such."""
+    best: dict[str, tuple[tuple[int, str, str], str]] = {}
+    for name, data in found.items():
+        calls = dense_calls(data)
+        peers = {one for row in calls for one in row["tflops"] if one in PEERS}
+        if calls:
+            key = len(peers), data["date"], name
+            best[data["device"]] = max(best.get(data["device"], (key, name)), (key, name))
+    return {device: name for device, (_, name) in best.items()}
+
+
+def dense_calls(data: Record) -> list[Record]:
+    """Its rows of dense calls of `ts.attention`."""
+    return [row for row in data["rows"] if row["name"].startswith("D") and "ts" in row["tflops"]]
+
+
+def _picture(data: Record) -> str:
+    return f"gpu_attention{suffix_of(data['device'])}.png"
+
+
+def suffix_of(device: str) -> str:
+    """As `harness.device_suffix`, which imports torch: nothing for an H100."""
+    return "" if "H100" in device else "_h200" if "H200" in device else "_" + "_".join(device.lower().split())
+
+
+def plots(results: Path, images: Path) -> None:
+    """A plot a device."""
+    found = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu_attention*.json"))
+    }
+    for name in drawn(found).values():
+        plot(found[name], images / _picture(found[name]))
+
+
+def plot(data: Record, path: Path) -> None:
+    """Rates by the length of a sequence: a panel a width and mask, a line for ours and each peer."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = dense_calls(data)
+    dims = list(dict.fromkeys(row["dim"] for row in rows))
+    figure, panels = plt.subplots(2, len(dims), figsize=(4.2 * len(dims), 6.4), sharex=True, sharey=True,
+                                  squeeze=False, layout="constrained")  # fmt: skip
+    colours = {"ts": "#e09f3e", "cudnn": "#5c6b73", "fa4": "#9db4c0"}
+    for line, causal in zip(panels, (True, False), strict=True):
+        for axes, dim in zip(line, dims, strict=True):
+            some = sorted((r for r in rows if (r["dim"], r["causal"]) == (dim, causal)), key=lambda r: r["length"])
+            for name, label in {"ts": "tilestream", **PEERS}.items():
+                points = [(row["length"], row["tflops"][name]) for row in some if name in row["tflops"]]
+                if points:
+                    axes.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=4, label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_title(f"D {dim}, {'causal' if causal else 'full'}", fontsize=9)
+            axes.grid(visible=True, color="#e4e4e4", linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylabel("TFLOP/s")
+    panels[0][0].set_ylim(0, 1.05 * max(rate for row in rows for rate in row["tflops"].values()))
+    ticks = sorted({row["length"] for row in rows})
+    panels[0][0].set_xticks(ticks, [str(x) if x < 1024 else f"{x // 1024}k" for x in ticks])
+    for axes in panels[-1]:
+        axes.set_xlabel("S, of 16k tokens")
+    panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.suptitle(f"ts.attention, {data['dtype']}, {data['device']}", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
 
 
 def evenness(launch: LaunchTrace) -> tuple[float, float, int, int, float]:
@@ -86,7 +164,9 @@ def section(data: Record, name: str) -> str:
             f"The Hopper kernel, launched by itself, beside cuDNN of SDPA: 16k tokens of {data['dtype']} in sequences "
             f"of S, L2 flushed before each call ({where}). TFLOP/s; causal counts half. *Turns*: they take turns at "
             f"the tensor cores. Geometric mean of the ratios {geomean(ratios):.3f}, the worst {min(ratios):.3f}.",
+            by_width(kernels),
             compared(kernels),
+            *losses(kernels),
         ]
     if calls:
         ratios = [best(row)[1] / peer(row)[1] for row in calls]
@@ -94,10 +174,15 @@ def section(data: Record, name: str) -> str:
             f"Calls of `ts.attention`, issued while the GPU sleeps: 16k tokens of {data['dtype']} in sequences of S, "
             f"L2 flushed before each ({where}). TFLOP/s. Geometric mean of the ratios {geomean(ratios):.3f}, the worst "
             f"{min(ratios):.3f}.",
+            by_width(calls),
             compared(calls),
+            *losses(calls),
         ]
     if heads:
-        parts += [f"Query heads that share keys, beside as many that each have their own ({where}):", compared(heads)]
+        parts += [
+            f"Query heads that share keys, beside as many that each have their own ({where}):", compared(heads),
+            *sharing(heads),
+        ]  # fmt: skip
     for row in (row for row in data["rows"] if row["name"] == "host"):
         parts += [
             f"The host's microseconds of a call like the one before ({where}):",
@@ -111,16 +196,80 @@ def section(data: Record, name: str) -> str:
         parts += [f"Key blocks of half the size at short sequences ({where}), TFLOP/s:", table(["", *names], rows)]
     parts += _narrow(data["rows"], where)
     parts += _beside(data["rows"], where)
-    for row in lists:
-        names = list(row["tflops"])
-        parts += [
-            f"A mix of {len(row['lengths'])} sequences of {min(row['lengths'])} to {max(row['lengths'])}, "
-            f"{row['name'].partition(', ')[2]}, TFLOP/s:",
-            table(names, [[f"{row['tflops'][name]:.0f}" for name in names]]),
-        ]
+    parts += [text for row in lists for text in packed(row, data["rows"])]
     if data.get("missing"):
         parts.append(f"Not measured, for want of time: {', '.join(data['missing'])}.")
     return "\n\n".join(parts)
+
+
+def by_width(rows: list[Record]) -> str:
+    """Geometric means of ours by each peer, by the columns of a head and the mask."""
+    peers = [name for name in PEERS if any(name in row["tflops"] for row in rows)]
+    groups: dict[str, Callable[[Record], bool]] = {}
+    for dim in dict.fromkeys(row["dim"] for row in rows):
+        groups[f"D {dim}"] = lambda row, dim=dim: row["dim"] == dim
+        for causal in (True, False):
+            name = f"D {dim}, {'causal' if causal else 'full'}"
+            groups[name] = lambda row, dim=dim, causal=causal: (row["dim"], row["causal"]) == (dim, causal)
+    groups["all"] = lambda row: True
+    made = []
+    for name, of in groups.items():
+        some = [row for row in rows if of(row)]
+        cells = [_mean(best(row)[1] / row["tflops"][one] for row in some if one in row["tflops"]) for one in peers]
+        fastest = [best(row)[1] / peer(row)[1] for row in some]
+        made.append([name, *cells, _mean(fastest), f"{min(fastest):.3f}" if fastest else "-"])
+    head = ["geometric mean of ours by", *(PEERS[name] for name in peers), "the faster peer", "the worst of these"]
+    return table(head, made)
+
+
+def _mean(ratios: Iterable[float]) -> str:
+    found = list(ratios)
+    return f"{geomean(found):.3f}" if found else "-"
+
+
+def losses(rows: list[Record]) -> list[str]:
+    """Where the fastest peer is ahead, and why."""
+    return behind([(row, best(row)[1] / peer(row)[1], PEERS[peer(row)[0]]) for row in rows])
+
+
+def sharing(rows: list[Record]) -> list[str]:
+    """What heads that share keys gain over as many that each have their own: nothing would be 1."""
+    own = {(row["causal"], row["length"]): row["tflops"] for row in rows if row["heads_kv"] == row["heads"]}
+    made, ratios = [], []
+    for row in rows:
+        beside = own.get((row["causal"], row["length"]))
+        if row["heads_kv"] == row["heads"] or beside is None:
+            continue
+        name = f"{'causal' if row['causal'] else 'full'}, S {row['length']}, {row['heads']}:{row['heads_kv']}"
+        both = {one: row["tflops"][one] / beside[one] for one in row["tflops"] if one in beside}
+        ratios.append(both["ts"])
+        made.append([name, f"{both['ts']:.3f}", f"{both['cudnn']:.3f}" if "cudnn" in both else "-"])
+    if not made:
+        return []
+    text = (
+        f"The rate of heads that share keys by that of heads that have their own: geometric mean of ours "
+        f"{geomean(ratios):.3f}, the least {min(ratios):.3f}."
+    )
+    return [text, table(["shared / own", "ours", "cuDNN"], made)]
+
+
+def packed(row: Record, rows: list[Record]) -> list[str]:
+    """A mix of lengths, packed and in pages, beside a dense call that has about as many operations a token."""
+    lengths, rates, what = row["lengths"], row["tflops"], row["name"].partition(", ")[2]
+    same = sum(x * x for x in lengths) / sum(lengths)
+    dense = [one for one in rows if one["name"].startswith("lists dense ")]
+    near = min(dense, key=lambda one: abs(one["length"] - same), default=None)
+    cells = [[f"{rates[name]:.0f}" for name in rates]]
+    text = f"A mix of {len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {what}, TFLOP/s"
+    if near is None:
+        return [f"{text}; the record has no dense call to compare with:", table(list(rates), cells)]
+    rate = near["tflops"]["ts"]
+    cells.append([f"{rates[name] / rate:.3f}" for name in rates])
+    text = (
+        f"{text}; below, by the {rate:.0f} of a dense call of sequences of {near['length']}, which has about as many "
+        "operations a token:"
+    )
+    return [text, table(list(rates), cells)]
 
 
 def _narrow(rows: list[Record], where: str) -> list[str]:

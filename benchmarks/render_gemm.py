@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gemm_shapes import GROUPS, geomean, group_of, verdict
-from render_losses import losses
+from render_losses import losses, of_epilogue, of_fp8, of_quack
 
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -34,6 +34,10 @@ def incomplete(data: Record) -> list[str]:
     parts = []
     if data.get("failures"):
         parts.append("Failed: " + "; ".join(f"{one['what']} ({one['error']})" for one in data["failures"]) + ".")
+    planned, done = data.get("planned"), len(data["rows"]) + len(data.get("failures", ()))
+    if planned and done < planned:
+        why = "" if data.get("missing") else ": the run was cut off"
+        parts.append(f"{len(data['rows'])} of {planned} planned rows{why}.")
     if data.get("missing"):
         parts.append("Not measured, for want of time: " + ", ".join(data["missing"]) + ".")
     return [" ".join(parts).replace("|", "/").replace("\n", " ")] if parts else []
@@ -44,6 +48,8 @@ def outcome(row: Row) -> str:
     return verdict(row["ratio"], row["band"])
 
 
+#: Where the part of a call that an epilogue takes is told apart.
+SHORT_K = 2048
 #: Where the plot ends: what is beyond stands at its edge, with its ratio.
 HIGHEST = 1.3
 
@@ -86,20 +92,9 @@ def suite(data: Record) -> str:
     """Every shape beside cuBLAS, by class."""
     groups = by_group(data["rows"])
     every = data["rows"]
-    summary = [
-        [
-            f"{name}: {GROUPS.get(name, '')}".rstrip(": "),
-            str(len(rows)),
-            f"{geomean(row['ratio'] for row in rows):.3f}",
-            f"{min(row['ratio'] for row in rows):.3f}",
-            counts(rows),
-        ]
-        for name, rows in groups.items()
-    ]
-    summary.append(
-        ["all", str(len(every)), f"{geomean(r['ratio'] for r in every):.3f}", f"{min(r['ratio'] for r in every):.3f}",
-         counts(every)] if every else ["all", "0", "-", "-", "-"]
-    )  # fmt: skip
+    summary = [_of(f"{name}: {GROUPS.get(name, '')}".rstrip(": "), rows) for name, rows in groups.items()]
+    summary.append(_of("all", every))
+    summary += [_of(name, rows) for name, rows in by_rows(every).items() if rows]
     empty = data["empty_us"]
     parts = [
         f"### Beside cuBLAS, {data['device']}",
@@ -110,9 +105,41 @@ def suite(data: Record) -> str:
         f"a graph {empty['graph']:.1f} us.",
         *incomplete(data),
         table(["class", "shapes", "ratio, geometric mean", "worst", "won / even / lost"], summary),
+        *weights_read(every),
         *[f"**{name[0].upper()}{name[1:]}**\n\n{_group(name, rows)}" for name, rows in groups.items()],
     ]
     return "\n\n".join(parts)
+
+
+def by_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by M alone, whatever they are of."""
+    big = [row for row in rows if _extents(row)[0] >= 1024]
+    return {
+        "**big**: M of 1024 and more": big,
+        "**big**, without the odd shapes": [row for row in big if row["group"] != "odd"],
+        "**middle**: M of 65 to 1023": [row for row in rows if 64 < _extents(row)[0] < 1024],
+        "**few rows**: M of 1 to 64": [row for row in rows if _extents(row)[0] <= 64],
+    }
+
+
+def weights_read(rows: Sequence[Row]) -> list[str]:
+    """What share of the rate of a kernel that only reads the weights decoding has, in the mean."""
+    found = [row["weight_read"] for row in rows if "of_cublas" in row.get("weight_read", {})]
+    if not found:
+        return []
+    ours, peer = (sum(read[name] for read in found) / len(found) for name in ("of_ours", "of_cublas"))
+    least = min(read["of_ours"] for read in found)
+    return [
+        f"Of the rate of a kernel that only reads the weights, decoding has in the mean over {len(found)} shapes "
+        f"{ours:.1%} (the least {least:.1%}), cuBLAS {peer:.1%}."
+    ]
+
+
+def _of(name: str, rows: Sequence[Row]) -> list[str]:
+    """A class in a line."""
+    ratios = [row["ratio"] for row in rows]
+    told = [f"{geomean(ratios):.3f}", f"{min(ratios):.3f}", counts(rows)] if rows else ["-"] * 3
+    return [name, str(len(rows)), *told]
 
 
 def _group(name: str, rows: Sequence[Row]) -> str:
@@ -158,12 +185,14 @@ def quack(data: Record) -> str:
         for way in ways
         if any(way in row["ratios"] for row in data["rows"])
     ]
+    bests = [min(row["ratios"][way] for way in ways if way in row["ratios"]) for row in data["rows"]]
     return "\n\n".join(
         [
             f"### Beside quack {data['quack']}, {data['device']}",
             f"TFLOP/s, and in brackets the peer's time by ours; {data['dtype']}, as above ({where(data)}). *Tuned*: "
             "the best of quack's own autotuner, which took seconds to minutes a shape; the last column compares with "
-            f"the best of the three. Geometric means of the ratios: {', '.join(means)}.",
+            f"the best of the three. Geometric means of the ratios: {', '.join(means)}. Of the best of all, cuBLAS or "
+            f"quack, a shape at a time: {geomean(bests):.3f}, the worst {min(bests, default=float('nan')):.3f}.",
             *incomplete(data),
             table(["M x N x K", "ours", *ways, ""], rows),
         ]
@@ -189,14 +218,20 @@ def fp8(data: Record) -> str:
         f"{geomean(r['ratio'] for r in data['rows'] if (r['scales'], r['fast_accum']) == (scales, fast)):.3f}"
         for scales, fast in kinds
     )
+    whole = ", ".join(
+        f"{scales}-wise {geomean(row['ratio'] for row in data['rows'] if row['scales'] == scales):.3f}"
+        for scales in dict.fromkeys(row["scales"] for row in data["rows"])
+    )
     head = ["M x N x K", "scales, sum", "_scaled_mm, us", "ours, us", "_scaled_mm, TFLOP/s", "ours, TFLOP/s", "ratio"]
     return "\n\n".join(
         [
             f"### fp8, {data['device']}",
             f"`ts.matmul` beside `torch._scaled_mm`, {data['dtype']}; one scale a tensor, or one a row of A and a "
-            f"column of B; `use_fast_accum` (*fast*) or not ({where(data)}). Geometric means of the ratios: {means}.",
+            f"column of B; `use_fast_accum` (*fast*) or not ({where(data)}). Geometric means of the ratios: {whole}; "
+            f"{means}.",
             *incomplete(data),
             table([*head, ""], rows),
+            *of_fp8(data["rows"]),
         ]
     )
 
@@ -216,16 +251,20 @@ def epilogue(data: Record) -> str:
         ]
         for row in data["rows"]
     ]
-    mean = geomean(row["ratio"] for row in data["rows"])
+    means = [f"{geomean(row['ratio'] for row in data['rows']):.3f}"]
+    for text, short in ((f"K of {SHORT_K} and less", True), ("longer K", False)):
+        some = [row["ratio"] for row in data["rows"] if (_extents(row)[2] <= SHORT_K) == short]
+        means += [f"{geomean(some):.3f} of the {len(some)} with {text}"] if some else []
     head = ["M x N x K", "activation", "torch, us", "torch.compile's best, us", "ours, us", "ours without, us", "ratio"]
     return "\n\n".join(
         [
             f"### Bias and activation, {data['device']}",
             "`ts.linear(x, w, bias, activation=...)` beside `F.gelu(F.linear(x, w, bias))`, eager, and compiled, the "
             f"better of `default` and `max-autotune-no-cudagraphs`, {data['dtype']} ({where(data)}). *Ours without*: "
-            f"the product alone. Geometric mean of the ratios: {mean:.3f}.",
+            f"the product alone. Geometric means of the ratios: {', '.join(means)}.",
             *incomplete(data),
             table([*head, ""], rows),
+            *of_epilogue(data["rows"]),
         ]
     )
 
@@ -269,7 +308,9 @@ def host(data: Record) -> str:
     if firsts:
         shapes = [one["shape"] for one in firsts[0]["shapes"]]
         parts += [
-            "Seconds of the first call of a shape, in this order in a fresh process, until its result is there:",
+            "Seconds of the first call of a shape, in this order in a fresh process, until its result is there. What "
+            "the first of them takes with a filled cache is imports and look-ups, which *A process's first call, taken "
+            "apart* has step by step; those behind it are what a kernel's own first call takes:",
             table(
                 ["Triton's cache", *shapes],
                 [[row["name"], *(f"{one['first_s']:.3f}" for one in row["shapes"])] for row in firsts],
@@ -360,6 +401,8 @@ def sections(results: Path) -> list[str]:
             if name == "suite":
                 parts.append(f"![Ratio to cuBLAS by shape, {data['device']}](images/gpu_gemm{suffix}.png)")
                 parts += [found] if (found := losses(data, _record(results, "counters", suffix), table)) else []
+            if name == "quack":
+                parts += of_quack(data["rows"], _record(results, "suite", suffix)["rows"])
         made += parts
     return made
 

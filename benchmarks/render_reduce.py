@@ -134,9 +134,9 @@ def _of_block(row: Record, timeline: Record | None) -> list[str]:
         matmuls = lengths["gather: w1, w3"] + lengths["w2, and publish"]
         between = lengths["silu, sum"]
         said.append(
-            f"Of the eager block's {timeline['ms']:.3f} ms (its timeline is below) the three matmuls of "
-            f"the last rank, {last}, are {matmuls:.3f} and kernels between and behind them {between:.3f}: a better overlap could still win "
-            f"{timeline['ms'] - matmuls - between:.3f} ms."
+            f"Of the eager block's {timeline['ms']:.3f} ms (its timeline is below) the three matmuls of the last rank, "
+            f"{last}, are {matmuls:.3f} and kernels between and behind them {between:.3f}: a better overlap could "
+            f"still win {timeline['ms'] - matmuls - between:.3f} ms."
         )
         said.append(
             f"The compiled block on the same ops takes {ms['ours'] - timeline['ms']:+.3f} ms against it, with L2 "

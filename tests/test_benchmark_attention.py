@@ -5,6 +5,7 @@ plans and checks of their benchmark, as far as it goes without a GPU.
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -138,3 +139,88 @@ def test_the_page_has_a_table_of_8_bits(render: ModuleType) -> None:
     assert text.startswith("## Attention in 8 bits, a GPU")
     assert "| D128 causal S1024 | 500 | 600 | 300 | 1.200 |" in text
     assert "| D128 causal S2048 | 450 |  | 310 |  |" in text
+
+
+# Tables of dense calls, shared heads, mixes ---------------------------------------------------------------------------
+
+ABOUT = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "commit": "c", "date": "d", "dtype": "bfloat16"}
+
+
+def dense(dim: int, causal: bool, length: int, heads_kv: int = 0, name: str = "", **tflops: float) -> dict:
+    made = {"dim": dim, "heads": 16, "length": length, "causal": causal, "heads_kv": heads_kv, "tflops": tflops}
+    return {"name": name or f"D{dim} {'causal' if causal else 'full'} S{length}", **made}
+
+
+def test_means_by_the_columns_of_a_head_against_each_peer(render: ModuleType) -> None:
+    rows = [
+        dense(128, True, 512, cudnn=400.0, fa4=500.0, ts=500.0), dense(128, True, 1024, cudnn=400.0, ts=600.0),
+        dense(64, False, 512, cudnn=400.0, fa4=200.0, ts=200.0),
+    ]  # fmt: skip
+    text = render.by_width(rows)
+    assert "| geometric mean of ours by | cuDNN | FA4 | the faster peer | the worst of these |" in text
+    assert f"| D 128 | {(1.25 * 1.5) ** 0.5:.3f} | 1.000 | {1.5**0.5:.3f} | 1.000 |" in text
+    assert "| D 128, full | - | - | - | - |" in text
+    assert "| D 64 | 0.500 | 1.000 | 0.500 | 0.500 |" in text
+    assert "| all |" in text
+
+
+def test_what_is_behind_is_counted_by_class(render: ModuleType) -> None:
+    rows = [
+        dense(64, True, 512, cudnn=400.0, fa4=500.0, ts=450.0), dense(64, False, 1024, cudnn=400.0, ts=300.0),
+        dense(64, False, 4096, cudnn=400.0, fa4=500.0, ts=400.0), dense(128, False, 4096, cudnn=400.0, ts=300.0),
+        dense(128, False, 1024, cudnn=400.0, ts=400.0),
+    ]  # fmt: skip
+    head, text = render.losses(rows)
+    assert head == "**Behind the faster peer**, below 0.98:"
+    few, narrow, other = text.splitlines()
+    assert few.startswith("- few keys: 2 of 3, down to 0.750 (D 64, full, S 1024, cuDNN): an item has few blocks")
+    assert narrow.startswith("- 64 columns: 1 of 3, down to 0.800 (D 64, full, S 4096, FA4): ")
+    assert other == "- others: 1 of 5, down to 0.750 (D 128, full, S 4096, cuDNN): not looked into."
+    assert render.losses(rows[-1:]) == []
+
+
+def test_heads_that_share_keys_beside_those_that_have_their_own(render: ModuleType) -> None:
+    rows = [
+        dense(128, True, 1024, 2, "heads 16:2", cudnn=420.0, ts=450.0),
+        dense(128, True, 1024, 16, "heads 16:16", cudnn=400.0, ts=500.0),
+        dense(128, False, 1024, 2, "heads 16:2", cudnn=420.0, ts=450.0),
+    ]
+    said, text = render.sharing(rows)
+    assert "geometric mean of ours 0.900, the least 0.900" in said
+    assert text.splitlines()[-1] == "| causal, S 1024, 16:2 | 0.900 | 1.050 |"
+    assert len(text.splitlines()) == 3, "of the other there is nothing to compare with"
+    assert render.sharing(rows[1:2]) == []
+
+
+def test_a_mix_of_lengths_beside_the_dense_call_that_is_like_it(render: ModuleType) -> None:
+    mix = {"name": "lists, causal", "tflops": {"packed": 500.0, "pages of 16": 450.0}, "lengths": [1000, 3000]}
+    assert render.packed(mix, [mix])[0].endswith("the record has no dense call to compare with:")
+    rows = [mix, *(dense(128, True, s, 0, f"lists dense S{s}", ts=s / 4.0) for s in (512, 2500))]
+    said, text = render.packed(mix, rows)
+    assert "by the 625 of a dense call of sequences of 2500" in said
+    assert text.splitlines()[-1] == "| 0.800 | 0.720 |"
+    assert render.section({**ABOUT, "rows": rows}, "gpu_attention").count("sequences of 2500") == 1
+
+
+def test_dense_calls_that_a_mix_is_like(render: ModuleType) -> None:
+    gpu = importlib.import_module("gpu_attention")
+    assert gpu.like([512] * 7) == 512
+    assert gpu.like([1000, 3000]) == 2496
+    assert gpu.like([3]) == 64
+
+
+def test_a_device_has_one_plot_of_the_record_with_most_peers(render: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    both = {**ABOUT, "rows": [dense(128, c, s, cudnn=400.0, fa4=500.0, ts=500.0) for c in (0, 1) for s in (512, 1024)]}
+    one = {**ABOUT, "date": "e", "rows": [dense(128, True, 512, cudnn=400.0, ts=500.0)]}
+    other = {**one, "device": "NVIDIA H100 80GB HBM3", "rows": [*one["rows"], dense(64, True, 512, ts=1.0, cudnn=2.0)]}
+    nothing = {**one, "device": "a third", "rows": []}
+    found = {"gpu_attention_a": both, "gpu_attention_b": one, "gpu_attention_c": other, "gpu_attention_d": nothing}
+    assert render.drawn(found) == {"NVIDIA H200": "gpu_attention_a", other["device"]: "gpu_attention_c"}
+    for name, data in found.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+    text = "\n".join(render.sections(tmp_path))
+    assert text.count("](images/gpu_attention_h200.png)") == text.count("](images/gpu_attention.png)") == 1
+    render.plots(tmp_path, tmp_path / "images")
+    pictures = sorted(path.name for path in (tmp_path / "images").iterdir())
+    assert pictures == ["gpu_attention.png", "gpu_attention_h200.png"]

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -361,6 +362,30 @@ def test_the_suites_tables(render: ModuleType) -> None:
     assert "**Prefill**" not in text
 
 
+def test_means_by_rows_alone_and_of_the_rate_at_which_weights_are_read(render: ModuleType) -> None:
+    rows = [
+        *suite_rows(), row("256x8192x8192", "middle", "70B O", ratio=0.9), row("4096x4097x4096", "odd", ratio=8.0),
+        row("64x4096x4096", "decode", "8B O", ratio=1.25, weight_read={"us": 36.0, "of_ours": 0.8, "of_cublas": 0.6}),
+        row("16x8192x8192", "decode", "70B O", ratio=1.25, weight_read={"us": 36.0, "of_ours": 0.9, "of_cublas": 0.7}),
+    ]  # fmt: skip
+    text = render.suite({**ABOUT, "rows": rows})
+    assert "| **big**: M of 1024 and more | 2 | 2.000 | 0.500 | 1 / 0 / 1 |" in text
+    assert "| **big**, without the odd shapes | 1 | 0.500 | 0.500 | 0 / 0 / 1 |" in text
+    assert "| **middle**: M of 65 to 1023 | 1 | 0.900 | 0.900 | 0 / 0 / 1 |" in text
+    few = (0.8 * 1.25 * 1.005 * 1.25 * 1.25) ** 0.2
+    assert f"| **few rows**: M of 1 to 64 | 5 | {few:.3f} | 0.800 | 3 / 1 / 1 |" in text
+    assert "decoding has in the mean over 2 shapes 85.0% (the least 80.0%), cuBLAS 65.0%." in text
+
+
+def test_a_run_that_was_cut_off_is_told(render: ModuleType) -> None:
+    cut = {**ABOUT, "rows": suite_rows(), "planned": 48}
+    assert render.incomplete(cut) == ["4 of 48 planned rows: the run was cut off."]
+    failure = {"what": "1x2x3", "error": "E"}
+    said = "Failed: 1x2x3 (E). 4 of 6 planned rows. Not measured, for want of time: 5x6x7."
+    assert render.incomplete({**cut, "planned": 6, "failures": [failure], "missing": ["5x6x7"]}) == [said]
+    assert render.incomplete({**cut, "planned": 4}) == []
+
+
 def test_failures_stand_in_the_text(render: ModuleType) -> None:
     failure = {"what": "1x2x3", "error": "AssertionError: a|b", "at": "x.py:1"}
     text = render.suite({**ABOUT, "rows": suite_rows(), "failures": [failure]})
@@ -373,7 +398,7 @@ def test_the_other_tables(render: ModuleType) -> None:
     ]
     text = render.quack({**ABOUT, "quack": "0.6.5", "rows": rows})
     assert "| 64x8192x8192 | 100 | 90 (1.100) | 50 (2.000) | - | - | won |" in text
-    assert "cublas 1.100, quack 2.000." in text
+    assert "cublas 1.100, quack 2.000. Of the best of all, cuBLAS or quack, a shape at a time: 1.100" in text
 
     rates = {"scaled_mm": 1000.0, "ours": 1250.0}
     text = render.fp8(
@@ -383,10 +408,13 @@ def test_the_other_tables(render: ModuleType) -> None:
         }
     )
     assert "| 1x2x3 | row, precise | 5.0 | 4.0 | 1000 | 1250 | 1.250 | won |" in text
+    assert "row-wise 1.250; row, precise 1.250." in text
 
     best = "compile, max-autotune-no-cudagraphs"
     us = {"torch": 9.0, "ours": 4.0, "ours, no epilogue": 3.0, best: 5.0}
-    text = render.epilogue({**ABOUT, "rows": [row("1x2x3", activation="gelu", us=us, best=best)]})
+    long = row("1x2x2049", activation="gelu", us=us, best=best, ratio=0.5)
+    text = render.epilogue({**ABOUT, "rows": [row("1x2x3", activation="gelu", us=us, best=best), long]})
+    assert "0.791, 1.250 of the 1 with K of 2048 and less, 0.500 of the 1 with longer K." in text
     assert "| 1x2x3 | gelu | 9 | 5 (max-autotune) | 4 | 3 | 1.250 | won |" in text
 
     found = {"space": 80, "of_best": 0.96, "best": "another", "wrong": [{"plan": "p", "error": "e"}]}
@@ -415,27 +443,78 @@ WAYS = {"static": 10.0, "queue": 20.0, "queues": 5.0}
 
 def test_where_cublas_is_ahead_is_counted(render: ModuleType) -> None:
     losses = importlib.import_module("render_losses").losses
-    lost = row(
-        "256x6144x4096", ratio=0.9, plan="static, 96 workers, 128x128 tiles, x", us={"ours": 28.0}, of_floor=0.61
-    )
-    other = row("64x64x64", ratio=0.95, plan="portable", us={"ours": 28.0}, of_floor=0.5)
-    won = row("2048x2048x2048", ratio=1.01, us={"ours": 28.0}, of_floor=0.9)
-    nothing = {"rows": []}
-    text = losses({"rows": [other, lost, won]}, nothing, render.table)
+    us = {"ours": 28.0, "cublas": 25.0}
+    lost = row("256x6144x4096", ratio=0.9, plan="static, 96 workers, 128x128 tiles, x", us=us, of_floor=0.61)
+    known = row("64x64x64", ratio=0.95, plan="portable", us=us, of_floor=0.5)
+    won = row("2048x2048x2048", ratio=1.01, us=us, of_floor=0.9)
+    nothing, about = {"rows": []}, {"device": "NVIDIA H100", "empty_us": {"eager": 3.3, "graph": 3.4}}
+    text = losses({**about, "rows": [known, lost, won]}, nothing, render.table)
     first, second = text.splitlines()[-2:]
-    assert first.startswith(
-        "| 256x6144x4096 | 0.900 | 96 | 0.73 | 73% | 56 MB | 1.98 | 0.61, bytes | tiles of 128 x 128"
-    )
+    counted = "| 256x6144x4096 | 0.900 | 96 | 0.73 | 73% | 56 MB | 1.98 | 0.61, bytes | "
+    assert first == f"{counted}not looked into: what is known is of 128x96 tiles |"
     assert second == "| 64x64x64 | 0.950 | - | - | - | 0 MB | 0.00 | 0.50, bytes | not looked into |"
-    assert losses({"rows": [won]}, nothing, render.table) == ""
+    assert losses({**about, "rows": [won]}, nothing, render.table) == ""
     counts = {"us": 28.0, "dram read": 56e6, "dram %": 60.4, "l2 read": 120e6, "l2 hit %": 50, "sm active %": 73,
               "issue %": 8}  # fmt: skip
     counters = {
         "device": "a GPU", "commit": "0", "rows": [{"shape": "256x6144x4096", "ours": counts, "cublas": counts}]
     }  # fmt: skip
-    *_, ours, theirs = losses({"rows": [lost]}, counters, render.table).splitlines()
+    *_, ours, theirs = losses({**about, "rows": [lost]}, counters, render.table).splitlines()
     assert ours == "| 256x6144x4096 | ours | 28.0 | 56 | 2.00 | 60% | 120 | 50% | 73% | 8% |"
     assert theirs.startswith("|  | cuBLAS | 28.0 |")
+
+
+def test_words_on_a_loss_are_of_a_device_and_have_the_figures_of_its_row() -> None:
+    losses = importlib.import_module("render_losses")
+    about = {"device": "NVIDIA H200", "empty_us": {"eager": 3.25, "graph": 4.5}}
+    cold = row(
+        "1024x1024x1024", ratio=0.9, plan="single, 64x128 tiles", us={"ours": 10.0, "cublas": 9.0}, timed="graph"
+    )
+    assert losses.why(cold, about).startswith("an empty kernel reads 4.5 us of it;")
+    assert losses.why({**cold, "timed": "eager"}, about).startswith("an empty kernel reads 3.2 us of it;")
+    assert losses.why(cold, {**about, "device": "another GPU"}) == "not looked into"
+    read = {"of_ours": 0.875, "of_cublas": 0.95}
+    idle = row("1x6144x4096", plan="single, 16x64 tiles", us={"ours": 20.0, "cublas": 19.0}, weight_read=read)
+    assert losses.why(idle, about).startswith("96 tiles: SMs that have none")
+    assert "(0.88 of the rate of a kernel that only reads the weights; cuBLAS 0.95)" in losses.why(idle, about)
+    assert losses.why(idle, {**about, "device": "NVIDIA H100"}) == "not looked into"
+    for (_, shape), found in losses.WHY.items():
+        words = losses.why(row(shape, plan=f"{found.tiles} tiles", us={"ours": 10.0, "cublas": 9.0}), about)
+        assert "{" not in words
+        assert not re.search(r"\d\.\d", found.words), "a figure that is typed"
+
+
+def test_losses_to_other_peers_are_counted() -> None:
+    losses = importlib.import_module("render_losses")
+
+    def fp8(shape: str, fast: bool, ratio: float, binds: str, ours: float, theirs: float) -> dict:
+        us = {"ours": ours, "scaled_mm": theirs}
+        return row(shape, ratio=ratio, scales="row", fast_accum=fast, binds=binds, us=us, of_floor=0.7)
+
+    rows = [
+        fp8("1x2x3", True, 0.9, "bytes", 10.0, 9.0), fp8("4x5x6", True, 0.95, "operations", 10.0, 9.5),
+        fp8("4x5x6", False, 0.99, "operations", 11.0, 10.9),
+    ]  # fmt: skip
+    head, text = losses.of_fp8(rows)
+    assert head == "**Behind** by more than 2% in 2 of 3 rows:"
+    few, many = text.splitlines()
+    assert few.startswith("- bytes bind: 1, down to 0.900. ")
+    assert many.startswith(
+        "- operations bind: 1, down to 0.950, at 0.70 to 0.70 of the floor. Precise sums take 1.100 "
+    )
+    assert "torch's 1.147, so it is not they that lose." in many
+    assert losses.of_fp8(rows[2:]) == []
+
+    us = {"ours": 110.0, "ours, no epilogue": 100.0}
+    (text,) = losses.of_epilogue([row("1x2x3", activation="gelu", ratio=0.95, us=us), row("4x5x6", activation="gelu")])
+    assert text.startswith("**Behind**: 1x2x3, gelu (0.950): the epilogue adds 10 us to the product's 100")
+    assert losses.of_epilogue([row("4x5x6", activation="gelu")]) == []
+
+    ratios = {"ours": 1.0, "cublas": 1.01, "quack": 0.9, "quack tuned": 1.2}
+    beside = [row("1x2x3", ratios=ratios), row("4x5x6", ratios={**ratios, "quack": 0.99})]
+    (text,) = losses.of_quack(beside, [row("1x2x3", ratio=1.07)])
+    assert "1x2x3 (0.900, quack), 1.010 of cuBLAS then and 1.070 in the suite's record. Next" in text
+    assert losses.of_quack(beside[1:], []) == []
 
 
 def test_what_ncu_says_is_read() -> None:
@@ -541,6 +620,20 @@ def test_what_is_cut_off_is_missing(bench) -> None:
         made.rows(record, "abcd", measure)
     written = json.loads(record.path.read_text(encoding="utf-8"))
     assert ([row["shape"] for row in written["rows"]], written["missing"]) == (["a", "b"], ["c", "d"])
+
+
+def test_a_run_that_is_killed_has_said_what_is_missing(bench) -> None:
+    made, record = bench
+
+    def measure(item: str) -> dict:
+        seen.append(json.loads(record.path.read_text(encoding="utf-8"))["missing"])
+        return measured(item)
+
+    seen: list[list[str]] = []
+    made.rows(record, "abc", measure)
+    assert seen == [["a", "b", "c"], ["b", "c"], ["c"]]
+    made.rows(record, "d", measure)
+    assert record.data["missing"] == []
 
 
 def test_a_failure_is_kept_and_the_next_is_measured(bench, capsys: pytest.CaptureFixture) -> None:

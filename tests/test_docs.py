@@ -65,6 +65,17 @@ def test_the_page_has_the_sections_of_the_records_there_are(
     assert "| 16384x8192x8192 | hopper | 8 | 5.00 | 4.00 | 5.25 | 5.75 | 7.50 | 1.050 | 1.150 |" in render.page()
 
 
+def test_the_steps_of_a_first_call(tmp_path: Path, render: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    about = {"device": "a CPU", "cores": 2, "torch": "2.13", "triton": "3.7", "commit": "abc", "date": "then"}
+    rows = [{"step": "import", "whose": "ours", "seconds": 0.25}, {"step": "op", "whose": "ours", "seconds": 0.5}]
+    before = {"commit": "def", "seconds": {"import": 0.25, "op": 1.5}}
+    (tmp_path / "cpu_first_call.json").write_text(json.dumps({**about, "processes": 7, "before": before, "rows": rows}))
+    text = render.page()
+    assert "| import | ours | 0.25 | 0.25 |\n| op | ours | 1.50 | 0.50 |\n| all |  | 1.75 | 0.75 |" in text
+    assert "imports sympy (1.50 s, now 0.50)" in text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_links_to_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -135,3 +138,13 @@ def test_the_graph_of_make_fx_holds_one_op():
     assert [node.target for node in graph.graph.nodes].count(gemm) == 1
     x, y = rand(9, 4), rand(4, 3)
     check(graph(x, y), Maths(x, y, activation="relu"))
+
+
+def test_first_calls_do_not_import_sympy():
+    """It takes a second, of each process that calls anything."""
+    code = (
+        "import sys, torch; there = 'sympy' in sys.modules; import tilestream as ts; x = torch.ones(2, 8, 8)\n"
+        "ts.mm(x[0], x[0]); ts.linear(x, x[0]); ts.bmm(x, x); ts.attention(x[None], x[None], x[None])\n"
+        "assert there or 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tilestream._version import __version__
 from tilestream.cli import ui
-from tilestream.plan.unrun import KERNELS
+from tilestream.plan.unrun import to_ask
 
 #: Extras of the package, and what each is for.
 EXTRAS = (
@@ -81,12 +81,13 @@ def backend(name: str) -> str:
     properties = torch.cuda.get_device_properties(0)
     if name == "cdna":
         architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-        fits = torch.version.hip is not None and architecture in ("gfx942", "gfx950")
-        if not fits:
-            return f"no: {properties.name} is no CDNA 3 or 4"
-        return f"yes: {KERNELS['cdna'].unasked}"
-    fits = torch.version.hip is None and properties.major == 9
-    return "yes" if fits else f"no: {properties.name} is no Hopper"
+        fits, what = torch.version.hip is not None and architecture in ("gfx942", "gfx950"), "CDNA 3 or 4"
+    else:
+        fits, what = torch.version.hip is None and properties.major == 9, "Hopper"
+    if not fits:
+        return f"no: {properties.name} is no {what}"
+    why = to_ask(name)
+    return f"yes: {why}" if why else "yes"
 
 
 def _build() -> str:

@@ -11,7 +11,7 @@ Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,16 +72,20 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return out_dtype
 
 
+def _must(holds: bool | torch.SymBool, message: Callable[[], str]) -> None:
+    """`torch._check`, but not where it is known to hold: that imports sympy, a second of a process's first call."""
+    if holds is not True:
+        torch._check(holds, message)
+
+
 def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
     """An empty output, after checking the operands: the one text for the real and the fake implementation."""
     if a.dim() not in (2, 3) or b.dim() != a.dim():
         raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both have 2, or both 3")
     check_pair("gemm", a, b)
-    torch._check(a.shape[-1] == b.shape[-2], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in K")
+    _must(a.shape[-1] == b.shape[-2], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in K")
     if a.dim() == 3:
-        torch._check(
-            a.shape[0] == b.shape[0], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in batches"
-        )
+        _must(a.shape[0] == b.shape[0], lambda: f"gemm: a {list(a.shape)} and b {list(b.shape)} differ in batches")
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=result_dtype(a, out_dtype))
 
 

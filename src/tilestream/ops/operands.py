@@ -191,14 +191,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tenso
             f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} "
             "rows of b"
         )
-    batch = torch.Size()
-    try:
-        if a.dim() > 2 or b.dim() > 2:
-            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except RuntimeError:
-        raise ValueError(
-            f"{op}: batch dimensions {list(a.shape[:-2])} of a and {list(b.shape[:-2])} of b do not broadcast"
-        ) from None
+    batch = _batch(op, a.shape[:-2], b.shape[:-2])
     full = (*batch, a.shape[-2], b.shape[-1])
     shape = tuple(
         full[i] for i in range(len(full)) if not (row and i == len(full) - 2) and not (column and i == len(full) - 1)
@@ -225,6 +218,20 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tenso
         with exit.call():
             result = _call(a, b, residual, scales, canonical, options)
     return out if out is not None else result.reshape(shape)
+
+
+def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:
+    """The batch dimensions of the product."""
+    # torch.broadcast_shapes imports sympy: a second of a process's first call.
+    if not of_a or not of_b:
+        return of_a or of_b
+    if all(type(extent) is int for extent in (*of_a, *of_b)) and of_a == of_b:
+        return of_a
+    try:
+        both: torch.Size = torch.broadcast_shapes(of_a, of_b)
+    except RuntimeError:
+        raise ValueError(f"{op}: batch dimensions {list(of_a)} of a and {list(of_b)} of b do not broadcast") from None
+    return both
 
 
 def _call(

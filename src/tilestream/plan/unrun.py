@@ -23,28 +23,26 @@ class Unrun(NamedTuple):
 
     Attributes
     ----------
-    backend
-        As which a plan is asked for it.
     environment
         The variable that takes it for all calls, where it is 1.
     what
         It, in words.
     """
 
-    backend: str
     environment: str
     what: str
 
-    @property
-    def unasked(self) -> str:
-        """Why it is not what runs where nobody asks for it."""
-        return f"{NOT_RUN}: backend={self.backend!r} takes it, or {self.environment}=1 for all calls"
 
-
-#: By the name that plans give them.
+#: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {
-    "cdna": Unrun("cdna", "TILESTREAM_CDNA", "the CDNA kernels"),
+    "cdna": Unrun("TILESTREAM_CDNA", "the CDNA kernels"),
 }
+
+
+def to_ask(kernel: str) -> str:
+    """Why ``kernel`` is not what runs where nobody asks for it, and how it is asked for; empty if it has run."""
+    found = KERNELS.get(kernel)
+    return "" if found is None else f"{NOT_RUN}: backend={kernel!r} takes it, or {found.environment}=1 for all calls"
 
 
 def unasked(kernel: str, backend: str | None) -> str:
@@ -63,7 +61,7 @@ def unasked(kernel: str, backend: str | None) -> str:
         If the kernel's variable is neither 0 nor 1.
     """
     found = KERNELS.get(kernel)
-    return "" if found is None or backend is not None or _of_environment(found) else found.unasked
+    return "" if found is None or backend is not None or _of_environment(found) else to_ask(kernel)
 
 
 @functools.cache
