@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import render_reduce
@@ -20,8 +20,8 @@ from render_ranks_why import why
 from render_timeline import Lanes, Timelines
 from tilestream.trace import LaunchTrace
 
-#: Means are told of so many of a record's first shapes, and of all.
-FIRST = 6
+#: Means are told of shapes with so many rows and columns, and of all: the others are a few rows, or a transfer alone.
+LARGE = 2048
 Found = list[tuple[dict[str, Any], Judged]]
 NAMES = {"all_gather_matmul": "All-gather, then matmul", "matmul_reduce_scatter": "Matmul, then reduce-scatter"}
 
@@ -119,11 +119,13 @@ def shape_of(row: dict[str, Any]) -> str:
 
 
 def _means(found: Found) -> str:
-    """Geometric means over the first shapes and over all, and what share of the way was won."""
+    """Geometric means over the large shapes and over all, and what share of the way was won."""
+    large = [min(row["m"], row["n"]) >= LARGE for row, _ in found]
 
     def of(ratio: Callable[[dict[str, Any], Judged], float]) -> str:
         ratios = [ratio(row, told) for row, told in found]
-        first = f"{geomean(ratios[:FIRST]):.3f} over the first {FIRST} shapes, " if len(ratios) > FIRST else ""
+        those = [x for x, is_large in zip(ratios, large, strict=True) if is_large]
+        first = f"{geomean(those):.3f} over the {len(those)} with {LARGE} rows and columns or more, " if those else ""
         return f"{first}{geomean(ratios):.3f} over all {len(ratios)}"
 
     text = (
@@ -132,7 +134,8 @@ def _means(found: Found) -> str:
     )
     wins = [told.win for _, told in found if told.win is not None]
     if wins:
-        text += f" Won, of {len(wins)} shapes that have a share: the median {median(wins):.2f}."
+        both = f"{mean(wins):.2f} in the mean, {median(wins):.2f} the median"
+        text += f" Won, of {len(wins)} shapes that have a share: {both}."
     if any(floor_of(row).handshake is None for row, _ in found):
         text += (
             " No handshake was measured of this op: the floor is too low by it, and more was won than the column says."
