@@ -5,7 +5,8 @@
 Writes the entries of ``src/tilestream/distributed/table.json``, all of them from the records that are given, and leaves
 its rates. Of each shape the form that took least counts; one in more chunks has to be faster by `WORTH`, and so has any
 fused form beside NCCL and the faster matmul behind it: what is as fast without is simpler, and holds no memory.
-Rows of another day than their record say so. ``--check`` writes nothing, and fails where the table is not what the
+Of an all-reduce that is not fused torch's own matmul is taken where it is the faster by `LIBRARY`. Rows of another day
+than their record say so. ``--check`` writes nothing, and fails where the table is not what the
 records say.
 """
 
@@ -23,6 +24,8 @@ from tilestream.distributed import dispatch
 TABLE = Path(dispatch.__file__).with_name("table.json")
 #: Share of the time by which more chunks, or a fused form, must be faster than what is simpler.
 WORTH = 0.01
+#: Share of the time by which torch's own matmul must be faster than ours.
+LIBRARY = 0.005
 #: What is decided shall not be slower than NCCL and torch.mm by more than this share; where it is, that is said aloud.
 BAR = 0.02
 #: How shards travelled when records did not say.
@@ -58,11 +61,16 @@ def decided(ms: dict[str, float]) -> Decided:
     return best
 
 
-def taken(ms: dict[str, float]) -> float:
+def by_library(op: str, ms: dict[str, float]) -> bool:
+    """Whether torch's own matmul is taken where the op is not fused."""
+    return op == "matmul_all_reduce" and ms["nccl + mm"] < ms["nccl + ours"] * (1 - LIBRARY)
+
+
+def taken(op: str, ms: dict[str, float]) -> float:
     """Milliseconds of the form that is decided."""
     made_of = decided(ms)
     if not made_of.fused:
-        return ms["nccl + ours"]
+        return ms["nccl + mm"] if by_library(op, ms) else ms["nccl + ours"]
     return min(ms[name] for name in ms if name.startswith("fused ") and form(name) == made_of)
 
 
@@ -88,6 +96,7 @@ def entries(record: dict[str, Any]) -> list[dict[str, Any]]:
             "op": case.op, "rows": case.rows, "n": case.n, "k": case.k, "world": case.world, "dtype": case.dtype,
             "device": device, "fused": made_of.fused, "chunks": made_of.chunks,
             **({"way": made_of.way} if case.op == "all_gather_matmul" else {}),
+            **({"library": True} if not made_of.fused and by_library(case.op, row["ms"]) else {}),
             "source": f"{record['world']} x {record['device'].removeprefix('NVIDIA ')}, {day}",
         }  # fmt: skip
         other = made.setdefault((case.op, case.shape_class), entry)

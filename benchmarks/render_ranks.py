@@ -130,7 +130,7 @@ def _means(found: Found) -> str:
 
     text = (
         f"Geometric means: best / by itself {of(lambda _, told: told.ratio)}; best / what the table says that is made "
-        f"of this record {of(lambda row, told: told.best / taken(row['ms']))}."
+        f"of this record {of(lambda row, told: told.best / taken(row['op'], row['ms']))}."
     )
     wins = [told.win for _, told in found if told.win is not None]
     if wins:
@@ -181,7 +181,7 @@ def lost(data: dict[str, Any], op: str, found: Found) -> list[str]:
         then = Decided(row["decided"] == "fused", row["chunks"], row.get("way") or now.way)
         same = then == now or not (then.fused or now.fused)
         what = "the same form, on trial," if same else f"{named(now, op)}, which the table takes since,"
-        took = taken(row["ms"])
+        took = taken(row["op"], row["ms"])
         text = f"{named(then, op)}, {told.ratio:.3f}; {what} took {took:.3f} ms, {told.best / took:.3f}"
         lines.append(f"- {shape_of(row)}: {text}. {why(data, row)}")
     return ["**Behind the best**, by itself:", "\n".join(lines)]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dispatch_table import BAR, decided, taken
+from dispatch_table import by_library, decided, taken
 from gemm_shapes import geomean
 from render_gemm import table
 
@@ -44,58 +44,47 @@ def reduced(data: Record) -> str:
     rows = [row for row in data["rows"] if {"nccl + mm", "nccl + ours"} <= set(row["ms"])]
     cells = []
     for row in rows:
-        ms, host = row["ms"], row["host ms"]
+        ms, host, made = row["ms"], row["host ms"], taken(row["op"], row["ms"])
+        unfused = f"NCCL, {'mm' if by_library(row['op'], ms) else 'ours'}"
         cells.append([
             f"{row['m']}x{row['n']}x{row['k']}", *(f"{1e3 * ms[name]:.1f}" if name in ms else "-" for name in FORMS),
-            "fused" if decided(ms).fused else "NCCL", f"{ms['nccl + mm'] / taken(ms):.3f}",
-            f"{min(ms[name] for name in _PEERS if name in ms) / taken(ms):.3f}",
+            "fused" if decided(ms).fused else unfused, f"{ms['nccl + mm'] / made:.3f}",
+            f"{min(ms[name] for name in _PEERS if name in ms) / made:.3f}",
             " / ".join(f"{host[name]:.2f}" if name in host else "-" for name in ("nccl + mm", "fused 1")),
         ])  # fmt: skip
     head = [
         "M x N x K", *FORMS.values(), "the table", "NCCL + mm / the table", "best / the table",
         "host, ms: NCCL + mm / fused",
     ]  # fmt: skip
-    behind = [
-        f"{row['m']}x{row['n']}x{row['k']} ({taken(row['ms']) / row['ms']['nccl + mm'] - 1:.1%})"
-        for row in rows
-        if taken(row["ms"]) / row["ms"]["nccl + mm"] - 1 > BAR
-    ]
     means = [
-        geomean(min(row["ms"][name] for name in peers if name in row["ms"]) / taken(row["ms"]) for row in rows)
+        geomean(
+            min(row["ms"][name] for name in peers if name in row["ms"]) / taken(row["op"], row["ms"]) for row in rows
+        )
         for peers in (("nccl + mm",), _PEERS)
     ]
     text = (
         "M x N x K of a rank's matmul; microseconds with the matmul, the slowest rank's median "
         f"({_versions(data)}). *Fused*: in one shot; *ours, NCCL*: our matmul, then the group's all-reduce. *The "
-        "table*: what it says that is made of this record. *Best*: of NCCL + mm and torch's, whose kernels spin at "
-        f"barriers without a bound. Geometric means: NCCL + mm / the table {means[0]:.3f}, best / the table "
-        f"{means[1]:.3f}. GPU time, with the host ahead, as above."
+        "table*: what it says that is made of this record; *NCCL, mm*: torch's matmul, where that is the faster. "
+        "*Best*: of NCCL + mm and torch's, whose kernels spin at barriers without a bound. Geometric means: NCCL + mm "
+        f"/ the table {means[0]:.3f}, best / the table {means[1]:.3f}. GPU time, with the host ahead, as above."
     )
     return "\n\n".join([
         f"## Matmul, then all-reduce, {data['world']} x {data['device'].removeprefix('NVIDIA ')}", text,
-        table(head, cells), _slower(rows, behind),
+        table(head, cells), _slower(rows),
     ])  # fmt: skip
 
 
-def _slower(rows: list[Record], behind: list[str]) -> str:
+def _slower(rows: list[Record]) -> str:
     """What is lost, and why as far as the record shows."""
-    parts = []
-    if behind:
-        own = "" if all("ours mm" in row["ms"] for row in rows) else " (alone it is not in this record)"
-        parts.append(
-            f"Behind NCCL + mm by more than {BAR:.0%}: {', '.join(behind)}. Where the table takes NCCL's all-reduce, "
-            f"what differs is the matmul: ours in place of torch's{own}. Next: the form that is not fused takes "
-            "whichever of the two is faster at so few rows."
-        )
-    two = [row for row in rows if row["ms"].get("torch two shot + mm", 9e9) < taken(row["ms"])]
-    if two:
-        parts.append(
-            f"torch's two shots are ahead in {len(two)} of {len(rows)} rows, by up to "
-            f"{max(taken(row['ms']) / row['ms']['torch two shot + mm'] for row in two) - 1:.0%}: each rank adds a part "
-            "of the rows and gathers the others', where one shot reads all of every peer's. Next: our form in two "
-            "shots, with the stream's handshake between them, which is bounded."
-        )
-    return " ".join(parts) or "No row is behind."
+    if not (two := [row for row in rows if row["ms"].get("torch two shot + mm", 9e9) < taken(row["op"], row["ms"])]):
+        return "No row is behind."
+    most = max(taken(row["op"], row["ms"]) / row["ms"]["torch two shot + mm"] for row in two) - 1
+    return (
+        f"torch's two shots are ahead in {len(two)} of {len(rows)} rows, by up to {most:.0%}: each rank adds a part of "
+        "the rows and gathers the others', where one shot reads all of every peer's. Next: our form in two shots, with "
+        "the stream's handshake between them, which is bounded."
+    )
 
 
 def block(data: Record, timeline: Record | None) -> str:

@@ -164,10 +164,12 @@ def run(
                 total = _one_shot(group, a, b, options, travels, bias, form, deadline, more)
             if total is not None:
                 return total
-        total = multiply(a, b, options).to(wide)
-        for member in members:
+        plans = [_plan(member, a, b, form, OVER_NODES if len(members) > 1 else "", **more) for member in members]
+        plain = scale_a is scale_b is None and travels == a.dtype == b.dtype
+        library = plain and a.is_cuda and plans[0].decision.library
+        total = torch.matmul(a, b) if library else multiply(a, b, options).to(wide)
+        for member, plan in zip(members, plans, strict=True):
             with member.call():
-                plan = _plan(member, a, b, form, OVER_NODES if len(members) > 1 else "", **more)
                 total = all_reduce(member, plan, total)
         if reduce_op == "avg":
             total /= group.world

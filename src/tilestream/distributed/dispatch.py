@@ -88,6 +88,8 @@ class Decision:
         Whether an entry of the table says so; else the model, or the caller.
     way
         Of a gather on GPUs: how the shards travel.
+    library
+        Of an all-reduce that is not fused: whether torch's own matmul was measured to be the faster one there.
     """
 
     fused: bool
@@ -95,6 +97,7 @@ class Decision:
     why: str
     measured: bool = False
     way: Way = "push"
+    library: bool = False
 
     def alike(self, rows: int) -> Decision:
         """The same, in as many chunks at most, all with as many of ``rows``."""
@@ -153,7 +156,7 @@ def decide(case: Case, form: Form = "auto") -> Decision:
         return Decision(False, 1, 'the caller asks for form="unfused"')
     if entry is not None:
         why = f"measured for this shape class: {entry['source']}"
-        return Decision(entry["fused"], entry["chunks"], why, True, way)
+        return Decision(entry["fused"], entry["chunks"], why, True, way, entry.get("library", False))
     if rates is None:
         return Decision(False, 1, f"modelled: no rates of {case.device} are known")
     overlapped, unfused = costs[way], _seconds(case, rates)
