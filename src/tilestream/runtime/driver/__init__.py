@@ -115,7 +115,7 @@ def stream_write(stream: int, address: int, value: int) -> None:
     stream
         The handle of a stream of the current device.
     address
-        Of a word in that device's memory.
+        Of a word in that device's memory, or in the host's that it maps.
 
     Raises
     ------
@@ -129,7 +129,8 @@ def stream_wait(stream: int, address: int, value: int) -> None:
     """Hold ``stream`` until the 32-bit word at ``address`` is at least ``value``.
 
     For words that a peer GPU writes with `stream_write`: what came before that write in its stream is visible then. It
-    has no bound: whoever issues it has a watchdog that can write the word. CUDA compares cyclically, and holds no SM.
+    has no bound: whoever issues it has a watchdog that can write the word, whatever the driver waits for meanwhile (see
+    `tilestream.distributed.words`). CUDA compares cyclically, and holds no SM.
     HIP takes both for unsigned, and a kernel of one lane may do the waiting.
 
     Raises
