@@ -83,6 +83,38 @@ def test_every_pivot_with_the_kernel_waiting(chunking, kind):
         assert all(arrival.arrived(chunk) for chunk in range(arrival.num_chunks))
 
 
+def turned(source: torch.Tensor) -> torch.Tensor:
+    """The same numbers, the other dimension contiguous."""
+    return source.t().contiguous().t()
+
+
+@launch_first
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_every_layout_with_the_kernel_waiting(layout, kind):
+    """A's rows arrive, row- and column-major, B either way; the last chunk is late."""
+    source, b = torch.randn(M, K).to(BF16).cuda(), weight()
+    maths = Maths(source, b)
+    b = turned(b) if layout[1] == "t" else b
+    for arrival in arrivals("odd"):
+        a = turned(torch.full((M, K), float("nan"), device="cuda", dtype=BF16))
+        a = a if layout[0] == "t" else a.contiguous()
+        bounds, stream = arrival.chunks(M).bounds, lend_to(a, a.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(stream):  # copies between strides need an SM, and so come before the launch, but one
+            *soon, late = in_order(arrival)
+            for chunk in soon:
+                a[bounds[chunk] : bounds[chunk + 1]] = source[bounds[chunk] : bounds[chunk + 1]]
+                arrival.signal(chunk)
+            a[bounds[late] : bounds[late + 1]] = source[bounds[late] : bounds[late + 1]]
+        out = torch.full((M, N), float("nan"), dtype=BF16, device="cuda")
+        ts.matmul(a, b, out=out, arrival=arrival, schedule=kind)
+        with torch.cuda.stream(stream):
+            arrival.signal(late)
+        check(out, maths)
+
+
 @launch_first
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scaled", ["tensor", "row"])
