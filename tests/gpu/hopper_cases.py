@@ -499,8 +499,8 @@ def _arriving() -> Iterator[HopperCase]:
 
 
 ARRIVING = list({case.name: case for case in _arriving()}.values())
-#: Everything that the gate can do once, of each variant: chunks missing, words of the caller's own, graphs, a probe.
 _LAYOUTS_IN_TURN = itertools.cycle(("nt", "nn", "tn", "tt"))
+#: Everything that the gate can do once, of each variant: chunks missing, words of the caller's own, graphs, a probe.
 GATED = [
     _case(row, _M, _N, _K, schedule=kind, layout=next(_LAYOUTS_IN_TURN), rows=bounds, pivot=1, workers=61)
     for (row, bounds), kind in itertools.product(zip(FEW, (_ODD, _WHOLE, _RAGGED), strict=True), KINDS)
