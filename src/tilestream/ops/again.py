@@ -126,8 +126,8 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         None if scale_a is None else _scale_key(scale_a),
         None if scale_b is None else _scale_key(scale_b),
         options.fast_accum,
-        options.alpha, options.beta, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
-        limits.limit(), context_units(a.device.index),
+        options.alpha, options.beta, options.activation, options.out_dtype, options.schedule, options.workers,
+        allows_tf32(), limits.limit(), context_units(a.device.index),
     )  # fmt: skip
 
 
