@@ -20,6 +20,7 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``apart``: ``rows``, some of which stand apart, as a rank's own rows do of what it gathers;
 * ``published``: ``plain``, with the output in chunks that are signalled; ``parted``: the same by stream_k;
 * ``probed``: ``plain``, which notes what workers take, for tests;
+* ``slim``: ``plain`` with fewer registers of the load warp's; or another so (``full``: ``worst``, by a queue);
 
 as far as the plan has the tile for that; with 16-bit operands, with float32 ones as tf32, and with 8-bit ones of one
 and of two dtypes, with and without fast accumulation.
@@ -143,7 +144,8 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
     "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "ordered", "published", "static",
-    "stealing", "table", "weight", "parted", "copied", "copied weight", "apart", "probed",
+    "stealing", "table", "weight", "parted", "copied", "copied weight", "apart", "probed", "slim static",
+    "slim stealing", "slim table", "slim full",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
@@ -209,6 +211,8 @@ QUICK = (
     (("cooperative", 128, 128), False, "bfloat16", "published", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "parted", "nt"),
     (("cooperative", 128, 128), False, "bfloat16", "probed", "nt"),
+    (("cooperative", 128, 128), False, "fp8", "slim", "nt"),
+    (("ping_pong", 64, 128), False, "bfloat16", "slim stealing", "nt"),
 )
 
 
@@ -219,10 +223,12 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
+        yield "bfloat16", "slim", layout
     for how in HOWS[1:] if few else HOWS[1:9]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
+        yield inputs, "slim", "nt"
         if few or not swapped:
             yield inputs, "worst", "nt"
             yield inputs, "split", "nt"
@@ -232,6 +238,7 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
         if row.columns == 256:
             yield "bfloat16", "apart", "nn"
     yield "tf32", "plain", "nt"
+    yield "tf32", "slim", "nt"
     if few:
         yield "tf32", "worst", "nt"
         yield "tf32", "split", "nt"
@@ -242,8 +249,10 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
 
 def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
     dtype, other, fast = INPUTS[inputs]
-    full = how in ("worst", "direct", "wide", "split", "arriving", "ordered")
-    batch = 2 if how in ("worst", "split", "arriving", "ordered") else 1
+    name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
+    slim, how = how.startswith("slim"), how.removeprefix("slim").strip() or "plain"
+    full = how in ("worst", "direct", "wide", "split", "arriving", "ordered", "full")
+    batch = 2 if how in ("worst", "split", "arriving", "ordered", "full") else 1
     rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving", "apart") else None
     rows = Incoming(Chunks.uniform(_SIZE, 512), 0, 16) if how == "copied" else rows
     rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how in ("split", "ordered") else rows
@@ -256,11 +265,12 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other, scales=scales, fast_accum=fast,
         plain=not full, tf32=inputs == "tf32", publishes=publishes,
     )  # fmt: skip
-    parts = (full and how not in ("arriving", "ordered")) or how in ("across", "parted")
+    parts = (full and how not in ("arriving", "ordered", "full")) or how in ("across", "parted")
     kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
     order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
-    found = _candidates(problem, row, swapped, kind, tile, order, 2 if how == "stealing" else None)
+    queues, registers = 2 if how == "stealing" else None, hopper.REGISTERS[1] if slim else None
+    found = _candidates(problem, row, swapped, kind, tile, order, queues, registers)
     if not found and how in ("across", "parted"):
         found = _candidates(problem, row, swapped, "static", tile)
     if not found or (how == "apart" and swapped):  # of columns none stand apart
@@ -282,7 +292,6 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     if batch > 1:
         step = _SIZE * _SIZE
         made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *stored[1:]), residual=(step, *stored[1:]))
-    name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
     # Without fast accumulation a stage is 128 of K, whatever the tile.
     return Configuration(
         name, plan, made, row if fast else row._replace(lines=1), 512 if how == "apart" else None, how == "probed"
@@ -291,12 +300,13 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
 
 def _candidates(
     problem: Problem, row: Tile, swapped: bool, kind: Any, tile: tuple[int, int], order: Any = None,
-    queues: int | None = None,
+    queues: int | None = None, registers: tuple[int, int] | None = None,
 ) -> list[Candidate]:  # fmt: skip
     """The plan's own, of one row of `TILES`, one way round: what the plan does not have is not compiled."""
     made = hopper.candidates(
-        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant
-    )
+        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant,
+        registers=registers,
+    )  # fmt: skip
     return [one for one in made if one.swapped == swapped]
 
 
@@ -367,7 +377,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     return {
         # Before the partitions begin, while they wait, and what they then have: see the facts of setmaxnreg in
         # `test_hopper_compiles`.
-        "registers": [24, 40, 216, 232] if row.loops == 1 else [40, 120, 232, 256],
+        "registers": [24, 40, 216, 232] if row.loops == 1 else sorted((*plan.registers, 120, 256)),
         "wgmma": sorted({f"m64n{width}k{depth}.f32.{names[x]}.{names[y]}" for width in arguments.widths}),
         # Where the load warp asks for its next ticket, there is a loop before that and one behind it.
         # Rows that stand apart are loaded by the instruction that loads the others: its map is selected.
