@@ -36,11 +36,19 @@ def gate_rows(python: str, gate: Path, *arguments: str, cache: Path, seconds: fl
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def check(found: list[dict], least: int, faults: Callable[[dict], list[str]]) -> None:
-    """Assert that at least so many compiled, and that none has ``faults``."""
-    assert len(found) >= least
+def check(found: list[dict], wanted: int | list[str], faults: Callable[[dict], list[str]]) -> None:
+    """Assert that these compiled, or at least so many, and that none has ``faults``."""
+    if isinstance(wanted, int):
+        assert len(found) >= wanted
+    else:
+        assert sorted(one["name"] for one in found) == sorted(wanted)
     broken = {one["name"]: (faults(one), one) for one in found if faults(one)}
     assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``"3.10.0+git"`` as ``(3, 10)``, to be compared."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def processes() -> str:

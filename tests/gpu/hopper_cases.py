@@ -23,7 +23,7 @@ from tilestream.plan import hopper
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.choose import plan_problem
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.hopper import TILES, Tile
+from tilestream.plan.hopper import REGISTERS, TILES, Tile
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.schedule.schedule import Kind
@@ -62,6 +62,7 @@ class HopperCase:
     queues: int | None = None
     shares: int | None = None
     stages: int | None = None
+    registers: tuple[int, int] | None = None
     order: tuple[int, ...] | OrderName | None = None
     out: str = "rows"
     bias: bool = False
@@ -86,6 +87,7 @@ class HopperCase:
             for name, value in (
                 ("", self.workers and f"{self.workers}w"), ("", self.queues and f"{self.queues}q"),
                 ("", self.shares and f"{self.shares}shares"), ("", self.stages and f"{self.stages}stages"),
+                ("", self.registers and f"{self.registers[0]}-{self.registers[1]}registers"),
                 (self.order if isinstance(self.order, str) else "own-order", self.order is not None),
                 ("shared-", self.shared), ("", self.out if self.out != "rows" else ""), ("bias", self.bias),
                 ("residual-", self.residual), ("alpha", self.alpha if self.alpha != 1 else None),
@@ -186,13 +188,13 @@ class HopperCase:
         make = plan_problem if self.order is None else plan_problem.__wrapped__
         plan = make(
             problem, self.workers, self.schedule, self.tile, self.order, self.queues, self.shares, device=device,
-            backend="hopper", variant=self.variant, stages=self.stages,
+            backend="hopper", variant=self.variant, stages=self.stages, registers=self.registers,
         )  # fmt: skip
         if self.swapped not in (None, plan.swapped):
             found = hopper.candidates(
                 problem, device, self.workers or device.workers, kinds=(self.schedule,), tile=self.tile,
                 order=None if isinstance(self.order, str) else self.order, queues=self.queues, shares=self.shares,
-                variant=self.variant, stages=self.stages,
+                variant=self.variant, stages=self.stages, registers=self.registers,
             )  # fmt: skip
             found = [one for one in found if one.swapped == self.swapped]
             if not found:
@@ -309,6 +311,16 @@ def _rings() -> Iterator[HopperCase]:
             yield _case(row, 700, 200, steps * row.block_k(2), stages=stages, workers=3)
 
 
+def _registers() -> Iterator[HopperCase]:
+    """The split that no plan chooses by itself."""
+    for row, kind in itertools.product((*FEW[:2], *MORE), ("static", "dynamic")):
+        yield _case(row, 700, 904, 1000, schedule=kind, registers=REGISTERS[1])
+        yield _case(row, 333, 264, 1000, dtype=E4M3, layout="nt", scales="row", schedule=kind, registers=REGISTERS[1])
+    for row in FEW[:2]:
+        yield _case(row, 520, 264, 640, batch=3, bias=True, residual="rows", activation="gelu", registers=REGISTERS[1])
+        yield _case(row, 1000, 704, 512, queues=3, registers=REGISTERS[1])
+
+
 def _dtypes() -> Iterator[HopperCase]:
     for row in MANY:
         yield _case(row, 520, 264, 640, dtype=F16)
@@ -421,7 +433,7 @@ def _orders() -> Iterator[HopperCase]:
         yield _case(row, 500, 704, 128, schedule=kind, workers=5, order=order)
 
 
-SECTIONS = (_tiles, _layouts, _extents, _rings, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders)
+SECTIONS = (_tiles, _layouts, _extents, _rings, _registers, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders)
 CASES = list({case.name: case for section in SECTIONS for case in section()}.values())
 
 # What other tests launch ---------------------------------------------------------------------------------------------

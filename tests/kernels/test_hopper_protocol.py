@@ -802,10 +802,7 @@ def test_a_gate_is_told_the_outputs_rows_and_columns_when_operands_are_swapped()
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_barriers_count_the_same_arrivals(shape):
-    made, barriers = Kernel(shape, []).made, shape.ring.barriers()
-    used = {barrier: count for barrier, count in made.items() if barrier in barriers}
-    assert used == barriers
-    assert {barrier.name for barrier in made.keys() - used.keys()} <= {"order"}
+    assert Kernel(shape, []).made == shape.ring.barriers(), "and there is none that nobody uses"
 
 
 @pytest.mark.parametrize("out_size", [2, 4])
@@ -820,6 +817,9 @@ def test_c_buffers_are_those_of_the_plan(tile, out_size):
 
 #: Texts that are wrong in one place.
 CHANGES = {
+    "consumers that take no turns have barriers for it": ('if CONSUMERS == "ping_pong":  # no', "if True:  # no"),
+    "a barrier more than there are stages": ("make_barriers(STAGES, HALVES)", "make_barriers(STAGES + 1, HALVES)"),
+    "a stage is free when one of two has read it": ("make_barriers(STAGES, HALVES)", "make_barriers(STAGES, 1)"),
     "the stage at hand is given back": ("empty.index(before(stage, STAGES))", "empty.index(stage)"),
     "empty is not awaited": ("mbarrier.wait(empty.index(stage), phase ^ 1)", "pass"),
     "empty is awaited in the wrong phase": ("empty.index(stage), phase ^ 1", "empty.index(stage), phase"),
@@ -908,7 +908,7 @@ def differs(change: tuple[str, str] | None) -> bool:
         for shape, split in itertools.product(CHANGED_SHAPES, (False, True)):
             items, counted = (in_parts(), (0, 1)) if split else (items_of(SCRIPTS[-1]), ())
             kernel = Kernel(shape, items, counted, split, change)
-            if kernel.operations(None) != of_load(shape.ring, items):
+            if kernel.made != shape.ring.barriers() or kernel.operations(None) != of_load(shape.ring, items):
                 return True
             for who in range(shape.ring.num_consumers):
                 if unmet(kernel.operations(who)) != of_math(shape.ring, items, who, counted):

@@ -24,6 +24,7 @@ def check(found: list[dict], least: int) -> None:
         full = "worst" in one["name"] or "arriving" in one["name"]
         assert full or not one["spilled"], f"{one['name']}: spills where it is traced"
         assert not one["notes"], one
+        assert not one["reused"], f"{one['name']}: something else has the place of barriers where it is traced"
         assert one["registers"], f"{one['name']}: another split of registers where it is traced"
 
 

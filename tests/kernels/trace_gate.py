@@ -157,6 +157,7 @@ def compared(name: str, off: Any, on: Any, without: Any, found: dict[str, Any]) 
         "spilled": found["spilled"] + found["local"] + found["stack"],
         "notes": found["notes"],
         "registers": set(found["expected"]["registers"]) <= set(found["registers"]),
+        "reused": found["reused"],
     }
 
 
@@ -202,6 +203,7 @@ def compared_portable(
         "spilled": sum(gate.spilled(*on).values()),
         "notes": [],
         "registers": True,
+        "reused": [],  # it has no barriers
     }
 
 

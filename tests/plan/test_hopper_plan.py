@@ -263,6 +263,30 @@ def test_stages(stages):
     assert (made.backend, made.stages) == ("hopper", stages)
 
 
+@pytest.mark.parametrize("registers", hopper.REGISTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_registers(registers, kind):
+    found = candidates(registers=registers, kinds=(kind,))
+    assert {c.registers for c in found} == ({registers} if registers == (40, 232) or kind != "stream_k" else set())
+    assert "single" not in {c.variant for c in found}
+    assert {c.registers for c in candidates(kinds=(kind,))} == {(40, 232), (40, 216)}
+
+
+def test_registers_are_in_the_plan():
+    one, other = (
+        plan(1000, 1000, 1000, dtype="bfloat16", device=H100, tile=(128, 128), variant="cooperative", registers=given)
+        for given in (None, (24, 240))
+    )
+    assert (one.registers, other.registers) == ((40, 232), (24, 240))
+    assert dataclasses.replace(other, registers=one.registers, why=one.why, refused=one.refused, schedule=one.schedule,
+                               predicted=one.predicted) == one  # fmt: skip
+    assert "  registers of a thread: 24 of the load warp, 240 of the math warps" in other.explain()
+    single = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, variant="single")
+    assert single.registers == (40, 216)
+    assert plan(64, 64, 64).registers == (0, 0)
+    assert "registers" not in plan(64, 64, 64).explain()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_schedule_and_workers(kind):
     made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, schedule=kind, workers=7)
@@ -299,6 +323,29 @@ def test_what_it_does_not_have(how, why):
         plan(1000, 1000, 1000, dtype="bfloat16", device=H100, backend="hopper", **how)
 
 
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"schedule": "stream_k"}, "24 registers of the load warp's are too few for stream_k"),
+        ({"arrival": Arrival.uniform(100, 10)}, "24 registers of the load warp's are too few for a gate"),
+        ({"variant": "single"}, "one math loop has (40, 216) registers"),
+        ({"tile": (64, 32)}, "it has no 64x32 tile here with registers=(24, 240)"),
+    ],
+)
+def test_what_it_splits_no_registers_for(how, why):
+    message = f"backend='hopper': {why}; leave what is forced of backend=, variant=, stages=, registers=, tile= and "
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}schedule= away$"):
+        plan(1000, 1000, 1000, dtype="bfloat16", device=H100, registers=(24, 240), **how)
+
+
+@pytest.mark.parametrize(
+    ("device", "why"), [("cpu", "with device=cpu: it is for GPUs"), ("mi300x", "with backend='cdna': only 'hopper'")]
+)
+def test_others_split_no_registers(device, why):
+    with pytest.raises(ValueError, match=re.escape(f"registers=(24, 240) {why}")):
+        plan(64, 64, 64, device=device, registers=(24, 240))
+
+
 def test_a_tile_that_only_the_portable_kernel_has():
     made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, tile=(16, 128))
     assert made.backend == "hopper", "swapped, it has that one"
@@ -317,6 +364,15 @@ def test_a_tile_that_only_the_portable_kernel_has():
         (
             {"variant": "pingpong"},
             "variant='pingpong'; it is one of cooperative, ping_pong, single, or None for the plan's choice",
+        ),
+        (
+            {"registers": (24, 232)},
+            "registers=(24, 232); it is (40, 232) or (24, 240), of a thread of the load warp and of the math warps, or "
+            "None for the plan's choice",
+        ),
+        (
+            {"registers": (24, 240), "backend": "portable"},
+            "registers=(24, 240) with backend='portable': only 'hopper' splits them so",
         ),
         ({"stages": 1}, "stages=1; a ring has two stages at least, or None for as many as fit"),
         ({"stages": 2.5}, "stages=2.5; a ring has two stages at least, or None for as many as fit"),

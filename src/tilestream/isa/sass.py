@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def disassembled(cubin: bytes) -> tuple[str, str]:
@@ -91,15 +92,152 @@ def loop_counts(body: list[str]) -> dict[str, Any]:
     return {"instructions": len(body), **{name: count for name, count in counts.items() if count}}
 
 
+# Barriers in shared memory, as PTX has them ------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where something lies in shared memory: ``at`` bytes, and as many more as a register says where ``indexed``."""
+
+    at: int
+    indexed: bool
+
+
+_BARRIER_BYTES = 8
+#: What addresses a thread's share of shared memory by itself; `stmatrix` and `ldmatrix` a row of 16 bytes.
+_ACCESS = re.compile(r"\b((?:ld|st|atom|red|stmatrix|ldmatrix|cp\.async)\b[\w.:]*\.shared[\w.:]*)\s+([^;]*);")
+_DEFINED = re.compile(r"(?m)^\s*(@\S+\s+)?([a-z][\w.:]*)\s+(%\w+|\{[^}]*\})\s*,\s*([^;]*);")
+
+
+def made_barriers(ptx: str) -> list[tuple[Place | None, int]]:
+    """Barriers in the order they are made: where, None if it cannot be told, and how many arrivals a phase takes."""
+    places = _Places(ptx)
+    made = re.findall(r"mbarrier\.init[\w.:]*\s+\[([^\]]*)\],\s*(\d+)", ptx)
+    return [(places.of(address), int(count)) for address, count in made]
+
+
 def reused_barriers(ptx: str) -> list[int]:
-    """Places in shared memory, in bytes, where a barrier is made and where something else lies later.
+    """Places in shared memory, in bytes, where a barrier is made and where something else lies.
 
     A barrier that nobody uses is dead to the compiler, which gives its place away, without an ``mbarrier.inval``. See
     `tilestream.kernels.hopper.ring` for what becomes of what lies there.
+
+    Seen are loads, stores, atomics, matrix stores and asynchronous copies of any width, at a place that is a constant.
+    Where it is a constant and an index, seen is what begins where a barrier does: indices need not begin with 0 (the
+    warps that others tell what to run are numbered from 4 on). Not seen are other places of what is indexed, addresses
+    that registers say without a constant (of what is swizzled), and what TMA reads and writes.
+
+    Raises
+    ------
+    ValueError
+        If there are barriers, and not one's place can be told: nothing could be found then.
     """
-    where = {name: int(at) for name, at in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
-    made = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
-    barriers = {where[name] for name in made if name in where}
-    plain = re.findall(r"(?:ld|st)\.shared\S*\s[^;\n]*\[ ?(?:global_smem\+(\d+)|(%r\d+)(?: \+ 0)? ?)\]", ptx)
-    others = {int(at) if at else where.get(name, -1) for at, name in plain}
-    return sorted(barriers & others)
+    places = _Places(ptx)
+    barriers = {place.at for place, _ in made_barriers(ptx) if place is not None}
+    if not barriers and "mbarrier" in ptx:
+        raise ValueError("reused_barriers: there are barriers in this PTX, and no place where one is made can be read")
+    found = set()
+    for name, operands in _ACCESS.findall(ptx):
+        if ".bulk" in name:
+            continue
+        place = places.of(operands.partition("[")[2].partition("]")[0])
+        if place is not None:
+            begin, end = place.at, place.at + (1 if place.indexed else _bytes(name, operands))
+            room = 1 if place.indexed else _BARRIER_BYTES
+            found |= {at for at in barriers if at < end and begin < at + room}
+    return sorted(found)
+
+
+def idle_barriers(ptx: str, sizes: Sequence[int]) -> list[int]:
+    """Of arrays of so many barriers each, made one behind the other: the numbers of those that nobody uses.
+
+    To be used is to be waited for, and to be arrived at. Barriers beyond those arrays are one each. Of an array that is
+    indexed by a register one element is as good as all.
+    """
+    places, made = _Places(ptx), [place for place, _ in made_barriers(ptx)]
+    arrays, begin = [], 0
+    for size in (*sizes, *[1] * (len(made) - sum(sizes))):
+        arrays.append(made[begin : begin + size])
+        begin += size
+    uses = [
+        [places.of(address) for address in re.findall(rf"mbarrier\.{how}[\w.:]*\s+[^;\[]*\[([^\]]*)\]", ptx)]
+        for how in ("(?:try_|test_)wait", "arrive")
+    ]
+    return [i for i, array in enumerate(arrays) if not all(_covers(use, array) for use in uses)]
+
+
+def _covers(uses: Sequence[Place | None], array: Sequence[Place | None]) -> bool:
+    """Whether each barrier of an array is among the uses."""
+    known = {use for use in uses if use is not None}
+    indexed = any(Place(one.at, True) in known for one in array if one is not None)
+    return bool(array) and None not in array and (indexed or known.issuperset(one for one in array if one))
+
+
+def _bytes(name: str, operands: str) -> int:
+    """What one thread accesses, or names a row of."""
+    if "matrix" in name:
+        return 16
+    if name.startswith("cp.async"):
+        said = re.search(r"\],\s*\[[^\]]*\],\s*(\d+)", operands)
+        return int(said[1]) if said else 16
+    vector, bits = re.search(r"\.v(\d)", name), re.search(r"\.[bsuf](\d+)", name)
+    return (int(vector[1]) if vector else 1) * (int(bits[1]) // 8 if bits else _BARRIER_BYTES)
+
+
+class _Places:
+    """Addresses of PTX as sums of ``global_smem``, a constant, and what registers say.
+
+    Of a register that is written once; what is not added, shifted or multiplied by a constant is an index.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self._written: dict[str, list[tuple[str, list[str]]]] = {}
+        for condition, name, targets, operands in _DEFINED.findall(ptx):
+            for target in re.findall(r"%\w+", targets):
+                known = not condition and not targets.startswith("{")
+                operation = (name.partition(".")[0], re.split(r"\s*,\s*", operands.strip())) if known else ("", [])
+                self._written.setdefault(target, []).append(operation)
+        self._sums: dict[str, tuple[int, int, bool]] = {}
+
+    def of(self, address: str) -> Place | None:
+        """Of what stands in an instruction's brackets."""
+        smem, constant, indexed = 0, 0, False
+        for part in address.replace(" ", "").replace("+-", "-").replace("-", "+-").split("+"):
+            more = self._sum(part)
+            smem, constant, indexed = smem + more[0], constant + more[1], indexed or more[2]
+        return Place(constant, indexed) if smem == 1 else None
+
+    def _sum(self, name: str) -> tuple[int, int, bool]:
+        """How often ``global_smem``, what constant, and whether more, is in a register, a number, or that itself."""
+        if name == "global_smem":
+            return 1, 0, False
+        if re.fullmatch(r"-?\d+", name):
+            return 0, int(name), False
+        if name not in self._sums:
+            self._sums[name] = 0, 0, True  # what goes round in a circle
+            self._sums[name] = self._made(name)
+        return self._sums[name]
+
+    def _made(self, name: str) -> tuple[int, int, bool]:
+        ways = self._written.get(name, [])
+        if len(ways) != 1:
+            return 0, 0, True
+        operation, operands = ways[0]
+        if operation == "mov" and len(operands) == 1:
+            place = [self._sum(part) for part in operands[0].split("+")]
+        elif operation == "add" and len(operands) == 2:
+            place = [self._sum(operand) for operand in operands]
+        elif operation == "mad" and len(operands) == 3:
+            place = [self._times(*map(self._sum, operands[:2])), self._sum(operands[2])]
+        elif operation == "mul" and len(operands) == 2:
+            place = [self._times(*map(self._sum, operands))]
+        elif operation == "shl" and len(operands) == 2 and operands[1].isdecimal():
+            place = [self._times(self._sum(operands[0]), (0, 1 << int(operands[1]), False))]
+        else:
+            return 0, 0, True
+        return sum(one[0] for one in place), sum(one[1] for one in place), any(one[2] for one in place)
+
+    @staticmethod
+    def _times(one: tuple[int, int, bool], other: tuple[int, int, bool]) -> tuple[int, int, bool]:
+        if (one[2] and other[2]) or one[0] or other[0]:
+            return 0, 0, True
+        return 0, one[1] * other[1], one[2] or other[2]

@@ -108,6 +108,7 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         or options.residual is not None
         or options.arriving
         or options.publish is not None
+        or options.deadline is not None  # with nothing arriving it is an error, which the long way raises
         or not unwatched(a.device)
         or (bias is not None and not is_plain(bias))
         or (scale_a is not None and not is_plain(scale_a))
@@ -125,8 +126,8 @@ def _key(a: torch.Tensor, b: torch.Tensor, options: Options) -> object | None:
         None if scale_a is None else _scale_key(scale_a),
         None if scale_b is None else _scale_key(scale_b),
         options.fast_accum,
-        options.alpha, options.activation, options.out_dtype, options.schedule, options.workers, allows_tf32(),
-        limits.limit(), context_units(a.device.index),
+        options.alpha, options.beta, options.activation, options.out_dtype, options.schedule, options.workers,
+        allows_tf32(), limits.limit(), context_units(a.device.index),
     )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ def plan(
     backend: str | None = None,
     variant: str | None = None,
     stages: int | None = None,
+    registers: tuple[int, int] | None = None,
 ) -> Plan:
     """How ``[batch, m, k] @ [batch, k, n]`` would be run.
 
@@ -101,6 +102,9 @@ def plan(
     variant, stages
         Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
         or ``"staged"``, likewise.
+    registers
+        Hopper: force how registers are split: ``(40, 232)`` or ``(24, 240)`` of a thread of the load warp and of the
+        math warps, of which there are two groups; the latter for static schedules and queues, with nothing arriving.
 
     Returns
     -------
@@ -161,7 +165,8 @@ def plan(
     if stages is not None and (not _whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if properties.backend == "cpu":
-        for option, given in (("backend", backend), ("variant", variant), ("stages", stages)):
+        forced = {"backend": backend, "variant": variant, "stages": stages, "registers": registers}
+        for option, given in forced.items():
             if given is not None:
                 raise ValueError(f"{option}={given!r} with device={device!s}: it is for GPUs; leave it away")
     if backend == "portable" and (variant is not None or stages is not None):
@@ -169,7 +174,15 @@ def plan(
             f"variant={variant!r}, stages={stages!r} with backend='portable': only 'hopper' and 'cdna' have them; "
             "leave them away"
         )
-    if backend is None and (variant is not None or stages is not None):
+    if registers is not None:
+        if registers not in hopper.REGISTERS:
+            raise ValueError(
+                f"registers={registers!r}; it is {' or '.join(map(str, hopper.REGISTERS))}, of a thread of the load "
+                "warp and of the math warps, or None for the plan's choice"
+            )
+        if "hopper" not in (backend or fast):
+            raise ValueError(f"registers={registers!r} with backend={backend or fast!r}: only 'hopper' splits them so")
+    if backend is None and (variant is not None or stages is not None or registers is not None):
         backend = fast
     other = name if b_dtype is None else dtype_name(b_dtype)
     if scales not in SCALES:
@@ -198,13 +211,13 @@ def plan(
         # Not from the cache: it would keep alive what the function closes over, and call it pure.
         return plan_problem.__wrapped__(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
-            limit(),
+            registers, limit(),
         )  # fmt: skip
 
     def made(problem: Problem, schedule: str) -> Plan:
         return plan_problem(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
-            limit(),
+            registers, limit(),
         )  # fmt: skip
 
     if publish is None:

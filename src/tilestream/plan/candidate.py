@@ -21,6 +21,8 @@ class Candidate:
         hopper: columns that go through a C buffer at a time.
     buffers
         hopper: C buffers of a math loop.
+    registers
+        hopper: of a thread of the load warp, and of the math warps.
     """
 
     variant: str
@@ -32,3 +34,4 @@ class Candidate:
     swapped: bool = False
     strip: int = 0
     buffers: int = 0
+    registers: tuple[int, int] = (0, 0)

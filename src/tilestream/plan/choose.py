@@ -42,6 +42,7 @@ def plan_problem(
     backend: str | None = None,
     variant: str | None = None,
     stages: int | None = None,
+    registers: tuple[int, int] | None = None,
     limit: int = 0,
     consult: bool = True,
 ) -> Plan:
@@ -80,10 +81,10 @@ def plan_problem(
     else:
         name, found, why_not = _on_gpu(
             problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
-            queues=queues, shares=shares, variant=variant, stages=stages,
+            queues=queues, shares=shares, variant=variant, stages=stages, registers=registers,
         )  # fmt: skip
         best = _best(found)
-        if consult and not (forced or arriving or backend or variant or stages):
+        if consult and not (forced or arriving or backend or variant or stages or registers):
             best, why, other = _as_measured(problem, device, best, found, why)
             refused += other
         if schedule == "auto" and (name == "hopper" or portable.by_model(problem, device)):
@@ -114,7 +115,7 @@ def plan_problem(
 def _on_gpu(
     problem: Problem, device: DeviceProperties, workers: int, backend: str | None, *, kinds: tuple[Kind, ...],
     auto: bool, tile: tuple[int, int] | None, order: TileOrder | None, queues: int | None, shares: int | None,
-    variant: str | None, stages: int | None,
+    variant: str | None, stages: int | None, registers: tuple[int, int] | None,
 ) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
     """Which backend, its candidates, and why not the other one."""
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
@@ -135,18 +136,25 @@ def _on_gpu(
                 hopper.candidates(
                     problem, device, workers, kinds=("static", *kinds) if auto and len(kinds) > 1 else kinds, auto=auto,
                     tile=tile, order=order, queues=queues, shares=shares, variant=variant, stages=stages,
+                    registers=registers,
                 )
             )  # fmt: skip
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
-        why = _no_candidate(fast, tile, kinds, bool(variant or stages))
+        why = _no_candidate(fast, tile, kinds, bool(variant or stages or registers))
         if kinds == ("stream_k",):
             why = hopper.no_parts(problem) or why
         if variant or stages:
             why += f" with variant={variant}, stages={stages}"
+        if registers:
+            no = {hopper.no_registers(problem, registers, kind, row) for kind in kinds for row in hopper.TILES
+                  if variant in (None, row.variant)}  # fmt: skip
+            why = min(no) or f"{why} with registers={registers}"
     if backend in ("hopper", "cdna"):
+        more = ", registers=" if registers else ""
         raise NotImplementedError(
-            f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages=, tile= and schedule= away"
+            f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages={more}, tile= and "
+            "schedule= away"
         )
     if auto and len(kinds) > 1 and portable.by_model(problem, device):
         kinds = ("static", *kinds)

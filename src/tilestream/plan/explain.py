@@ -61,11 +61,16 @@ def _schedule(plan: Plan) -> list[tuple[str, str]]:
     if schedule.split == "chunks":
         cost = "an atomic add an item, and for each queue and worker a look at each chunk, an atomic max, a void ticket"
         ordered = [("order", f"in arrival order, from the first queue whose chunks were seen: {cost}")]
+    split = []
+    if any(plan.registers):
+        load, math = plan.registers
+        split = [("registers", f"of a thread: {load} of the load warp, {math} of the math warps")]
     return [
         ("tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"),
         ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"),
         ("raster", order),
         *ordered,
+        *split,
     ]
 
 

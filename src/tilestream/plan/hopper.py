@@ -85,8 +85,9 @@ _MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
 _ROOMY, _LEAST_ROOM = 128, 160
 #: Parts that a tile's columns are multiplied in, at most.
 MOST_PARTS = 3
-#: Registers of a thread of the load warp, and of the math warps beside one load warp and one other consumer.
-LOAD_REGISTERS, MATH_REGISTERS = 40, 232
+#: Registers of a thread of the load warp, and of the math warps: with two math loops, of which the first is the plan's
+#: choice and the other can be forced; and with one.
+REGISTERS, SINGLE_REGISTERS = ((40, 232), (24, 240)), (40, 216)
 
 
 class Tile(NamedTuple):
@@ -219,8 +220,8 @@ def _counted(problem: Problem) -> int:
 def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     """Why this kernel cuts no tile, or not this one, along K; empty if it may.
 
-    The load warp has `LOAD_REGISTERS` for schedule and gate: Triton 3.6 spills where it also has both operands' chunks
-    in mind, or the maps of several parts of a tile's columns.
+    The load warp has 40 registers for schedule and gate (`REGISTERS`): Triton 3.6 spills where it also has both
+    operands' chunks in mind, or the maps of several parts of a tile's columns.
     """
     if problem.arriving > 1:
         return "with both operands arriving the load warp has no registers for it"
@@ -228,6 +229,23 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
         return "with a batch of float32 the load warp has no registers for it beside three parts of columns"
     if problem.arriving and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
         return "with an operand arriving the load warp has no registers for it beside several parts of columns"
+    return ""
+
+
+def no_registers(problem: Problem, registers: tuple[int, int], kind: Kind, tile: Tile | None = None) -> str:
+    """Why this kernel does not split registers so; empty if it does.
+
+    24 are enough for a load warp with a grid or with queues, on Triton 3.6, 3.7 and 3.9: the compile gate's ``slim``.
+    """
+    if tile is not None and tile.loops == 1:
+        return f"one math loop has {SINGLE_REGISTERS} registers" if registers != SINGLE_REGISTERS else ""
+    if registers == REGISTERS[0]:
+        return ""
+    few = f"{registers[0]} registers of the load warp's"
+    if problem.arriving:
+        return f"{few} are too few for a gate"
+    if kind == "stream_k":
+        return f"{few} are too few for stream_k"
     return ""
 
 
@@ -244,6 +262,7 @@ def candidates(
     shares: int | None = None,
     variant: str | None = None,
     stages: int | None = None,
+    registers: tuple[int, int] | None = None,
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces; none if there is no such tile.
 
@@ -282,6 +301,8 @@ def candidates(
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
+                if registers is not None and no_registers(problem, registers, kind, row):
+                    continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
                 group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swapped)
@@ -297,6 +318,7 @@ def candidates(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
+                        registers=registers or (SINGLE_REGISTERS if row.loops == 1 else REGISTERS[0]),
                     )  # fmt: skip
 
 

@@ -65,6 +65,8 @@ class Plan:
         Hopper: C buffers of a math loop.
     copiers
         Workers that copy the operand whose copies the kernel makes itself, until no piece is left.
+    registers
+        Hopper: of a thread of the load warp, and of the math warps.
     """
 
     problem: Problem
@@ -82,6 +84,7 @@ class Plan:
     strip: int = 0
     buffers: int = 0
     copiers: int = 0
+    registers: tuple[int, int] = (0, 0)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -188,5 +191,5 @@ def of_candidate(
     return Plan(
         problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
         candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
-        candidate.buffers, 0 if copied == "none" else min(COPIERS, candidate.schedule.workers),
+        candidate.buffers, 0 if copied == "none" else min(COPIERS, candidate.schedule.workers), candidate.registers,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """The compile gate of the Hopper GEMM: compiled with no GPU, as its launch has it compiled, and what came out of it.
 
 Run by `test_hopper_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs
-Triton, no torch. ``python hopper_gate.py quick|all [processes]`` prints one JSON object a line.
+Triton, no torch. ``python hopper_gate.py quick|all [processes]`` prints one JSON object a line; with ``names`` only
+what all of them are called, and compiles nothing.
 
 What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round (`HOWS`):
 
@@ -18,6 +19,8 @@ What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round
 * ``arriving``: ``worst``, with both, and a queue: with both there is no stream_k;
 * ``apart``: ``rows``, some of which stand apart, as a rank's own rows do of what it gathers;
 * ``published``: ``plain``, with the output in chunks that are signalled; ``parted``: the same by stream_k;
+* ``probed``: ``plain``, which notes what workers take, for tests;
+* ``slim``: ``plain`` with fewer registers of the load warp's; or another so (``full``: ``worst``, by a queue);
 
 as far as the plan has the tile for that; with 16-bit operands, with float32 ones as tf32, and with 8-bit ones of one
 and of two dtypes, with and without fast accumulation.
@@ -50,6 +53,7 @@ from tilestream.isa.kernels import copy_arguments
 from tilestream.kernels.gate import NO_PUBLISH, PublishArguments
 from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import gemm
+from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan import hopper
 from tilestream.plan.arrival_order import in_arrival_order
@@ -58,6 +62,7 @@ from tilestream.plan.device import DeviceProperties
 from tilestream.plan.hopper import TILES, Tile
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
+from tilestream.verify.protocol import Ring
 
 _TYPES = {
     "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
@@ -139,7 +144,8 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
     "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "ordered", "published", "static",
-    "stealing", "table", "weight", "parted", "copied", "copied weight", "apart",
+    "stealing", "table", "weight", "parted", "copied", "copied weight", "apart", "probed", "slim static",
+    "slim stealing", "slim table", "slim full",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: A's dtype, B's, whether 8-bit products may stay in the tensor cores.
@@ -164,10 +170,12 @@ class Configuration(NamedTuple):
     layout: Layout
     tile: Tile
     apart: int | None = None
+    probe: bool = False
 
 
 def configurations(what: str) -> Iterator[Configuration]:
-    """Those of ``"all"``, or of ``"quick"``."""
+    """Those of ``"all"``, or of ``"quick"``: of the latter each is a tile of the plan's."""
+    left = set(QUICK)
     for row in TILES:
         # Of a square tile there is one way round; the schedules and layouts are the load warp's, whatever the tile.
         for swapped in (False, True)[: 1 if row.rows == row.columns else 2]:
@@ -175,7 +183,9 @@ def configurations(what: str) -> Iterator[Configuration]:
                 if what == "all" or (row[:3], swapped, inputs, how, layout) in QUICK:
                     made = _make(row, swapped, inputs, how, layout)
                     if made is not None:
+                        left.discard((row[:3], swapped, inputs, how, layout))
                         yield made
+    assert not left, f"the plan has no candidate for {left}"
 
 
 #: One of each that is told apart, those that compile in a second or two.
@@ -200,6 +210,9 @@ QUICK = (
     (("cooperative", 128, 16), True, "bfloat16", "plain", "nt"),
     (("cooperative", 128, 128), False, "bfloat16", "published", "nt"),
     (("ping_pong", 64, 128), True, "bfloat16", "parted", "nt"),
+    (("cooperative", 128, 128), False, "bfloat16", "probed", "nt"),
+    (("cooperative", 128, 128), False, "fp8", "slim", "nt"),
+    (("ping_pong", 64, 128), False, "bfloat16", "slim stealing", "nt"),
 )
 
 
@@ -210,10 +223,12 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
+        yield "bfloat16", "slim", layout
     for how in HOWS[1:] if few else HOWS[1:9]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
+        yield inputs, "slim", "nt"
         if few or not swapped:
             yield inputs, "worst", "nt"
             yield inputs, "split", "nt"
@@ -223,6 +238,7 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
         if row.columns == 256:
             yield "bfloat16", "apart", "nn"
     yield "tf32", "plain", "nt"
+    yield "tf32", "slim", "nt"
     if few:
         yield "tf32", "worst", "nt"
         yield "tf32", "split", "nt"
@@ -233,8 +249,10 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
 
 def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Configuration | None:
     dtype, other, fast = INPUTS[inputs]
-    full = how in ("worst", "direct", "wide", "split", "arriving", "ordered")
-    batch = 2 if how in ("worst", "split", "arriving", "ordered") else 1
+    name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
+    slim, how = how.startswith("slim"), how.removeprefix("slim").strip() or "plain"
+    full = how in ("worst", "direct", "wide", "split", "arriving", "ordered", "full")
+    batch = 2 if how in ("worst", "split", "arriving", "ordered", "full") else 1
     rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving", "apart") else None
     rows = Incoming(Chunks.uniform(_SIZE, 512), 0, 16) if how == "copied" else rows
     rows = Incoming(Chunks((0, 5, 5, batch * _SIZE))) if how in ("split", "ordered") else rows
@@ -247,11 +265,12 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other, scales=scales, fast_accum=fast,
         plain=not full, tf32=inputs == "tf32", publishes=publishes,
     )  # fmt: skip
-    parts = (full and how not in ("arriving", "ordered")) or how in ("across", "parted")
+    parts = (full and how not in ("arriving", "ordered", "full")) or how in ("across", "parted")
     kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
     order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
-    found = _candidates(problem, row, swapped, kind, tile, order, 2 if how == "stealing" else None)
+    queues, registers = 2 if how == "stealing" else None, hopper.REGISTERS[1] if slim else None
+    found = _candidates(problem, row, swapped, kind, tile, order, queues, registers)
     if not found and how in ("across", "parted"):
         found = _candidates(problem, row, swapped, "static", tile)
     if not found or (how == "apart" and swapped):  # of columns none stand apart
@@ -273,19 +292,21 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     if batch > 1:
         step = _SIZE * _SIZE
         made = made._replace(a=(step, *a[1:]), b=(step, *b[1:]), out=(step, *stored[1:]), residual=(step, *stored[1:]))
-    name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
     # Without fast accumulation a stage is 128 of K, whatever the tile.
-    return Configuration(name, plan, made, row if fast else row._replace(lines=1), 512 if how == "apart" else None)
+    return Configuration(
+        name, plan, made, row if fast else row._replace(lines=1), 512 if how == "apart" else None, how == "probed"
+    )
 
 
 def _candidates(
     problem: Problem, row: Tile, swapped: bool, kind: Any, tile: tuple[int, int], order: Any = None,
-    queues: int | None = None,
+    queues: int | None = None, registers: tuple[int, int] | None = None,
 ) -> list[Candidate]:  # fmt: skip
     """The plan's own, of one row of `TILES`, one way round: what the plan does not have is not compiled."""
     made = hopper.candidates(
-        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant
-    )
+        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant,
+        registers=registers,
+    )  # fmt: skip
     return [one for one in made if one.swapped == swapped]
 
 
@@ -314,14 +335,28 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
         # Copies that the kernel makes: a thread's loads of a round, by their width.
         "rounds": dict(Counter(re.findall(r"\bLDG\.E\.(U8|U16|64|128)\.STRONG\.GPU\b", code))),
         "shared": kernel.metadata.shared,
+        # Barriers: how many arrivals each takes; arrays that nobody uses; places that something else has.
+        "barriers": [arrivals for _, arrivals in sass.made_barriers(ptx)],
+        "idle": sass.idle_barriers(ptx, arrays(configuration.plan)),
         "reused": sass.reused_barriers(ptx),
+        "matrix_stores": len(re.findall(r"\bstmatrix\.", ptx)),
         "expected": expected(configuration),
     }
 
 
+def ring_of(plan: Plan) -> Ring:
+    """What the checker explores of such a kernel."""
+    return Ring(plan.stages, ITEMS.value, plan.variant)
+
+
+def arrays(plan: Plan) -> list[int]:
+    """Barriers of each name, in the order they are made."""
+    return list(Counter(barrier.name for barrier in ring_of(plan).barriers()).values())
+
+
 def expected(configuration: Configuration) -> dict[str, Any]:
     """By what the plan says."""
-    _, plan, layout, row, _ = configuration
+    _, plan, layout, row, *_ = configuration
     problem = plan.problem
     arguments = Arguments(plan, layout)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
@@ -342,7 +377,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     return {
         # Before the partitions begin, while they wait, and what they then have: see the facts of setmaxnreg in
         # `test_hopper_compiles`.
-        "registers": [24, 40, 216, 232] if row.loops == 1 else [40, 120, 232, 256],
+        "registers": [24, 40, 216, 232] if row.loops == 1 else sorted((*plan.registers, 120, 256)),
         "wgmma": sorted({f"m64n{width}k{depth}.f32.{names[x]}.{names[y]}" for width in arguments.widths}),
         # Where the load warp asks for its next ticket, there is a loop before that and one behind it.
         # Rows that stand apart are loaded by the instruction that loads the others: its map is selected.
@@ -364,20 +399,36 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "round": {{16: "128", 2: "U16"}[one.copied]: WORDS_A_THREAD for one in (problem.rows, problem.columns) if one}
         if plan.copies != "none"
         else {},
+        "barriers": list(ring_of(plan).barriers().values()),
+        # A warp's instruction stores 8 x 8 elements of 16 bits four times.
+        "matrix_stores": row.rows * row.columns * (row.loops * row.rows_per_loop // row.rows) // 1024
+        if stored and out_size == 2
+        else 0,
         "shared": plan.stages * 128 * row.lines * (row.rows + row.columns) + (buffers if stored else 0),
     }
+
+
+def launched(configuration: Configuration) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """`fill`, of such a launch."""
+    _, plan, layout, _, apart, probe = configuration
+    return fill(plan, layout, probe=probe, apart=apart)
 
 
 def one(configuration: Configuration) -> dict[str, Any]:
     """Compiled, and reported on."""
     try:
-        return report(configuration, *build(*fill(configuration.plan, configuration.layout, apart=configuration.apart)))
+        return report(configuration, *build(*launched(configuration)))
     except Exception as error:
         return {"name": configuration.name, "error": f"{type(error).__name__}: {error}"[-600:]}
 
 
 def main() -> None:
     what, processes = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    if what == "names":
+        for made in configurations("all"):
+            tile = made.name.split()[:2]
+            print(json.dumps({"name": made.name, "tile": " ".join(tile)}))
+        return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for found in pool.imap_unordered(one, configurations(what), 1):
             print(json.dumps(found), flush=True)

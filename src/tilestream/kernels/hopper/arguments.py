@@ -18,7 +18,7 @@ from tilestream.kernels.gate import (
     copy_constants,
 )
 from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.hopper import LOAD_REGISTERS, MATH_REGISTERS, MOST_PARTS, widest, widths
+from tilestream.plan.hopper import MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import major_of, store_major_of
@@ -184,8 +184,8 @@ class Arguments:
             "TRANSPOSED": schedule.raster.transposed,
             "CONSUMERS": plan.variant,
             "PROMOTE": problem.fp8 and not problem.fast_accum,
-            "LOAD_REGISTERS": LOAD_REGISTERS,
-            "MATH_REGISTERS": MATH_REGISTERS,
+            "LOAD_REGISTERS": plan.registers[0],
+            "MATH_REGISTERS": plan.registers[1],
             "STORE": "direct" if self.out is None else "tma",
             "FLIPPED": self._flipped,
             "WIDE": self._wide(),

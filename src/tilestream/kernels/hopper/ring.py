@@ -27,7 +27,7 @@ A barrier that is made is used until the kernel ends. The compiler gives the pla
 the word by which a warp's lane tells the others what an atomic has answered; and where a GPU that several processes
 share takes the SM away and gives it back, what was a barrier is a new barrier again. (PTX has that undefined: memory of
 a barrier is not to be used for anything else before ``mbarrier.inval``.) So tickets were lost, and tiles with them:
-`tests/gpu/test_gpu_again.py`. The compile gates look for such a place.
+`tests/gpu/test_gpu_again.py`. The compile gates look for such a place, and in GEMMs for barriers that nobody uses.
 """
 
 from __future__ import annotations

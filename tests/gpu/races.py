@@ -1,0 +1,87 @@
+"""Racecheck's reports, less those of what is no race: for `test_gpu_sanitize`. Needs Triton, no GPU.
+
+Two kinds of hand-over racecheck does not follow, and reports in whatever kernel has them. One is Triton's own, by which
+a kernel's first warps tell the others what to run. The other is ours: a warp stores the item ring's words,
+``bar.warp.sync``, one of its lanes arrives at an mbarrier, all who read have waited for it. In PTX's memory model the
+first happens before the last. For the words, that is ConSan's to judge, which knows mbarriers (`test_gpu_consan`: of
+the GEMM, whose ring is attention's), and `tilestream.verify`'s.
+
+So a report is let pass that has a read on one side and writes on the other, all of them at lines (a file's name, a
+number) where such a hand-over has them:
+
+- of the words: written in `ring.put`, nowhere else. Read in `ring.get`, and, since the compiler moves reads and gives
+  them the line of what they then stand beside, in the texts of the loops that call it; but not at lines of these that
+  load something else. A race of another read in such a loop with the store of a word would be let pass, too: the table
+  has places, not what lies there.
+- of what is to be run: read and written where a kernel begins; written where its warps part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Place = tuple[str, int]
+_SIDE = re.compile(r"(Read|Write) access(?:.*? in (\S+\.py):(\d+))?")
+
+
+class HandOver(NamedTuple):
+    """Where racecheck sees a race that is none: who reads, and who writes."""
+
+    reads: frozenset[Place]
+    writes: frozenset[Place]
+
+
+def readers() -> tuple[Any, ...]:
+    """The loops that read the item ring's words: those of the math warps, and of those that convert."""
+    import handover
+
+    from tilestream.kernels.hopper import attention, attention_convert, gemm
+
+    return gemm.math_loop, attention.math_loop, attention_convert.convert_loop, handover.taker
+
+
+def handed_over() -> tuple[HandOver, ...]:
+    """The item ring's words; of each kernel, what its first warps tell the others to run."""
+    import handover
+
+    from tilestream.kernels.hopper import attention, gemm, ring
+
+    moved = {at for one in readers() for at, line in _lines(one) if ".load(" not in line}
+    found = [HandOver(_where(ring.get, ".load(") | moved, _where(ring.put, ".store("))]
+    for entry in (gemm.gemm, attention.attend, handover.handed):
+        head = frozenset(at for at, line in _lines(entry) if line.startswith("def "))
+        # The line before is that of the branch that a kernel's warps may part in alone.
+        found.append(HandOver(head, head | _where(entry, "gl.warp_specialize(", 1)))
+    return tuple(found)
+
+
+def _lines(function: Any) -> list[tuple[Place, str]]:
+    text, first = inspect.getsourcelines(function.fn)
+    file = Path(inspect.getsourcefile(function.fn) or "").name
+    return [((file, first + at), line) for at, line in enumerate(text)]
+
+
+def _where(function: Any, text: str, before: int = 0) -> frozenset[Place]:
+    return frozenset(
+        (file, at - back) for (file, at), line in _lines(function) if text in line for back in range(before + 1)
+    )
+
+
+def races(said: str) -> tuple[list[str], int]:
+    """Racecheck's reports that are none of `handed_over`, and how many there are in all."""
+    reports = re.findall(r"Race reported between .*?\n=+ *\n", said, re.S)
+    known = handed_over()
+    return [one for one in reports if not any(_is(one, of) for of in known)], len(reports)
+
+
+def _is(report: str, of: HandOver) -> bool:
+    """A read and the writes before or behind it, or the other way round, all of them where ``of`` says."""
+    (first, *place), *others = _SIDE.findall(report)
+    kinds = {kind for kind, *_ in others}
+    return kinds == {"Write" if first == "Read" else "Read"} and all(
+        file and (file, int(line)) in (of.reads if kind == "Read" else of.writes)
+        for kind, file, line in ((first, *place), *others)
+    )

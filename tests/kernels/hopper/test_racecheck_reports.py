@@ -1,0 +1,100 @@
+"""What of racecheck's reports is let pass (`tests/gpu/races.py`), without a GPU: reports that are made up."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tilestream.kernels.hopper import attention, attention_convert, attention_load, epilogue, gemm, ring
+from tilestream.kernels.portable import schedule
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "gpu"))
+    import races
+
+    return races
+
+
+def at(function, text, more=0):
+    """Where such a line stands: ``ring.py:78``."""
+    lines, first = inspect.getsourcelines(function.fn)
+    found = next(i for i, line in enumerate(lines) if text in line)
+    return f"{Path(inspect.getsourcefile(function.fn)).name}:{first + found + more}"
+
+
+def report(*sides):
+    """As racecheck writes one."""
+    kinds = [
+        f"{kind} access at kernel+0x{i}f0" + (f" in {place}" if place else "") for i, (kind, place) in enumerate(sides)
+    ]
+    rest = "".join(f"=========     and {one} [128 hazards]\n" for one in kinds[1:])
+    return f"========= Error: Race reported between {kinds[0]}\n{rest}========= \n"
+
+
+PUT = ("Write", at(ring.put, ".store("))
+GET = ("Read", at(ring.get, ".load("))
+#: Where the compiler puts reads of the words of attention in 8 bits (Triton 3.7.1).
+MOVED = ("Read", at(attention.math_loop, "mbarrier.wait(k_full.index(stage), phase)"))
+HEAD = ("Read", at(gemm.gemm, "def gemm("))
+PARTS = ("Write", at(gemm.gemm, "gl.warp_specialize("))
+
+KNOWN = {
+    "a word": (GET, PUT),
+    "a word, the other way round": (PUT, GET),
+    "several words": (GET, PUT, PUT),
+    "a word whose read was moved": (MOVED, PUT),
+    "a word that the warps that convert read": (("Read", at(attention_convert.convert_loop, "get(slots")), PUT),
+    "what warps are told to run": (HEAD, PARTS),
+    "the same, by a line before": (HEAD, ("Write", at(gemm.gemm, "gl.warp_specialize(", -1))),
+}  # fmt: skip
+RACES = {
+    "a reader elsewhere": (("Read", at(epilogue.settle, "gl.atomic_add(count, 1")), PUT),
+    "a reader that draws tickets": (("Read", at(schedule.add, "def ")), PUT),
+    "a load warp that reads": (("Read", at(gemm.load_loop, "mbarrier.arrive(item_full")), PUT),
+    "attention's load warp": (("Read", at(attention_load.load_loop, "mbarrier.")), PUT),
+    "values, by the warps that convert": (("Read", at(attention_convert.convert_loop, ".load(layout)")), PUT),
+    "a reader who knows where": (("Read", ""), PUT),
+    "a line behind the loop": (("Read", at(gemm.math_loop, "tma.store_wait(0)", 1)), PUT),
+    "the same line of another file": (("Read", "other.py:" + GET[1].partition(":")[2]), PUT),
+    "a word that somebody else writes": (GET, ("Write", at(epilogue.finish_strip, "buffer.store("))),
+    "a word that somebody else writes, too": (GET, PUT, ("Write", at(epilogue.finish_strip, "buffer.store("))),
+    "two who write a word": (PUT, PUT),
+    "a word that is written to be read to be run": (HEAD, PUT),
+    "a word read, and what is to be run": (GET, PARTS),
+    "one side of a race": (GET,),
+}
+
+
+@pytest.mark.parametrize("sides", KNOWN.values(), ids=KNOWN)
+def test_a_hand_over_is_let_pass(reports, sides):
+    assert reports.races(report(*sides)) == ([], 1)
+
+
+@pytest.mark.parametrize("sides", RACES.values(), ids=RACES)
+def test_any_other_race_is_kept(reports, sides):
+    kept, count = reports.races(
+        report(*KNOWN["a word"]) + report(*sides) + report(*KNOWN["what warps are told to run"])
+    )
+    assert count == 3
+    assert [one.count(" access") for one in kept] == [len(sides)]
+
+
+def test_readers_are_all_that_call_get(reports):
+    import handover
+
+    texts = {Path(inspect.getsourcefile(one.fn)) for one in (gemm.gemm, ring.get, handover.handed)}
+    calling = set()
+    for path in {file for text in texts for file in text.parent.glob("*.py")}:
+        name = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("def "):
+                name = line.partition(" ")[2].partition("(")[0]
+            elif " get(" in line:
+                calling.add((path.name, name))
+    assert calling == {(Path(inspect.getsourcefile(one.fn)).name, one.fn.__name__) for one in reports.readers()}
