@@ -72,7 +72,10 @@ UNSPECIALISED = (
     "rows_per_chunk", "chunks",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
-UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "signals", "quarantine")
+UNALIGNED = (
+    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of",
+    "signals", "quarantine", "bounds",
+)  # fmt: skip
 
 
 @gluon.jit
