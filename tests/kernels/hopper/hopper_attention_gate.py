@@ -143,11 +143,22 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
         "stack": sass.stack_bytes(usage),
         "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "notes": sorted(set(re.findall(r"C7[56]\d\d|[^\n]*ignored[^\n]*", said))),
-        "registers": sorted(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))),
+        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))),
         "wgmma": sorted(sass.wgmma_shapes(ptx)),
         "exponentials": len(re.findall(r"\bMUFU\.EX2", code)),
         "loads": len(re.findall(r"\bUTMALDG", code)),
         "stores": len(re.findall(r"\bUTMASTG", code)),
+        # Loops over key blocks: what is started first in a step is left in flight while the rest of it is done.
+        "key_loops": [
+            {**loop, "mbarrier": sass.loop_counts(body).get("mbarrier", 0)}
+            for loop, body in zip(sass.k_loops(code), sass.loop_texts(code), strict=True)
+            if loop["in_flight"] > 0
+        ],
+        # Of the gate: looks at signals, pauses between them, fences before copies. Of the rest: fences of what was
+        # written to shared memory before copies and multiplications read it.
+        "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
+        "naps": len(re.findall(r"\bnanosleep\.", ptx)),
+        "fences": [len(re.findall(rf"\bfence\.proxy\.async\.{of}", ptx)) for of in ("global", "shared::cta")],
         "shared": kernel.metadata.shared,
         "reused": sass.reused_barriers(ptx),
         "expected": expected(made),
@@ -159,7 +170,7 @@ def expected(made: Configuration) -> dict[str, Any]:
     plan, p = made.plan, made.plan.problem
     consumers, block = plan.block[0] // hopper_attention.ROWS, plan.block[1]
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
-    math, load = hopper_attention.registers(consumers, columns, p.keys is not None)
+    math, load = hopper_attention.registers(consumers, columns, block, p.keys is not None)
     boxes = parts + columns // 64
     registers, products = {math, load}, {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
     if hopper_attention.is_narrow(p):
