@@ -52,9 +52,12 @@ def test_reductions_hide_nothing_of_a_small_one():
 
 
 def test_cases_say_what_they_are():
-    turns, late, narrow = (
-        next(case for case in reversed(CASES) if getattr(case.ring, what))
-        for what in ("ordered", "arriving", "converting")
+    turns, late, narrow, both = (
+        next(case for case in reversed(CASES) if (case.ring.ordered, case.ring.arriving, case.ring.converting) == how)
+        for how in ((True, False, False), (False, True, False), (False, False, True), (True, False, True))
+    )
+    assert str(both) == (
+        "attention, 2 consumers, in turns, values converted, 2 stages, queries of 1 items, 1 blocks an item"
     )
     assert str(narrow) == ("attention, 2 consumers, values converted, 2 stages, queries of 1 items, 2 blocks an item")
     assert str(turns) == "attention, 2 consumers, in turns, 2 stages, queries of 1 items, 2 blocks an item"

@@ -108,17 +108,21 @@ def is_narrow(problem: AttentionProblem) -> bool:
     return ITEMSIZE[problem.dtype] == 1
 
 
-def registers(consumers: int, columns: int, arriving: bool = False) -> tuple[int, int]:
+def registers(consumers: int, columns: int, block: int, arriving: bool = False) -> tuple[int, int]:
     """Of a thread: of the math warps but the first four, and of the load warp's group; the first have what is left.
 
     Triton gives out 504 to two consumers and the load warp's group, so that the first has 8 less. The accumulator of
     256 ``columns`` takes 128; the load warp wants some for what it knows of pages and sequences, and more for a gate.
+    Where a ``block`` has 64 keys or fewer, scores leave the math warps some, and the load warp gets them: with 48, and
+    with a gate or three boxes of keys with 56, Triton 3.9 spills there; with 32 keys and both, with 88 too.
     """
     if consumers == 3:
         return 160, 32
-    if arriving:
-        return 224, 56
-    return (240, 32) if columns > 128 else (232, 48)
+    if columns > 128:
+        return 240, 32
+    if block < 128:
+        return (208, 88) if block > 32 else (200, 104)
+    return (224, 56) if arriving else (232, 48)
 
 
 def width(problem: AttentionProblem) -> int:

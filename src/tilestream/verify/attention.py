@@ -5,10 +5,13 @@ hold: nobody is ever stuck; each consumer multiplies each block of K, then of V,
 item's queries, from buffers that hold just that; no copy goes to a buffer that is read or being filled; a slot still
 holds the item when it is read again at its end; after STOP all leave and no item is unfinished. Where keys arrive, any
 wait at the gate may end with the launch, and so may any look at the abort word: no block is copied that was not waited
-for, and a result is taken for void if and only if a block of the item was not copied.
+for, with a fence behind the wait, and a result is taken for void if and only if a block of the item was not copied.
 
-Reductions as in `ring`, for the same reasons: *Next* is delayed, *Retire* too; *Expect*, *Copy*, *Start* and *Done* are
-eager; a copy lands when somebody may wait for it. Consumers are not interchangeable: each has queries of its own.
+Values that are converted nobody may multiply before a fence.
+
+Reductions as in `ring`, for the same reasons: *Next* is delayed, *Retire* too; *Expect*, *Copy*, *Start*, *Fence* and
+*Done* are eager: a fence says something of what its own loop has read and written. A copy lands when somebody may wait
+for it. Consumers are not interchangeable: each has queries of its own.
 """
 
 from __future__ import annotations
@@ -43,12 +46,14 @@ from tilestream.verify.barriers import arrived, blocks, fresh
 from tilestream.verify.faults import Fault
 from tilestream.verify.model import Memory, Model
 from tilestream.verify.processes import LEFT, Process
-from tilestream.verify.protocol import Arrive, Expect, Get, Next, Put, Retire, WaitBarrier, k_steps
+from tilestream.verify.protocol import Arrive, Expect, Fence, Get, Next, Put, Retire, WaitBarrier, k_steps
 from tilestream.verify.ring import say_item
 
 #: Item numbers in use: one that the load loop holds, two in the item ring, one whose last store a consumer is at.
 NUMBERS = 4
 
+#: In place of a copy's barrier, where a buffer was written and not fenced.
+UNFENCED = "unfenced"
 #: A buffer that holds nothing; a consumer that is at no item.
 _NOTHING: tuple[Any, ...] = ()
 
@@ -83,10 +88,10 @@ class AttentionModel(Model):
     Memory: barriers; buffers (what they hold, and whether it has landed); slots; for each consumer the reads of its
     multiplications in flight and ``(item number, blocks of K started, of V)``; the next item's number, and by number
     how many consumers have to finish it. Where keys arrive, also each slot's mark, and by number how many blocks the
-    item has, how many of them were waited for, and whether one was not copied.
+    item has, how many of them were waited for, whether one was not copied, and how many were waited for and fenced.
     """
 
-    eager: ClassVar[frozenset[type]] = frozenset({Expect, Copy, Start, Done})
+    eager: ClassVar[frozenset[type]] = frozenset({Expect, Copy, Start, Fence, Done})
     delayed: frozenset[type] = frozenset({Retire})
     lazy: ClassVar[frozenset[type]] = frozenset({Next})
     progress: ClassVar[frozenset[type]] = frozenset({Next})
@@ -126,7 +131,7 @@ class AttentionModel(Model):
         return [
             *(fresh(count) for count in self.counts.values()), *[_NOTHING] * len(self.buffer), *[None] * ring.items,
             *[(), (0, 0, 0)] * ring.consumers, 0, *[0] * NUMBERS,
-            *([0] * ring.items + [(0, 0, 0)] * NUMBERS if ring.arriving else ()),
+            *([0] * ring.items + [(0, 0, 0, 0)] * NUMBERS if ring.arriving else ()),
         ]  # fmt: skip
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
@@ -158,7 +163,7 @@ class AttentionModel(Model):
         performers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
             Next: self._next, Put: self._put, Get: self._get, Copy: self._copy, Start: self._start,
             Convert: self._convert, Retire: self._retire, Done: self._done, Pass: self._pass, Mark: self._mark,
-            Empty: self._empty,
+            Empty: self._empty, Fence: self._fence,
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
         }  # fmt: skip
@@ -174,27 +179,27 @@ class AttentionModel(Model):
                 raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
             m[self.left + answer.tile] = self.case.ring.consumers
             if self.case.ring.arriving:
-                m[self.blocks + answer.tile] = (k_steps(answer), 0, 0)
+                m[self.blocks + answer.tile] = (k_steps(answer), 0, 0, 0)
             m[self.number] = (answer.tile + 1) % NUMBERS
 
     def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
         m[self.slot + op.slot] = op.item
         if self.case.ring.arriving and op.item is not None:
-            blocks, passed, _ = m[self.blocks + op.item.tile]
+            blocks, passed, _, fenced = m[self.blocks + op.item.tile]
             # An item that came with no blocks is not known to be done: over before it began, it is void all the same.
-            m[self.blocks + op.item.tile] = (blocks, passed, int(k_steps(op.item) < blocks))
+            m[self.blocks + op.item.tile] = (blocks, passed, int(k_steps(op.item) < blocks), fenced)
 
     def _mark(self, pid: int, op: Mark, answer: int, m: Memory) -> None:
         m[self.mark + op.slot] = op.void
 
     def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
         if not answer:
-            blocks, _, void = m[self.blocks + op.item.tile]
-            m[self.blocks + op.item.tile] = (blocks, op.k + 1, void)
+            blocks, _, void, fenced = m[self.blocks + op.item.tile]
+            m[self.blocks + op.item.tile] = (blocks, op.k + 1, void, fenced)
 
     def _empty(self, pid: int, op: Empty, answer: int, m: Memory) -> None:
-        blocks, passed, _ = m[self.blocks + op.item.tile]
-        m[self.blocks + op.item.tile] = (blocks, passed, 1)
+        blocks, passed, _, fenced = m[self.blocks + op.item.tile]
+        m[self.blocks + op.item.tile] = (blocks, passed, 1, fenced)
         m[self.buffer[op.what, op.at]] = (op.item.tile, op.k, None, True)
         self._arrive(op.barrier, m, 1, 0)
 
@@ -210,8 +215,11 @@ class AttentionModel(Model):
         if m[at] and not m[at][-1]:
             raise Fault("overwritten while read", f"{op.what}[{op.at}] is filled while a copy to it is under way")
         self._not_read(op.what, op.at, m)
-        if self.case.ring.arriving and op.what != "q" and op.k >= m[self.blocks + op.item.tile][1]:
-            raise Fault("read before arrival", f"block {op.k} of {op.what} is copied, and was not waited for")
+        if self.case.ring.arriving and op.what != "q":
+            _, passed, _, fenced = m[self.blocks + op.item.tile]
+            if op.k >= min(passed, fenced):
+                behind = "waited for" if op.k >= passed else "fenced"
+                raise Fault("read before arrival", f"block {op.k} of {op.what} is copied, and was not {behind}")
         m[at] = (op.item.tile, op.k, op.barrier, False)
 
     def _not_read(self, what: str, at: int, m: Memory) -> None:
@@ -224,7 +232,17 @@ class AttentionModel(Model):
         if not held or not held[-1] or held[:2] != (op.item.tile, op.k):
             raise Fault("wrong data", f"raw[{op.at}] is converted, which does not hold block {op.k} of the item")
         self._not_read("v", op.at, m)
-        m[self.buffer["v", op.at]] = held
+        m[self.buffer["v", op.at]] = (*held[:2], UNFENCED, True)
+
+    def _fence(self, pid: int, op: Fence, answer: int, m: Memory) -> None:
+        if self.processes[pid].name == "load":
+            for number in range(NUMBERS):
+                blocks, passed, void, _ = m[self.blocks + number]
+                m[self.blocks + number] = (blocks, passed, void, passed)
+            return
+        for (what, _), place in self.buffer.items():
+            if what == "v" and m[place] and m[place][2] == UNFENCED:
+                m[place] = (*m[place][:2], None, True)
 
     def _start(self, pid: int, op: Start, answer: int, m: Memory) -> None:
         flight = self.consumer + 2 * (pid - 1)
@@ -236,6 +254,11 @@ class AttentionModel(Model):
             held = m[self.buffer[what, at]]
             if not held or not held[-1] or held[:2] != (op.item.tile, op.k if what != "q" else 0):
                 raise Fault("wrong data", f"{self.processes[pid].name} reads {what}[{at}], which does not hold that")
+            if held[2] == UNFENCED:
+                raise Fault(
+                    "read before arrival", f"{self.processes[pid].name} reads {what}[{at}], and may not see what was "
+                    "converted"
+                )  # fmt: skip
         which = "kv".index(op.what)
         if (op.item.tile, op.k) != (number, started[which]):
             raise Fault("wrong data", f"{self.processes[pid].name} is at block {started[which]} of item {number}")

@@ -26,7 +26,12 @@ the math loops, which also follows the item ring::
 
     convert loop
       wait item_full[slot]; item = slots[slot]; arrive item_empty[slot]; STOP: leave
-      for each block: wait raw_full; wait v_empty; convert; arrive raw_empty; arrive v_full
+      for each block: wait raw_full; wait v_empty; convert; fence; arrive raw_empty; arrive v_full
+
+*Fences.* Copies and multiplications read through the asynchronous proxy. So the convert loop fences between what it
+writes and its consumers' multiplications, the load loop between a chunk that it has seen arrive and its copies of it,
+and a math loop between a strip of the output that it writes and its store, which is part of *Done*: strips go through
+buffers of the consumer's own, as `tilestream.verify.buffers` has it for the GEMM.
 
 That is `tilestream.kernels.hopper.attention` with `attention_load` and `attention_convert`: a test runs their text and
 compares. An item may have no blocks. The slot is kept until the item's end, so the load loop is one item ahead at most,
@@ -40,7 +45,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilestream.schedule import WorkItem
-from tilestream.verify.protocol import Arrive, Barrier, Expect, Get, Next, Place, Put, Retire, WaitBarrier, k_steps
+from tilestream.verify.protocol import (
+    Arrive,
+    Barrier,
+    Expect,
+    Fence,
+    Get,
+    Next,
+    Place,
+    Put,
+    Retire,
+    WaitBarrier,
+    k_steps,
+)
 
 
 class Copy(NamedTuple):
@@ -209,6 +226,7 @@ def load_turn(ring: AttentionRing, state: LoadPlaces) -> Loop:
     for block in range(blocks + 1):
         if ring.arriving and block < blocks and not over:
             over = yield Pass(item, block)
+            yield Fence()
             yield Mark(slot.at, over)
         if block < blocks:
             yield from _fill("k", k.at, k.phase, item, block, over)
@@ -240,6 +258,7 @@ def convert_turn(ring: AttentionRing, state: ConvertPlaces) -> Loop:
         yield WaitBarrier(Barrier("raw_full", stage.at), stage.phase)
         yield WaitBarrier(Barrier("v_empty", stage.at), stage.phase ^ 1)
         yield Convert(stage.at, item, block)
+        yield Fence()
         yield Arrive(Barrier("raw_empty", stage.at))
         yield Arrive(Barrier("v_full", stage.at))
         stage = stage.next(ring.depth)

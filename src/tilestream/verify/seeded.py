@@ -419,10 +419,12 @@ def _attentions() -> tuple[SeededBug, ...]:
         load("void item not marked", wrong, a.void_item_not_marked, arriving),
         load("void item marked too late", wrong, a.void_item_marked_too_late, arriving),
         load("gate asked once an item", "read before arrival", a.gate_asked_once, arriving),
+        load("arrived, and not fenced", "read before arrival", a.arrived_not_fenced, arriving),
         math("mark not looked at", wrong, a.mark_not_looked_at, arriving),
         convert("raw values not awaited", wrong, a.raw_values_not_awaited),
         convert("values converted over others", overwritten, a.values_converted_over_others),
         convert("values converted too late", wrong, a.converted_too_late),
+        convert("values converted, and not fenced", "read before arrival", a.converted_not_fenced),
     )
 
 

@@ -25,7 +25,7 @@ from tilestream.verify.attention_protocol import (
     load_turn,
     math_turn,
 )
-from tilestream.verify.protocol import Arrive, Barrier, Expect, Put, Retire, WaitBarrier, k_steps
+from tilestream.verify.protocol import Arrive, Barrier, Expect, Fence, Put, Retire, WaitBarrier, k_steps
 
 
 def _changed(loop: Loop, change: Callable[[Any], tuple[Any, ...]]) -> Loop:
@@ -227,3 +227,13 @@ def converted_too_late(ring: AttentionRing, state: ConvertPlaces) -> Loop:
         return (op, held.pop()) if _at(op, Arrive, "v_full") else (op,)
 
     return _changed(convert_turn(ring, state), change)
+
+
+def converted_not_fenced(ring: AttentionRing, state: ConvertPlaces) -> Loop:
+    """Values are converted, and no fence is between that and their multiplication."""
+    return _changed(convert_turn(ring, state), lambda op: () if isinstance(op, Fence) else (op,))
+
+
+def arrived_not_fenced(ring: AttentionRing, state: LoadPlaces) -> Loop:
+    """A chunk is seen to be there, and no fence is between that and its copy."""
+    return _changed(load_turn(ring, state), lambda op: () if isinstance(op, Fence) else (op,))

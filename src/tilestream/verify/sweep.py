@@ -380,6 +380,7 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
     yield AttentionCase(AttentionRing(2, arriving=True), (1,))
     yield AttentionCase(AttentionRing(1, consumers=1, converting=True), (0, 1))
     yield AttentionCase(AttentionRing(2, converting=True), (2,))
+    yield AttentionCase(AttentionRing(2, ordered=True, converting=True), (1,))
     if level == "full":
         yield AttentionCase(AttentionRing(1, 2), (0, 1))
         yield AttentionCase(AttentionRing(2, 1, 3, ordered=True), (2,))
@@ -393,6 +394,7 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
         yield AttentionCase(AttentionRing(1, converting=True), (0, 1))
         yield AttentionCase(AttentionRing(2, 2, converting=True), (2,))
         yield AttentionCase(AttentionRing(2, converting=True), (1, 3))
+        yield AttentionCase(AttentionRing(2, ordered=True, converting=True), (2,))
 
 
 def gathers(level: Level) -> Iterator[GatherCase]:

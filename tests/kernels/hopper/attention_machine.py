@@ -5,7 +5,9 @@ Nothing lands early and nothing is read early, as far as the kernel's waits allo
 
 * a TMA load makes its stage NaN when it is started, and lands when somebody waits for its barrier (``eager``: at once);
 * a multiplication reads its shared memory when it is waited for;
-* a TMA store reads its buffer when it is waited for.
+* a TMA store reads its buffer when it is waited for;
+* what a loop writes to shared memory is NaN there until the loop fences: copies and multiplications are of the
+  asynchronous proxy.
 
 One thread runs at a time. At each wait the baton goes to one that a seeded generator picks; where all wait, that is a
 deadlock. Memory is flat, with bounds that are checked; a tensor map's coordinates go through 64 bits, as in hardware.
@@ -111,6 +113,7 @@ class Machine:
 
     def loop(self, who: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.local.who, self.local.products, self.local.stores = who, [], []
+        self.local.written, self.local.seen = [], False
         self.local.log = self.logs[who]
         try:
             self.until(lambda: True)
@@ -118,6 +121,7 @@ class Machine:
                 function(*arguments)
             assert not self.local.stores, "a loop leaves when its stores have read"
             assert not self.local.products
+            assert not self.local.written, "what is written to shared memory is fenced"
         except BaseException as error:
             with self.turn:
                 self.error = self.error or error
@@ -161,7 +165,8 @@ class Machine:
             max=lambda x, axis: of(np.asarray(x).max(axis)), sum=lambda x, axis: of(np.asarray(x).sum(axis)),
             log2=lambda x: of(np.log2(np.asarray(x))), convert_layout=lambda x, *_, **__: x,
             load=lambda pointer: pointer.load(), store=lambda pointer, value, mask: pointer.store(value, mask),
-            allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape), warp_specialize=self.warp_specialize,
+            allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape, self.unseen),
+            warp_specialize=self.warp_specialize,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), SliceLayout=lambda *_: None,
             DotOperandLayout=lambda *_: None, BlockedLayout=lambda *_: None, float16=Dtype,
             float32=None, int32=None, int64=None,
@@ -173,9 +178,10 @@ class Machine:
         )  # fmt: skip
         return {
             "gl": gl, "tl": tl, "range": range, "len": len, "ROWS": text.ROWS.value, "ITEMS": text.ITEMS.value,
-            "BEYOND": load_text.BEYOND.value, "LOG2_E": softmax_text.LOG2_E.value, "LN_2": softmax_text.LN_2.value,
+            "BEYOND": load_text.BEYOND.value, "LANES": softmax_text.LANES.value, "is_lean": softmax_text.is_lean.fn,
+            "LOG2_E": softmax_text.LOG2_E.value, "LN_2": softmax_text.LN_2.value,
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
-            "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": lambda: None,
+            "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": self.fence,
             "tma_load": self.tma_load, "tma_store": self.tma_store, "viewed": lambda buffer, _: buffer,
             "boxes": lambda stages, tensor_map: stages.boxes(tensor_map),
             "in_blocks": lambda stages, rows, columns: stages.blocks(rows, columns),
@@ -192,14 +198,14 @@ class Machine:
             "cdiv": integers.cdiv, "longest_first": raster.longest_first, "key_blocks": rules.key_blocks,
             "diagonal": rules.diagonal, "halved": rules.halved, "share_of_keys": rules.share_of_keys,
             "VOID": load_text.VOID.value, "LINE": 16,
-            "Arriving": load_text.Arriving, "Watch": gate_text.Watch, "fenced": lambda x: x, "present": lambda _: 0,
+            "Arriving": load_text.Arriving, "Watch": gate_text.Watch, "fenced": self.fenced, "present": lambda _: 0,
             "look_at_keys": lambda *_: Integer(0), "is_over": self.is_over, "pass_keys": self.pass_keys,
             "leave_keys": lambda *_: None,
             "begin_span": lambda _, tile, worker: self.spans.append(("begin", tile, worker)),
             "ready_span": lambda _, tile: self.spans.append(("ready", tile)),
             "chunk_span": lambda _, tile, chunk: self.spans.append(("chunk", tile, chunk)),
             "end_span": lambda _, tile, who, whole: self.spans.append(("end", tile, who, bool(whole))),
-            "barrier": lambda: None, "chunk_at": lambda row, *_: row,
+            "barrier": self.meet, "chunk_at": lambda row, *_: row,
         }  # fmt: skip
 
     def warp_specialize(self, loops: Any, warps: list[int], registers: list[int]) -> None:
@@ -238,7 +244,28 @@ class Machine:
         bar.arrived += 1
         bar.bytes += nbytes
 
+    def unseen(self, buffer: Buffer, x: np.ndarray) -> None:
+        """A write to shared memory: nothing that copies and multiplications read, until the loop's next fence."""
+        self.local.written.append((Buffer(buffer.slabs), x))
+        buffer.slabs[:] = np.nan
+
+    def fence(self) -> None:
+        """What this loop has written to shared memory, copies and multiplications see from here on."""
+        self.local.log.append(("Fence",))
+        for buffer, x in self.local.written:
+            buffer.store(x)
+        self.local.written.clear()
+
+    def fenced(self, value: Integer) -> Integer:
+        self.local.log.append(("Fence",))
+        self.local.seen = False
+        return value
+
+    def meet(self) -> None:
+        self.local.log.append(("Meet",))
+
     def tma_load(self, tensor_map: TensorMap, at: Any, bar: Barrier, box: np.ndarray) -> None:
+        assert not self.local.seen, "what the gate has seen is fenced before it is copied"
         assert bar.arrived == bar.count, "bytes are expected before they come"
         self.local.log.append(("Copy", bar.name))
         box[:] = np.nan
@@ -292,6 +319,7 @@ class Machine:
         self.local.log.append(("Pass",))
         over = Integer(len(self.passed) == self.over_at)
         self.passed.append((int(row), int(end)))
+        self.local.seen = True
         return over, Integer(end), Integer(0), Integer(0)
 
     def put(self, slots: dict[tuple[int, int], int], slot: int, field: int, value: int, warps: int) -> None:

@@ -145,14 +145,14 @@ class TensorMap:
 class Memory:
     """Shared memory: stages of rows, in slabs of 128 bytes of columns."""
 
-    def __init__(self, dtype: Any, stages: int, rows: int, columns: int) -> None:
+    def __init__(self, dtype: Any, stages: int, rows: int, columns: int, write: Callable[..., None]) -> None:
         self.width = min(1024 // dtype.primitive_bitwidth, columns)
         self.physical = np.full((stages, columns // self.width, rows, self.width), np.nan)
-        self.dtype, self.shape = dtype, [stages, rows, columns]
+        self.dtype, self.shape, self.write = dtype, [stages, rows, columns], write
 
     def index(self, at: int) -> Buffer:
         assert 0 <= at < len(self.physical)
-        return Buffer(self.physical[at])
+        return Buffer(self.physical[at], write=self.write)
 
     def boxes(self, tensor_map: TensorMap) -> SimpleNamespace:
         found = self.blocks(math.prod(tensor_map.box[:-1]), tensor_map.box[-1])
@@ -165,22 +165,30 @@ class Memory:
 
         def index(at: int) -> Buffer:
             assert 0 <= at < len(found)
-            return Buffer(found[at])
+            return Buffer(found[at], write=self.write)
 
         return SimpleNamespace(index=index)
 
 
 class Buffer:
-    """A stage: as rows and columns, or the other way round."""
+    """A stage: as rows and columns, or the other way round.
 
-    def __init__(self, slabs: np.ndarray, turned: bool = False) -> None:
-        self.slabs, self.turned = slabs, turned
+    ``write``: what a store from registers does; None: it is there at once.
+    """
+
+    def __init__(
+        self, slabs: np.ndarray, turned: bool = False, write: Callable[[Buffer, np.ndarray], None] | None = None
+    ) -> None:
+        self.slabs, self.turned, self.write = slabs, turned, write
 
     def permute(self, _: object) -> Buffer:
         return Buffer(self.slabs, not self.turned)
 
     def store(self, x: np.ndarray) -> None:
-        self.slabs[:] = np.asarray(x).reshape(x.shape[0], len(self.slabs), -1).transpose(1, 0, 2)
+        if self.write is not None:
+            self.write(self, x)
+        else:
+            self.slabs[:] = np.asarray(x).reshape(x.shape[0], len(self.slabs), -1).transpose(1, 0, 2)
 
     def load(self, _: object) -> Array:
         return of(self.read().copy())

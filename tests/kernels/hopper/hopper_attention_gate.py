@@ -1,6 +1,9 @@
 """The compile gate of the Hopper attention kernel: see `hopper_gate`, whose build and stand-ins it takes.
 
 ``python hopper_attention_gate.py quick|all [processes]`` prints one JSON object a line.
+
+What is compiled of each tile of `tilestream.plan.hopper_attention.TILES`: each of `HOWS` in the variant that the plan
+takes (`apart` with two consumers, `turns` with three), and a few (`BOTH`) in the other one too.
 """
 
 from __future__ import annotations
@@ -110,8 +113,12 @@ HOWS |= {
 DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (80, 80), (128, 64), (64, 128))
 #: Of 8 bits alone: boxes of keys are as wide as a head's columns there.
 NARROW_DIMS = DIMS[-2:]
-QUICK = ("128-128 causal turns 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 full turns 2x64",
-         "128-128 fp8 turns 2x128")  # fmt: skip
+#: In both variants: turns are two barriers and two waits, whatever else there is.
+BOTH = ("causal", "worst", "fp8")
+QUICK = (
+    "128-128 causal apart 2x128", "64-64 full turns 3x64", "128-128 worst turns 2x64", "256-256 causal apart 2x64",
+    "128-128 arriving apart 2x128", "128-128 fp8 apart 2x128",
+)  # fmt: skip
 
 
 def configurations(what: str) -> Iterator[Configuration]:
@@ -127,8 +134,8 @@ def configurations(what: str) -> Iterator[Configuration]:
         for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
             consumers = found.block[0] // hopper_attention.ROWS
             name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
-            # Turns are two barriers, whatever else there is.
-            taken = what == "all" and (variant == "turns" or how in ("causal", "fp8"))
+            picked = variant == ("turns" if consumers == 3 else "apart")
+            taken = what == "all" and (picked or how in BOTH)
             if taken or name.startswith(what) or (what == "quick" and name in QUICK):
                 yield Configuration(name, of_candidate(problem, DEVICE, "hopper", found, "the gate's", ()))
 
@@ -143,11 +150,22 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
         "stack": sass.stack_bytes(usage),
         "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "notes": sorted(set(re.findall(r"C7[56]\d\d|[^\n]*ignored[^\n]*", said))),
-        "registers": sorted(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))),
+        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))),
         "wgmma": sorted(sass.wgmma_shapes(ptx)),
         "exponentials": len(re.findall(r"\bMUFU\.EX2", code)),
         "loads": len(re.findall(r"\bUTMALDG", code)),
         "stores": len(re.findall(r"\bUTMASTG", code)),
+        # Loops over key blocks: what is started first in a step is left in flight while the rest of it is done.
+        "key_loops": [
+            {**loop, "mbarrier": sass.loop_counts(body).get("mbarrier", 0)}
+            for loop, body in zip(sass.k_loops(code), sass.loop_texts(code), strict=True)
+            if loop["in_flight"] > 0
+        ],
+        # Of the gate: looks at signals, pauses between them, fences before copies. Of the rest: fences of what was
+        # written to shared memory before copies and multiplications read it.
+        "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
+        "naps": len(re.findall(r"\bnanosleep\.", ptx)),
+        "fences": [len(re.findall(rf"\bfence\.proxy\.async\.{of}", ptx)) for of in ("global", "shared::cta")],
         "shared": kernel.metadata.shared,
         "reused": sass.reused_barriers(ptx),
         "expected": expected(made),
@@ -159,11 +177,16 @@ def expected(made: Configuration) -> dict[str, Any]:
     plan, p = made.plan, made.plan.problem
     consumers, block = plan.block[0] // hopper_attention.ROWS, plan.block[1]
     columns, parts = hopper_attention.columns_of(p), hopper_attention.parts_of(p)
-    math, load = hopper_attention.registers(consumers, columns, p.keys is not None)
-    boxes = parts + columns // 64
-    registers, products = {math, load}, {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
-    if hopper_attention.is_narrow(p):
-        registers = {*hopper_attention.NARROW_REGISTERS}
+    math, load = hopper_attention.registers(consumers, columns, block, p.keys is not None)
+    narrow = hopper_attention.is_narrow(p)
+    # A page that holds less than a block is a copy of its own, and the compiler unrolls the loop over them.
+    boxes = (parts + columns // 64) * max(1, block // (p.page_size or block))
+    products = {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
+    # Before the partitions begin, while they wait, and what they then have; the first one what the others leave of 504,
+    # or of 512 where there are four partitions.
+    registers = {256, 120, 504 - math - load, math, load} if consumers == 2 else {256, 80, math, load}
+    if narrow:
+        registers = {256, 80, *hopper_attention.NARROW_REGISTERS}
         products = {f"m64n{block}k32.f32.e4m3.e4m3", f"m64n{columns}k16.f32.f16.f16"}
     queries = hopper_attention.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)
     shared = hopper_attention.shared_bytes(p, consumers, block, plan.stages, queries, plan.shares)
@@ -172,14 +195,30 @@ def expected(made: Configuration) -> dict[str, Any]:
     scores = hopper_attention.ROWS * block // 128
     # A row's two shrinks, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = softmaxes * (scores * (2 if p.softcap else 1) + 2)
+    ordered, arriving = plan.variant == "turns", p.keys is not None
+    stores = consumers * columns // (32 if plan.shares > 1 else 64)
+    width = hopper_attention.width(p)
     return {
         "registers": sorted(registers),
         "wgmma": sorted(products),
-        "loads": consumers * parts + boxes,
-        "stores": consumers * columns // (32 if plan.shares > 1 else 64),
+        # Of the loop over key blocks the compiler may take out the first step, which loads keys and no values.
+        "loads": [consumers * parts + boxes, consumers * parts + boxes + parts],
+        "stores": stores,
         "exponentials": consumers * exponentials,
+        "key_loops": consumers * (softmaxes - 1),
+        "key_loop": {
+            "gmma": parts * width // (32 if narrow else 16) + block // 16, "in_flight": 1,
+            # Waits for keys and for values, and two arrivals; and those of a turn.
+            "mbarrier": 4 + 2 * ordered,
+        },
+        # Of a consumer's warps, before each arrival. Triton 3.9 has one less.
+        "barriers": (2 if triton.__version__ >= "3.9" else 3) + ordered,
+        # A block's chunks are waited for, and the last worker out waits too; each looks, and then naps and looks.
+        "looks": 4 * arriving,
+        "naps": 2 * arriving,
+        "fences": [int(arriving), stores + narrow],
         "shared": shared,
-    }
+    }  # fmt: skip
 
 
 def one(made: Configuration) -> dict[str, Any]:

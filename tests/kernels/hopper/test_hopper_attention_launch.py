@@ -18,6 +18,7 @@ from tilestream.kernels.hopper.arguments import Map
 from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+from tilestream.kernels.portable import attention as portable_kernel
 from tilestream.kernels.portable import attention_launch as portable
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.kernels.portable.attention_list import list_sequences
@@ -160,6 +161,23 @@ def test_what_varies_is_not_compiled_in():
     assert set(numbers) - pointers == set(UNSPECIALISED)
     # A deadline of seconds leaves 31 bits, whatever the first one was; so does a base in time.
     assert {p.name for p in attend.params if p.annotation_type == "i64"} == {"base", "allowed"}
+
+
+#: What the portable kernel calls by other names.
+OTHER_NAMES = {
+    "cu_seqlens_q": "cu_queries", "cu_seqlens_k": "cu_keys", "block_table": "table", "seqlens_k": "lengths",
+    "order": "order_of",
+}  # fmt: skip
+
+
+def test_what_lies_anywhere_does_so_in_both_kernels():
+    theirs = {OTHER_NAMES.get(name, name) for name in portable_kernel.UNALIGNED}
+    shared = {OTHER_NAMES.get(name, name) for name in portable_kernel.attention.arg_names} & set(NAMES)
+    assert theirs & shared == set(UNALIGNED) & shared
+    assert {"scale_q", "scale_k", "scale_v", "starts", "order_of", "bounds"} <= theirs & shared
+    # What has an alignment of its own: the workspace's counters, a trace's log, records and claims.
+    operands = set(OPERANDS[4:]) | {"signals", "quarantine", "bounds", "records", "claims"}
+    assert operands - set(UNALIGNED) - {"base", "reset"} == {"counters", "log", "records", "claims"}
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

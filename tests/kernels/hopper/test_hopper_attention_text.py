@@ -498,6 +498,9 @@ CHANGES = {
     "a void item is not marked": ("put(slots, own_slot, VOID, over, 1)", "pass"),
     "a mark is not looked at": ("factor = gl.where(void", "factor = gl.where(False"),
     "blocks that arrive are not masked at the end": ("j * BLOCK, keys, until", "0, keys, until"),
+    "a strip is stored, and not fenced": ("fence_async_shared()\n    tma_store", "pass\n    tma_store"),
+    "values are converted, and not fenced": ("fence_async_shared()\n            barrier()", "barrier()"),
+    "a chunk is there, and not fenced": ("over = fenced(over)", "pass"),
     "the slot is given back early": (
         "        if going != 0:\n            first",
         "        mbarrier.arrive(item_empty.index(slot))\n        if going != 0:\n            first",
@@ -513,6 +516,7 @@ SEEN_BY = (
     same(300, 300, 2, head_dim=256),  # room for the queries of one item
     arriving(same(300, 420, causal=True, window=(150, None))),
     arriving(same(300, 420, causal=True)),
+    NARROW["causal, no scales"],
 )
 
 
@@ -543,7 +547,10 @@ def test_a_text_that_says_the_same_is_not_seen():
 
 
 #: Of each sort one, that are found soon; the others are slow.
-SOON = ("V is not waited for", "Q's phase stays", "the diagonal is one off", "stores read on")
+SOON = (
+    "V is not waited for", "Q's phase stays", "the diagonal is one off", "stores read on",
+    "a strip is stored, and not fenced",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -591,7 +598,13 @@ def explored(
                 answer = int(over_at is not None and passed >= over_at)
             if isinstance(op, Pass):
                 answer, passed = int(passed == over_at), passed + 1
-            if name in ("Next", "Done", "Convert"):
+            if name == "Done":
+                name = "Fence"  # of the strips of the output, one after the other
+            if name in ("Next", "Convert"):
+                continue
+            if name == "Fence":
+                # Of what four warps have written each thread fences its own, before one of them says so.
+                log += [("Fence",), ("Meet",)] if turn is convert_turn else [("Fence",)]
                 continue
             if name in ("Ask", "Pass"):
                 log.append((name,))
@@ -606,7 +619,7 @@ def explored(
 
 
 def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
-    """What a loop of the kernel has done: parts of one product, copies of one load, fields of one item are one."""
+    """What a loop of the kernel has done: parts of a product, copies of a load, fields of an item, strips are one."""
     log: list[tuple[Any, ...]] = []
     starts = 0
     for op in machine.logs[who]:
@@ -614,7 +627,7 @@ def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
             starts += 1
             if starts % parts:
                 continue
-        if not (log and log[-1] == op and op[0] in ("Copy", "Put", "Get")):
+        if not (log and log[-1] == op and op[0] in ("Copy", "Put", "Get", "Fence")):
             log.append(op)
     return log
 
@@ -639,13 +652,17 @@ def test_loops_do_what_is_explored(dim, variant):
         assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
 
 
-def test_loops_do_what_is_explored_where_values_are_converted():
+@pytest.mark.parametrize("variant", ["turns", "apart"])
+def test_loops_do_what_is_explored_where_values_are_converted(variant):
     case = same(700, 300, causal=True, window=(200, None), **E4M3)
     machines: list[Machine] = []
-    run(case, machines=machines)
+    run(case, machines=machines, variant=variant)
     machine = machines[0]
     arguments = machine.arguments
-    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], converting=True)
+    assert arguments["ORDERED"] == (variant == "turns")
+    ring = AttentionRing(
+        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], converting=True
+    )
     blocks = [count - 1 for count in machine.told if count]
     assert 0 in blocks
     assert max(blocks) > 1
@@ -656,19 +673,23 @@ def test_loops_do_what_is_explored_where_values_are_converted():
         assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
 
 
+@pytest.mark.parametrize("variant", ["apart", pytest.param("turns", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("over_at", [None, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4))])
-def test_loops_do_what_is_explored_where_keys_arrive(over_at):
+def test_loops_do_what_is_explored_where_keys_arrive(over_at, variant):
     # A chunk is a block, so that each block is asked for.
     case = arriving(same(260, 400, 2, causal=True, head_dim=128))
-    plan = plan_of(case.problem)
+    plan = plan_of(case.problem, variant=variant)
     assert plan.block[1] == 128
     machines: list[Machine] = []
     run(case, plan=plan, machines=machines, over_at=over_at)
     machine = machines[0]
     arguments = machine.arguments
-    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arriving=True)
+    ring = AttentionRing(
+        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], arriving=True
+    )
     blocks = [count - 1 for count in machine.told if count]
     assert len(blocks) > 1
+    assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks, over_at=over_at)
     for who in range(ring.consumers):
         assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)

@@ -56,7 +56,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from tilestream.kernels.hopper.attention_convert import convert_loop
 from tilestream.kernels.hopper.attention_load import VOID, Arriving, load_loop, place
-from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
+from tilestream.kernels.hopper.attention_softmax import capped, finished, is_lean, masked, softmax
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, step
@@ -72,7 +72,10 @@ UNSPECIALISED = (
     "rows_per_chunk", "chunks",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
-UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "signals", "quarantine")
+UNALIGNED = (
+    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of",
+    "signals", "quarantine", "bounds",
+)  # fmt: skip
 
 
 @gluon.jit
@@ -130,7 +133,8 @@ def math_step(
     mbarrier.arrive(k_empty.index(next_stage))
     scores = settled(scores, inner, BLOCK, CAPPED, SCALED)
     if MASKED:
-        scores = masked(scores, position, first_key, keys, until, since, BLOCK, LEFT, RIGHT)
+        LEAN: gl.constexpr = is_lean(BLOCK, COLUMNS, LEFT or CAPPED)
+        scores = masked(scores, position, first_key, keys, until, since, BLOCK, LEFT, RIGHT, LEAN)
     weights, top, total, shrink = softmax(scores, top, total, scale, MASKED)
     o, p = warpgroup_mma_wait(0, (product, p))
     mbarrier.arrive(v_empty.index(stage))
@@ -204,7 +208,10 @@ def math_loop(
                 scores = settled(scores, inside, BLOCK, CAPPED, SCALED)
                 first_block = begin if ARRIVING else last
                 if (first_block >= plain_end) | (first_block < plain_begin):
-                    scores = masked(scores, position, first_block * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
+                    LEAN: gl.constexpr = is_lean(BLOCK, COLUMNS, LEFT or CAPPED)
+                    scores = masked(
+                        scores, position, first_block * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT, LEAN
+                    )  # fmt: skip
                 weights, top, total, _ = softmax(scores, top, total, scale, True)
                 p = as_operand(weights, COLUMNS, v_stages.dtype)
                 if ARRIVING:

@@ -113,7 +113,7 @@ class HopperAttentionArguments:
     def _constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments, in its order."""
         plan, p, s = self.plan, self.plan.problem, self.layout
-        math_registers, load_registers = registers(self._consumers, columns_of(p), p.keys is not None)
+        math_registers, load_registers = registers(self._consumers, columns_of(p), plan.block[1], p.keys is not None)
         convert_registers = 0
         if is_narrow(p):
             math_registers, convert_registers, load_registers = NARROW_REGISTERS
