@@ -108,6 +108,32 @@ _ACCESS = re.compile(r"\b((?:ld|st|atom|red|stmatrix|ldmatrix|cp\.async)\b[\w.:]
 _DEFINED = re.compile(r"(?m)^\s*(@\S+\s+)?([a-z][\w.:]*)\s+(%\w+|\{[^}]*\})\s*,\s*([^;]*);")
 
 
+#: A load, or an atomic operation, that acquires at system scope, with the predicate that it stands under.
+_LOOK = re.compile(r"(?:@(%p\d+)\s+)?\b(?:ld|atom)\.(?=\S*\bsys\b)(?=\S*\bacquire\b)")
+#: A thread's number among its warp's, or its group's of four warps.
+_LANE = r"\band\.b32\s+({register}),\s*%r\d+,\s*(?:31|127);"
+
+
+def looks(ptx: str) -> tuple[int, int]:
+    """How often signals are looked at (acquired at system scope): by one lane, and by more than one.
+
+    One lane: under a predicate that is true of one thread of a warp, or of four, or that asks for that and more.
+    """
+    under = [found[1] for found in _LOOK.finditer(ptx)]
+    alone = sum(predicate is not None and _of_one_lane(ptx, predicate) for predicate in under)
+    return alone, len(under) - alone
+
+
+def _of_one_lane(ptx: str, predicate: str) -> bool:
+    name = re.escape(predicate)
+    if re.search(rf"\belect\.sync\s+\S+\|{name}\b", ptx):
+        return True
+    if both := re.search(rf"\band\.pred\s+{name},\s*(%p\d+),\s*(%p\d+);", ptx):
+        return any(_of_one_lane(ptx, one) for one in both.groups())
+    found = re.search(rf"\bsetp\.eq\.[bsu]32\s+{name},\s*(%r\d+),\s*0;", ptx)
+    return found is not None and re.search(_LANE.format(register=re.escape(found[1])), ptx) is not None
+
+
 def made_barriers(ptx: str) -> list[tuple[Place | None, int]]:
     """Barriers in the order they are made: where, None if it cannot be told, and how many arrivals a phase takes."""
     places = _Places(ptx)

@@ -27,6 +27,7 @@ from tilestream.plan import hopper_attention
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.problem import Incoming
+from tritons import release
 
 
 def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
@@ -163,7 +164,7 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
         ],
         # Of the gate: looks at signals, pauses between them, fences before copies. Of the rest: fences of what was
         # written to shared memory before copies and multiplications read it.
-        "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
+        "looks": sass.looks(ptx),
         "naps": len(re.findall(r"\bnanosleep\.", ptx)),
         "fences": [len(re.findall(rf"\bfence\.proxy\.async\.{of}", ptx)) for of in ("global", "shared::cta")],
         "shared": kernel.metadata.shared,
@@ -212,9 +213,9 @@ def expected(made: Configuration) -> dict[str, Any]:
             "mbarrier": 4 + 2 * ordered,
         },
         # Of a consumer's warps, before each arrival. Triton 3.9 has one less.
-        "barriers": (2 if triton.__version__ >= "3.9" else 3) + ordered,
+        "barriers": (2 if release(triton.__version__) >= (3, 9) else 3) + ordered,
         # A block's chunks are waited for, and the last worker out waits too; each looks, and then naps and looks.
-        "looks": 4 * arriving,
+        "looks": (4 * arriving, 0),
         "naps": 2 * arriving,
         "fences": [int(arriving), stores + narrow],
         "shared": shared,

@@ -329,7 +329,7 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
         "stores": len(re.findall(r"\bUTMASTG", code)),
         "k_loops": sass.k_loops(code),
         # The gate's: looks at signals, pauses between them, fences before copies.
-        "looks": len(re.findall(r"\b(?:ld|atom)\.(?=\S*\.sys\b)(?=\S*\.acquire\b)", ptx)),
+        "looks": sass.looks(ptx),
         "naps": len(re.findall(r"\bnanosleep\.", ptx)),
         "fences": len(re.findall(r"\bfence\.proxy\.async\.global\b", ptx)),
         # Copies that the kernel makes: a thread's loads of a round, by their width.
@@ -392,7 +392,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         else (len(arguments.widths) - hopper.narrow(arguments.widths, 8 * size)),
         # An operand's chunks are waited for by items, and by the last worker out; each looks, and then naps and looks.
         # In arrival order, before them by who takes: that looks, and naps, in one place.
-        "looks": 4 * arriving + (plan.schedule.split == "chunks"),
+        "looks": (4 * arriving + (plan.schedule.split == "chunks"), 0),
         "naps": 2 * arriving + (plan.schedule.split == "chunks"),
         # The load warp's behind the gate; each math loop's behind its stores, where it publishes.
         "fences": row.loops if problem.publishes is not None else min(1, arriving),

@@ -37,7 +37,7 @@ def faults(found: dict) -> list[str]:
         "loops over key blocks": len(loops) == expected["key_loops"]
         and all(loop[name] == count for loop in loops for name, count in expected["key_loop"].items()),
         "barriers of a key block": all(loop["barriers"] == expected["barriers"] for loop in loops),
-        "looks at signals": found["looks"] == expected["looks"],
+        "looks at signals, each a lane's": [*found["looks"]] == [*expected["looks"]],  # tuples are lists to JSON
         "naps": found["naps"] == expected["naps"],
         "fences": found["fences"] == expected["fences"],
         # The sinks' two exponentials a row are beside the loops.
@@ -110,7 +110,8 @@ _LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "barriers": 3}
         ({"key_loops": [_LOOP, _LOOP | {"gmma": 8}]}, "loops over key blocks"),
         ({"key_loops": [_LOOP, _LOOP | {"mbarrier": 6}]}, "loops over key blocks"),
         ({"key_loops": [_LOOP, _LOOP | {"barriers": 4}]}, "barriers of a key block"),
-        ({"looks": 3}, "looks at signals"),
+        ({"looks": [3, 0]}, "looks at signals, each a lane's"),
+        ({"looks": [3, 1]}, "looks at signals, each a lane's"),
         ({"naps": 0}, "naps"),
         ({"fences": [0, 4]}, "fences"),
         ({"fences": [1, 3]}, "fences"),
@@ -126,10 +127,10 @@ def test_each_rule_is_kept(change, fault):
     right = {
         "name": "", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 800,
         "registers": [48, 120, 224, 232, 256], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4,
-        "exponentials": 200, "key_loops": [_LOOP] * 2, "looks": 4, "naps": 2, "fences": [1, 4],
+        "exponentials": 200, "key_loops": [_LOOP] * 2, "looks": [4, 0], "naps": 2, "fences": [1, 4],
         "expected": {
             "registers": [48, 120, 224, 232, 256], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": [8, 10],
-            "stores": 4, "exponentials": 196, "shared": 1000, "key_loops": 2, "barriers": 3, "looks": 4, "naps": 2,
+            "stores": 4, "exponentials": 196, "shared": 1000, "key_loops": 2, "barriers": 3, "looks": [4, 0], "naps": 2,
             "key_loop": {"gmma": 16, "in_flight": 1, "mbarrier": 4}, "fences": [1, 4],
         },
     }  # fmt: skip
