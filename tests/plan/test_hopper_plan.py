@@ -328,6 +328,7 @@ def test_what_it_does_not_have(how, why):
     [
         ({"schedule": "stream_k"}, "24 registers of the load warp's are too few for stream_k"),
         ({"arrival": Arrival.uniform(100, 10)}, "24 registers of the load warp's are too few for a gate"),
+        ({"queues": 3}, "24 registers of the load warp's are too few for queues=3"),
         ({"variant": "single"}, "one math loop has (40, 216) registers"),
         ({"tile": (64, 32)}, "it has no 64x32 tile here with registers=(24, 240)"),
     ],

@@ -104,7 +104,8 @@ def plan(
         or ``"staged"``, likewise.
     registers
         Hopper: force how registers are split: ``(40, 232)`` or ``(24, 240)`` of a thread of the load warp and of the
-        math warps, of which there are two groups; the latter for static schedules and queues, with nothing arriving.
+        math warps, of which there are two groups; the latter for static and dynamic schedules whose ``queues`` are not
+        forced, with nothing arriving.
 
     Returns
     -------

@@ -147,7 +147,7 @@ def _on_gpu(
         if variant or stages:
             why += f" with variant={variant}, stages={stages}"
         if registers:
-            no = {hopper.no_registers(problem, registers, kind, row) for kind in kinds for row in hopper.TILES
+            no = {hopper.no_registers(problem, registers, kind, queues, row) for kind in kinds for row in hopper.TILES
                   if variant in (None, row.variant)}  # fmt: skip
             why = min(no) or f"{why} with registers={registers}"
     if backend in ("hopper", "cdna"):

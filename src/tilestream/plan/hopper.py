@@ -232,10 +232,13 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     return ""
 
 
-def no_registers(problem: Problem, registers: tuple[int, int], kind: Kind, tile: Tile | None = None) -> str:
+def no_registers(
+    problem: Problem, registers: tuple[int, int], kind: Kind, queues: int | None = None, tile: Tile | None = None
+) -> str:  # fmt: skip
     """Why this kernel does not split registers so; empty if it does.
 
-    24 are enough for a load warp with a grid or with queues, on Triton 3.6, 3.7 and 3.9: the compile gate's ``slim``.
+    24 are enough for a load warp with a grid, with one queue, or with one a worker, on Triton 3.6, 3.7 and 3.9: the
+    compile gate's ``slim``.
     """
     if tile is not None and tile.loops == 1:
         return f"one math loop has {SINGLE_REGISTERS} registers" if registers != SINGLE_REGISTERS else ""
@@ -246,6 +249,8 @@ def no_registers(problem: Problem, registers: tuple[int, int], kind: Kind, tile:
         return f"{few} are too few for a gate"
     if kind == "stream_k":
         return f"{few} are too few for stream_k"
+    if queues is not None and queues > 1:
+        return f"{few} are too few for queues={queues}"
     return ""
 
 
@@ -301,7 +306,7 @@ def candidates(
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
-                if registers is not None and no_registers(problem, registers, kind, row):
+                if registers is not None and no_registers(problem, registers, kind, queues, row):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out

@@ -11,6 +11,7 @@ With one: 232 and 24; then 216 and 40.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tritons import TRITONS, check, environment, gate_rows, processes, triton
+from tritons import TRITONS, check, environment, gate_rows, processes, release, triton
 
 GATE = Path(__file__).parent / "hopper_gate.py"
 SHARED = 232448
@@ -27,10 +28,10 @@ SHARED = 232448
 SLACK = 1024
 #: Configurations of each tile, both ways round: what the plan has no candidate for is not compiled, and missed here.
 COUNTS = {
-    "cooperative 128x256": 37, "cooperative 128x224": 24, "cooperative 128x192": 78, "cooperative 128x160": 30,
-    "cooperative 128x128": 47, "cooperative 128x96": 30, "cooperative 256x192": 16, "cooperative 256x160": 16,
+    "cooperative 128x256": 37, "cooperative 128x224": 24, "cooperative 128x192": 76, "cooperative 128x160": 30,
+    "cooperative 128x128": 46, "cooperative 128x96": 30, "cooperative 256x192": 16, "cooperative 256x160": 16,
     "cooperative 256x128": 31, "cooperative 256x96": 25, "ping_pong 128x128": 17, "ping_pong 64x256": 31,
-    "cooperative 128x64": 38, "ping_pong 64x128": 92, "single 64x128": 30, "single 64x64": 36, "single 64x32": 30,
+    "cooperative 128x64": 38, "ping_pong 64x128": 90, "single 64x128": 30, "single 64x64": 36, "single 64x32": 30,
     "single 64x16": 30, "cooperative 128x32": 38, "cooperative 128x16": 38,
 }  # fmt: skip
 
@@ -40,6 +41,8 @@ def faults(found: dict) -> list[str]:
     if "error" in found:
         return [found["error"]]
     expected, loops = found["expected"], found["k_loops"]
+    # Of a consumer's warps: before a wait and an arrival, and, where x is read into registers, behind that: not by 3.9.
+    barriers = 3 if expected["narrow"] and release(found["triton"]) < (3, 9) else 2
     rules = {
         "spills": not (found["spilled"] or found["stack"] or found["local"]),
         "the assembler's notes": not found["notes"],
@@ -50,7 +53,7 @@ def faults(found: dict) -> list[str]:
         "K loops": len(loops) == expected["k_loops"] and all(x["gmma"] == expected["gmma"] for x in loops),
         "multiplications in flight": all(x["in_flight"] == expected["in_flight"] for x in loops),
         # Without fast accumulation a step waits for its product anyway.
-        "barriers of a K step": not expected["in_flight"] or all(x["barriers"] <= 2 for x in loops),
+        "barriers of a K step": not expected["in_flight"] or all(x["barriers"] <= barriers for x in loops),
         "looks at signals, each a lane's": [*found["looks"]] == [*expected["looks"]],  # tuples are lists to JSON
         "naps": found["naps"] == expected["naps"],
         "fences": found["fences"] == expected["fences"],
@@ -138,12 +141,23 @@ def seeded(python: str, seed: str, name: str, cache: Path) -> dict:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("version", ["installed", *(pytest.param(one, marks=pytest.mark.slow) for one in TRITONS)])
-@pytest.mark.parametrize("how", ["worst", "ordered"])
-def test_fewer_registers_spill_where_they_cannot_be_forced(how, version, tmp_path):
-    """By stream_k, and at a gate: what `tilestream.plan.hopper.no_registers` is for, and docs/design.md says."""
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        pytest.param(version, f"{name} nt", marks=() if version == "installed" else pytest.mark.slow)
+        for version, name in (
+            *itertools.product(
+                ("installed", *TRITONS),
+                ("cooperative 128x256 bfloat16 worst", "cooperative 128x256 bfloat16 ordered"),
+            ),
+            ("3.9.0", "ping_pong 64x128 bfloat16 stealing"),
+        )
+    ],
+)
+def test_fewer_registers_spill_where_they_cannot_be_forced(version, name, tmp_path):
+    """By stream_k, at a gate, with queues that are shared: `tilestream.plan.hopper.no_registers`, docs/design.md."""
     python = sys.executable if version == "installed" else triton(version)
-    found = seeded(python, "few registers", f"cooperative 128x256 bfloat16 {how} nt", tmp_path)
+    found = seeded(python, "few registers", name, tmp_path)
     assert set(faults(found)) == {"spills", "registers"}, found
     assert 0 < found["stack"] <= 80
 
@@ -162,7 +176,7 @@ def test_fewer_registers_spill_where_they_cannot_be_forced(how, version, tmp_pat
         ({"stores": 0}, "TMA stores"),
         ({"loads": 1}, "TMA loads"),
         ({"local": 1}, "spills"),
-        ({"k_loops": [{"gmma": 4, "barriers": 3, "in_flight": 1}] * 2}, "barriers of a K step"),
+        ({"k_loops": [{"gmma": 4, "barriers": 4, "in_flight": 1}] * 2}, "barriers of a K step"),
         ({"k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 0}] * 2}, "multiplications in flight"),
         ({"k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}]}, "K loops"),
         ({"triton": "3.9.0"}, "barriers of a K step"),
@@ -182,11 +196,11 @@ def test_each_rule_is_kept(change, fault):
         "barriers": [1, 1, 2, 2], "idle": [], "matrix_stores": 16,
         "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "looks": [4, 0], "naps": 2,
         "fences": 1,
-        "k_loops": [{"gmma": 4, "barriers": 2, "in_flight": 1}] * 2, "rounds": {"64": 11, "128": 16},
+        "k_loops": [{"gmma": 4, "barriers": 3, "in_flight": 1}] * 2, "rounds": {"64": 11, "128": 16},
         "expected": {
             "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "k_loops": 2, "gmma": 4,
             "in_flight": 1, "shared": 1000, "looks": [4, 0], "naps": 2, "fences": 1,
-            "round": {"128": 16}, "barriers": [1, 1, 2, 2], "matrix_stores": 16,
+            "round": {"128": 16}, "barriers": [1, 1, 2, 2], "matrix_stores": 16, "narrow": True,
         },
     }  # fmt: skip
     assert not faults(right)
