@@ -88,6 +88,10 @@ MOST_PARTS = 3
 #: Registers of a thread of the load warp, and of the math warps: with two math loops, of which the first is the plan's
 #: choice and the other can be forced; and with one.
 REGISTERS, SINGLE_REGISTERS = ((40, 232), (24, 240)), (40, 216)
+#: The same where an operand arrives: the gate wants more (with 40 Triton 3.6 spilled up to 24 bytes, 3.9 up to 68), and
+#: accumulators of up to `_GATED` registers leave them.
+GATED_REGISTERS, SINGLE_GATED_REGISTERS = (56, 224), (88, 168)
+_GATED = 128
 
 
 class Tile(NamedTuple):
@@ -232,6 +236,13 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     return ""
 
 
+def registers_of(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Registers of a thread of the load warp, and of the math warps, where none are asked for."""
+    if tile.loops == 1:
+        return SINGLE_GATED_REGISTERS if problem.arriving else SINGLE_REGISTERS
+    return GATED_REGISTERS if problem.arriving and tile.registers <= _GATED else REGISTERS[0]
+
+
 def no_registers(
     problem: Problem, registers: tuple[int, int], kind: Kind, queues: int | None = None, tile: Tile | None = None
 ) -> str:  # fmt: skip
@@ -241,7 +252,8 @@ def no_registers(
     compile gate's ``slim``.
     """
     if tile is not None and tile.loops == 1:
-        return f"one math loop has {SINGLE_REGISTERS} registers" if registers != SINGLE_REGISTERS else ""
+        made = registers_of(problem, tile)
+        return f"one math loop has {made} registers" if registers != made else ""
     if registers == REGISTERS[0]:
         return ""
     few = f"{registers[0]} registers of the load warp's"
@@ -323,7 +335,7 @@ def candidates(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
-                        registers=registers or (SINGLE_REGISTERS if row.loops == 1 else REGISTERS[0]),
+                        registers=registers or registers_of(problem, row),
                     )  # fmt: skip
 
 
