@@ -217,6 +217,17 @@ def test_no_stream_k_where_both_operands_arrive():
         plan(**size, **both, schedule="stream_k", backend="hopper")
 
 
+@pytest.mark.parametrize("row", TILES)
+def test_a_gate_gives_the_load_warp_registers_that_the_accumulators_leave(row):
+    how = {"variant": row.variant, "tile": (row.rows, row.columns), "kinds": ("dynamic",)}
+    made = {c.registers for c in candidates(Problem(4096, 4096, 4096, rows=CHUNKED, **BF16), **how)}
+    (load, math), consumers = made.pop(), row.loops
+    assert not made
+    assert load + consumers * math == (256 if consumers == 1 else 504), "what Triton has to give out"
+    assert load == (88 if consumers == 1 else 56 if row.registers <= 128 else 40)
+    assert all(x % 8 == 0 for x in (load, math)), "setmaxnreg counts in eights"
+
+
 @pytest.mark.parametrize("row", [row for row in hopper.TILES if row.columns in (96, 160, 192, 224, 128, 256)], ids=str)
 def test_where_operands_arrive_the_load_warp_has_no_registers_for_all_of_it(row):
     one, both = (
