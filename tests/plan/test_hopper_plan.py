@@ -224,7 +224,7 @@ def test_a_gate_gives_the_load_warp_registers_that_the_accumulators_leave(row):
     (load, math), consumers = made.pop(), row.loops
     assert not made
     assert load + consumers * math == (256 if consumers == 1 else 504), "what Triton has to give out"
-    assert load == (88 if consumers == 1 else 56 if row.registers <= 128 else 40)
+    assert load == (72 if consumers == 1 else 56 if row.registers <= 128 else 40)
     assert all(x % 8 == 0 for x in (load, math)), "setmaxnreg counts in eights"
 
 

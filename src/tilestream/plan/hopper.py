@@ -90,7 +90,7 @@ MOST_PARTS = 3
 REGISTERS, SINGLE_REGISTERS = ((40, 232), (24, 240)), (40, 216)
 #: The same where an operand arrives: the gate wants more (with 40 Triton 3.6 spilled up to 24 bytes, 3.9 up to 68), and
 #: accumulators of up to `_GATED` registers leave them.
-GATED_REGISTERS, SINGLE_GATED_REGISTERS = (56, 224), (88, 168)
+GATED_REGISTERS, SINGLE_GATED_REGISTERS = (56, 224), (72, 184)
 _GATED = 128
 
 
