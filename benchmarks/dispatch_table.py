@@ -6,8 +6,7 @@ Writes the entries of ``src/tilestream/distributed/table.json``, all of them fro
 its rates. Of each shape the form that took least counts; one in more chunks has to be faster by `WORTH`, and so has any
 fused form beside NCCL and the faster matmul behind it: what is as fast without is simpler, and holds no memory.
 Of an all-reduce that is not fused torch's own matmul is taken where it is the faster by `LIBRARY`. Rows of another day
-than their record say so. ``--check`` writes nothing, and fails where the table is not what the
-records say.
+than their record say so. ``--check`` writes nothing, and fails where the table is not what the records say.
 """
 
 from __future__ import annotations
@@ -74,6 +73,11 @@ def taken(op: str, ms: dict[str, float]) -> float:
     return min(ms[name] for name in ms if name.startswith("fused ") and form(name) == made_of)
 
 
+def shape_of(row: dict[str, Any]) -> str:
+    """``MxNxK``, of a row of a record."""
+    return f"{row['m']}x{row['n']}x{row['k']}"
+
+
 def entries(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries that a record makes, one a shape class.
 
@@ -101,7 +105,7 @@ def entries(record: dict[str, Any]) -> list[dict[str, Any]]:
         }  # fmt: skip
         other = made.setdefault((case.op, case.shape_class), entry)
         if any(other.get(name) != entry.get(name) for name in Decided._fields):
-            raise ValueError(f"{row['op']} {row['m']}x{row['n']}x{row['k']}: {entry}, and of the same class {other}")
+            raise ValueError(f"{row['op']} {shape_of(row)}: {entry}, and of the same class {other}")
     return list(made.values())
 
 

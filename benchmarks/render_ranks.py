@@ -12,7 +12,7 @@ from statistics import mean, median
 from typing import Any
 
 import render_reduce
-from dispatch_table import Decided, decided, taken
+from dispatch_table import Decided, decided, shape_of, taken
 from floors import PEERS, Judged, floor_of, judged
 from gemm_shapes import geomean
 from render_gemm import table
@@ -111,11 +111,6 @@ def _cells(row: dict[str, Any], told: Judged) -> list[str]:
         f"{told.best / fused[fastest]:.3f}" if fused else "-", told.why or f"{told.win:.2f}",
         " / ".join(f"{host[name]:.2f}" if name in host else "-" for name in ("nccl + mm", "ours")),
     ]  # fmt: skip
-
-
-def shape_of(row: dict[str, Any]) -> str:
-    """``MxNxK``."""
-    return f"{row['m']}x{row['n']}x{row['k']}"
 
 
 def _means(found: Found) -> str:

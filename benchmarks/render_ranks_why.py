@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from dispatch_table import shape_of
+
 _FEW = "Next: parts of so few rows pushed by the kernel itself, which needs no stream to wait"
 #: By ranks, op and shape. Fields are those of a row's ``ms``, with ``_`` for what is no letter.
 WHY: dict[tuple[int, str, str], str] = {
@@ -44,7 +46,7 @@ WHY: dict[tuple[int, str, str], str] = {
 
 def why(data: dict[str, Any], row: dict[str, Any]) -> str:
     """The words for a row, with its figures."""
-    words = WHY.get((data["world"], row["op"], f"{row['m']}x{row['n']}x{row['k']}"))
+    words = WHY.get((data["world"], row["op"], shape_of(row)))
     if words is None:
         return "Not looked into."
     fields = {"_".join(name.replace("+", "").split()): f"{ms:.3f}" for name, ms in row["ms"].items()}

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dispatch_table import by_library, decided, taken
+from dispatch_table import by_library, decided, shape_of, taken
 from gemm_shapes import geomean
 from render_gemm import table
 
@@ -47,7 +47,7 @@ def reduced(data: Record) -> str:
         ms, host, made = row["ms"], row["host ms"], taken(row["op"], row["ms"])
         unfused = f"NCCL, {'mm' if by_library(row['op'], ms) else 'ours'}"
         cells.append([
-            f"{row['m']}x{row['n']}x{row['k']}", *(f"{1e3 * ms[name]:.1f}" if name in ms else "-" for name in FORMS),
+            shape_of(row), *(f"{1e3 * ms[name]:.1f}" if name in ms else "-" for name in FORMS),
             "fused" if decided(ms).fused else unfused, f"{ms['nccl + mm'] / made:.3f}",
             f"{min(ms[name] for name in _PEERS if name in ms) / made:.3f}",
             " / ".join(f"{host[name]:.2f}" if name in host else "-" for name in ("nccl + mm", "fused 1")),

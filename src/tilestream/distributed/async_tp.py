@@ -82,12 +82,8 @@ class AsyncTP:
         with self._lock:
             site = self._sites.get((op, what))
             if site is None:
-                fused, why = False, plan
-                if not isinstance(plan, str):
-                    made = plan()
-                    fused = made.fused
-                    why = made.decision.why if fused else "; ".join(refusal.why for refusal in made.refused)
-                site = self._sites[op, what] = Site(op, what, 0, fused, str(why))
+                fused, why = (False, plan) if isinstance(plan, str) else _said(plan())
+                site = self._sites[op, what] = Site(op, what, 0, fused, why)
             site.calls += 1
 
     def __enter__(self) -> AsyncTP:
@@ -97,6 +93,11 @@ class AsyncTP:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _said(plan: DistributedPlan) -> tuple[bool, str]:
+    """Whether it is fused, and why, or why not."""
+    return plan.fused, plan.decision.why if plan.fused else "; ".join(refusal.why for refusal in plan.refused)
 
 
 #: Why a sum is torch's product, and then the group's reduce-scatter.
@@ -181,7 +182,15 @@ def _theirs(name: str, x: torch.Tensor) -> Callable[..., Any]:
     """Torch's own implementation: on a GPU the fused one, else that of plain collectives."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    found: Callable[..., Any] = getattr(symmetric, f"_{name}" if x.is_cuda else f"_{name}_fallback")
+    found: Callable[..., Any] = getattr(symmetric, f"_{name}") if x.is_cuda else _plain(name)
+    return found
+
+
+def _plain(name: str) -> Callable[..., Any]:
+    """Torch's own, of plain collectives."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    found: Callable[..., Any] = getattr(symmetric, f"_{name}_fallback")
     return found
 
 
@@ -265,11 +274,9 @@ def _scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, scatter_dim: int,
     if a.is_meta:
         return a.new_empty(_part([*a.shape[:-1], b.shape[1]], scatter_dim, group_name))
     if _is_last(a.dim(), scatter_dim):
-        from torch.distributed import _symmetric_memory as symmetric
-
         handle._count("fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim), _COLUMNS)
-        fallback: Callable[..., torch.Tensor] = symmetric._fused_matmul_reduce_scatter_fallback
-        return fallback(a, b, reduce_op, scatter_dim, group_name)
+        columns: torch.Tensor = _plain("fused_matmul_reduce_scatter")(a, b, reduce_op, scatter_dim, group_name)
+        return columns
     group = resolve(group_name)
     handle._count(
         "fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim),
@@ -307,14 +314,12 @@ def _scaled_scatter(
     if a.is_meta:
         return a.new_empty(_part([*output_shape[:-1], b.shape[1]], orig_scatter_dim, group_name), dtype=out_dtype)
     if _is_last(len(output_shape), orig_scatter_dim):
-        from torch.distributed import _symmetric_memory as symmetric
-
         handle._count("fused_scaled_matmul_reduce_scatter", _shapes(a, [b], orig_scatter_dim), _COLUMNS)
-        fallback: Callable[..., torch.Tensor] = symmetric._fused_scaled_matmul_reduce_scatter_fallback
-        return fallback(
+        columns: torch.Tensor = _plain("fused_scaled_matmul_reduce_scatter")(
             a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name,
             output_shape, bias, result_scale, out_dtype, use_fast_accum,
         )  # fmt: skip
+        return columns
     group = resolve(group_name)
     rows = a.reshape(*output_shape[:-1], a.shape[-1])
     scale = a_scale if a_scale.numel() == 1 else a_scale.reshape(*output_shape[:-1], 1)

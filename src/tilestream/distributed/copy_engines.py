@@ -73,17 +73,13 @@ class _Opening:
         self.epoch, self.seconds = epoch, seconds
         self._shards, self._signals = shards, signals
         self.begun = time.perf_counter()
-        #: Once its stream was let go: chunks of ranks that had not come. What kernels made of them is no number.
+        #: Once its stream was let go: ranks that had not come. What kernels made of their rows is no number.
         self.missing: list[int] | None = None
-
-    def chunks_of(self, ranks: Sequence[int]) -> list[int]:
-        """All of these ranks."""
-        return [part.chunk for rank in ranks for part in self._shards.of_rank(rank)]
 
     def timeout(self, op: str, rank: int, waited: float) -> ArrivalTimeout:
         """What is raised later where a rank has not come; no kernel has reported it."""
         assert self._signals.whose is not None
-        chunk = self.chunks_of([rank])[0]
+        chunk = next(self._shards.of_rank(rank)).chunk
         here, whose = self._signals.whose(chunk)
         return ArrivalTimeout(op, 0, chunk, "the first that reads it", waited, self.seconds, here, whose)
 
@@ -168,7 +164,6 @@ class Gatherer(Turns):
         except BaseException as error:  # half a call: what the peers wait for may never come
             self._half(error)
             self._end(epoch, overrule, calling)  # and a side stream that waits for them is let go
-            self._opened()
             raise
         self._without_kernel[epoch] = signals, seconds
         signals.apart = apart
@@ -181,22 +176,13 @@ class Gatherer(Turns):
                     self._place(whole, shard.data)
         finally:  # without a kernel, too: the peers get their rows
             signals.apart = None  # the caller's tensor is his again
-            self._end(epoch, overrule, calling)
-            missing = self._opened()
-        for chunk in missing:
-            rank = shards.rank_of(chunk)
-            first, rows = shards.place(rank, next(part for part in shards.of_rank(rank) if part.chunk == chunk))
-            for x in outs:
-                x[first : first + rows].fill_(math.nan)
+            missing = self._end(epoch, overrule, calling)
+        for rank in missing:
+            for out in outs:
+                out.view(*shards.shape[:-1], out.shape[-1])[:, rank].fill_(math.nan)
             if whole is not None:
-                _fill_nan(whole.view(shards.total, shards.width)[first : first + rows])
+                _fill_nan(whole[:, rank])
         return outs
-
-    def _opened(self) -> list[int]:
-        """All of the call is in its streams: the watchdog knows it as one under way. Returns the chunks it lacks."""
-        with self._lock:
-            opening, self._opening = self._opening, None
-        return [] if opening is None else opening.missing or []
 
     def _apart(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> Apart:
         """The own rows where the caller has them; a launch that reads them in the slot has them copied there."""
@@ -214,12 +200,15 @@ class Gatherer(Turns):
         for into, source in zip(whole[:, self._rank], mine, strict=True):
             copy(into, source)
 
-    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream) -> None:
-        """What comes behind the kernel."""
+    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream) -> list[int]:
+        """What comes behind the kernel. Returns the ranks that were given up before all of the call was issued."""
         kernel, done = _mark(calling), _mark(self._side)
         answer(p.finish(epoch), {p.AwaitSide: lambda op: calling.wait_event(done)})
         end = _mark(calling)
         self.issued(Underway(epoch, overrule, kernel, end, end, epoch))
+        with self._lock:  # the watchdog knows it as one under way by now
+            opening, self._opening = self._opening, None
+        return [] if opening is None else opening.missing or []
 
     def _publish(
         self, epoch: int, shards: Shards, shard: Whole, slot: Whole, calling: torch.cuda.Stream, from_slot: bool
@@ -350,7 +339,7 @@ class Gatherer(Turns):
             with self._lock:
                 if self._opening is not opening:
                     return  # under way by now, and looked after as such
-                opening.missing = opening.chunks_of(late)
+                opening.missing = late
             if error is not None:
                 channel(self.device).post(error)
         for peer in p.peers(self._rank, self._world):

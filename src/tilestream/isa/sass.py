@@ -92,21 +92,7 @@ def loop_counts(body: list[str]) -> dict[str, Any]:
     return {"instructions": len(body), **{name: count for name, count in counts.items() if count}}
 
 
-# Barriers in shared memory, as PTX has them ------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """Where something lies in shared memory: ``at`` bytes, and as many more as a register says where ``indexed``."""
-
-    at: int
-    indexed: bool
-
-
-_BARRIER_BYTES = 8
-#: What addresses a thread's share of shared memory by itself; `stmatrix` and `ldmatrix` a row of 16 bytes.
-_ACCESS = re.compile(r"\b((?:ld|st|atom|red|stmatrix|ldmatrix|cp\.async)\b[\w.:]*\.shared[\w.:]*)\s+([^;]*);")
-_DEFINED = re.compile(r"(?m)^\s*(@\S+\s+)?([a-z][\w.:]*)\s+(%\w+|\{[^}]*\})\s*,\s*([^;]*);")
-
+# Looks at signals, as PTX has them -----------------------------------------------------------------------------------
 
 #: A load, or an atomic operation, that acquires at system scope, with the predicate that it stands under.
 _LOOK = re.compile(r"(?:@(%p\d+)\s+)?\b(?:ld|atom)\.(?=\S*\bsys\b)(?=\S*\bacquire\b)")
@@ -132,6 +118,22 @@ def _of_one_lane(ptx: str, predicate: str) -> bool:
         return any(_of_one_lane(ptx, one) for one in both.groups())
     found = re.search(rf"\bsetp\.eq\.[bsu]32\s+{name},\s*(%r\d+),\s*0;", ptx)
     return found is not None and re.search(_LANE.format(register=re.escape(found[1])), ptx) is not None
+
+
+# Barriers in shared memory, as PTX has them ------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where something lies in shared memory: ``at`` bytes, and as many more as a register says where ``indexed``."""
+
+    at: int
+    indexed: bool
+
+
+_BARRIER_BYTES = 8
+#: What addresses a thread's share of shared memory by itself; `stmatrix` and `ldmatrix` a row of 16 bytes.
+_ACCESS = re.compile(r"\b((?:ld|st|atom|red|stmatrix|ldmatrix|cp\.async)\b[\w.:]*\.shared[\w.:]*)\s+([^;]*);")
+_DEFINED = re.compile(r"(?m)^\s*(@\S+\s+)?([a-z][\w.:]*)\s+(%\w+|\{[^}]*\})\s*,\s*([^;]*);")
 
 
 def made_barriers(ptx: str) -> list[tuple[Place | None, int]]:
