@@ -46,11 +46,6 @@ def check(found: list[dict], wanted: int | list[str], faults: Callable[[dict], l
     assert not broken, f"{len(broken)} of {len(found)}, such as {list(broken.items())[:3]}"
 
 
-def release(version: str) -> tuple[int, ...]:
-    """``"3.10.0+git"`` as ``(3, 10)``, to be compared."""
-    return tuple(map(int, version.split(".")[:2]))
-
-
 def processes() -> str:
     """How many processes a gate that asks may use."""
     return str(min(os.cpu_count() or 1, 4))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 
+from releases import release
 from tilestream.arrival.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
@@ -27,7 +28,6 @@ from tilestream.plan import hopper_attention
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.problem import Incoming
-from tritons import release
 
 
 def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from tritons import TRITONS, check, environment, gate_rows, processes, release, triton
+from releases import release
+from tritons import TRITONS, check, environment, gate_rows, processes, triton
 
 GATE = Path(__file__).parent / "hopper_gate.py"
 SHARED = 232448
