@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import nothing, reciprocal, settled
-from tilestream.kernels.hopper.attention_softmax import LOG2_E, softmax
+from tilestream.kernels.hopper.attention_softmax import LOG2_E, sees, softmax
 from tilestream.kernels.portable.epilogue import power_of_2
 
 #: Keys that a lane has of an operand of P V: as many neighbours as it has of the scores.
@@ -36,13 +36,7 @@ def masked(
     BLOCK: gl.constexpr = scores.shape[1]
     position = first_query + (gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()) // PACK
     key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, MATH))
-    if RIGHT:
-        seen = key[None, :] < gl.minimum(position + until, keys)[:, None]
-    else:
-        seen = (key < keys)[None, :]
-    if LEFT:
-        seen = seen & (key[None, :] >= (position + since)[:, None])
-    return gl.where(seen, scores, float("-inf"))
+    return gl.where(sees(position, key, keys, until, since, LEFT, RIGHT), scores, float("-inf"))
 
 
 @gluon.constexpr_function

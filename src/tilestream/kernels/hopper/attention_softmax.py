@@ -35,6 +35,18 @@ def is_lean(block, columns, busy):
 
 
 @gluon.jit
+def sees(position, key, keys, until, since, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Which of these positions sees which of these keys, in the sense of `masked`."""
+    if RIGHT:
+        seen = key[None, :] < gl.minimum(position + until, keys)[:, None]
+    else:
+        seen = (key < keys)[None, :]
+    if LEFT:
+        seen = seen & (key[None, :] >= (position + since)[:, None])
+    return seen
+
+
+@gluon.jit
 def masked(scores, position, first_key, keys, until, since, BLOCK: gl.constexpr, LEFT: gl.constexpr,
            RIGHT: gl.constexpr, LEAN: gl.constexpr):  # fmt: skip
     """Scores of a key block, -inf where a row does not see the key. After capping, which would make that -1.
@@ -56,13 +68,7 @@ def masked(scores, position, first_key, keys, until, since, BLOCK: gl.constexpr,
         if LEFT:
             seen = seen & (column >= (position + since)[:, None] - apart)
     else:
-        key = first_key + column
-        if RIGHT:
-            seen = key[None, :] < gl.minimum(position + until, keys)[:, None]
-        else:
-            seen = (key < keys)[None, :]
-        if LEFT:
-            seen = seen & (key[None, :] >= (position + since)[:, None])
+        seen = sees(position, first_key + column, keys, until, since, LEFT, RIGHT)
     return gl.where(seen, scores, float("-inf"))
 
 
