@@ -244,7 +244,7 @@ def test_a_rank_that_does_not_come_to_a_sum_where_launches_block():
         pool.close()
     assert works
     assert late[1].startswith("GroupBroken"), late
-    assert first.startswith("ArrivalTimeout: matmul_reduce_scatter: rank 0"), first
+    assert first.startswith("ArrivalTimeout: matmul_reduce_scatter: rank 1's part of the sum"), first
     assert second.startswith("GroupBroken"), second
 
 
