@@ -1,4 +1,4 @@
-"""Ops over several nodes, made of one host's GPUs: 2 x 2 of four GPUs, with NCCL between nodes.
+"""Ops over several nodes, made of one host's GPUs: 2 x 4 of eight, or 2 x 2 of four, with NCCL between nodes.
 
 Where there are fewer, the nodes share them: rank r is on GPU r modulo their number, so that a node's ranks have a GPU
 each where there are two. Two ranks of one GPU are in no NCCL group, so it is gloo between nodes then, through the CPU:
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from pool import Pool
 
 GPUS = torch.cuda.device_count()
-NODES, WORLD = 2, 4
+NODES, WORLD = 2, 8 if GPUS >= 8 else 4
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -55,7 +55,8 @@ def sums(form):
 @pytest.mark.parametrize("form", ["fused", "unfused"])
 def test_gathers_what_one_node_would(ranks, form):
     said = ranks.run(WORLD, jobs.gathers, NODES, list(gathers(form)), bound=240, seconds=60)
-    assert all(text.startswith("all_gather_matmul, 2 nodes of 2 ranks on sm_") for text in said), said[0]
+    start = f"all_gather_matmul, {NODES} nodes of {WORLD // NODES} ranks on sm_"
+    assert all(text.startswith(start) for text in said), said[0]
     assert all("MB through the NIC" in text for text in said), said[0]
     if GPUS > 1:
         assert all("fused: transfer and matmul overlap, by symmetric memory" in text for text in said), said[0]
