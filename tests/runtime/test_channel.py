@@ -219,6 +219,35 @@ def test_what_the_host_has_found_is_raised_once_in_order():
     ours.check()
 
 
+class TestOneFailure:
+    """What the host has found, and a kernel may report too."""
+
+    def test_of_which_the_kernel_has_reported_is_that(self, ring):
+        ring.channel.post(ValueError("the host's"), key=3)
+        ring.report(key=3)
+        with pytest.raises(ts.ArrivalTimeout):
+            ts.check()
+        ts.check()
+
+    def test_of_which_the_kernel_reports_later_is_the_hosts(self, ring):
+        ring.channel.post(ValueError("the host's"), key=3)
+        with pytest.raises(ValueError, match="the host's"):
+            ts.check()
+        ring.report(key=3)
+        ts.check()
+        ring.report(key=4)
+        with pytest.raises(ts.ArrivalTimeout):
+            ts.check()
+
+    def test_of_which_a_launch_before_has_reported_is_the_hosts_all_the_same(self, ring):
+        ring.report(key=3)
+        with pytest.raises(ts.ArrivalTimeout):
+            ts.check()
+        ring.channel.post(ValueError("the host's"), key=3, since=1)
+        with pytest.raises(ValueError, match="the host's"):
+            ts.check()
+
+
 class TestHeard:
     """What a host asks that must not go on where a launch of its own has given up."""
 

@@ -69,8 +69,8 @@ class _Opening:
     kernel of this call need be running then that would have a deadline.
     """
 
-    def __init__(self, epoch: int, shards: Shards, signals: PeerSignals, seconds: float) -> None:
-        self.epoch, self.seconds = epoch, seconds
+    def __init__(self, epoch: int, shards: Shards, signals: PeerSignals, seconds: float, heard: int) -> None:
+        self.epoch, self.seconds, self.heard, self.key = epoch, seconds, heard, signals.key
         self._shards, self._signals = shards, signals
         self.begun = time.perf_counter()
         #: Once its stream was let go: ranks that had not come. What kernels made of their rows is no number.
@@ -157,7 +157,7 @@ class Gatherer(Turns):
             apart = None if from_slot else self._apart(shards, shard.data, slot.data)
             self._publish(epoch, shards, shard, slot, calling, from_slot)
             if way == "pull":
-                self._opening = _Opening(epoch, shards, signals, seconds)
+                self._opening = _Opening(epoch, shards, signals, seconds, self._heard)
                 self._watchdog.wake()
             # Before the kernel: where launches block (CUDA_LAUNCH_BLOCKING) it waits for what is issued already.
             self._travel(epoch, shards, shard, slot, way)
@@ -341,7 +341,7 @@ class Gatherer(Turns):
                     return  # under way by now, and looked after as such
                 opening.missing = late
             if error is not None:
-                channel(self.device).post(error)
+                channel(self.device).post(error, opening.key, opening.heard)  # a kernel of it may be running
         for peer in p.peers(self._rank, self._world):
             self.words.let_go(peer, opening.epoch)
 

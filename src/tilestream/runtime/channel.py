@@ -40,7 +40,9 @@ class Channel:
             torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
         self._words = _Words.from_address(self.records.data_ptr())
         self._raised = 0
-        self._posted: collections.deque[BaseException] = collections.deque()
+        self._posted: collections.deque[tuple[BaseException, int | None, int]] = collections.deque()
+        #: Keys of signals of whose launch a posted error has told.
+        self._told: set[int] = set()
         self._lock = threading.Lock()
 
     @property
@@ -97,15 +99,24 @@ class Channel:
         """Raise the oldest record that was not raised yet; then what was posted."""
         while self.pending:
             record = self.take()
-            error = None if record is None else record.error()
+            error = None if record is None or record.key in self._told else record.error()
             if error is not None:
                 raise error
-        if self._posted:
-            raise self._posted.popleft()
+        while self._posted:
+            error, key, since = self._posted.popleft()
+            if key is not None:
+                if self.heard(since, {key})[1]:
+                    continue
+                self._told.add(key)
+            raise error
 
-    def post(self, error: BaseException) -> None:
-        """Have ``error`` raised as a kernel's report is: where the host has found what no kernel waits for."""
-        self._posted.append(error)
+    def post(self, error: BaseException, key: int | None = None, since: int = 0) -> None:
+        """Have ``error`` raised as a kernel's report is: where the host has found what no kernel waits for.
+
+        ``key``: of signals that a kernel may wait for all the same. What it has reported since record ``since`` is
+        raised then and not this, or this and not that: one failure is raised once.
+        """
+        self._posted.append((error, key, since))
 
 
 _lock = threading.Lock()
