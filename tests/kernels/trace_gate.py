@@ -56,7 +56,7 @@ PORTABLE = (
 
 #: Of attention: on Hopper by name, as `hopper_attention_gate` has them; of the portable kernel as `attention_gate` has.
 HOPPER_ATTENTION = (
-    "128-128 causal apart 2x128", "64-64 full turns 3x64", "128-128 arriving turns 2x128", "256-256 worst turns 2x32",
+    "128-128 causal apart 2x128", "64-64 full turns 3x128", "128-128 arriving turns 2x128", "256-256 worst turns 2x32",
 )  # fmt: skip
 PORTABLE_ATTENTION = ("bfloat16 128 128x64 causal", "bfloat16 128 128x64 arriving")
 

@@ -111,7 +111,7 @@ def test_every_head_has_a_tile_that_fits(dims, more):
         columns = policy.columns_of(problem)
         # Scores, their weights, and the accumulator, in a thread's registers beside what else it needs.
         held = block // 2 + block // 4 + columns // 2
-        assert held <= (160 if consumers == 3 else 232) - 40
+        assert held <= (160 if consumers == 3 else 232) - 32
         queries = policy.queries_of(problem, consumers, block, one.stages, H100.shared)
         assert policy.shared_bytes(problem, consumers, block, one.stages, queries) <= H100.shared
         assert one.stages >= 2
@@ -180,13 +180,14 @@ def test_more_operations_cost_more():
     assert 450e12 < rate < 800e12
 
 
-@pytest.mark.parametrize("length", [512, 2048, 16384])
+@pytest.mark.parametrize("length", [1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("causal", [False, True])
 def test_of_64_columns_the_tile_that_was_measured_faster(length, causal):
-    # Or as fast: full, of 16k, three consumers were faster by 2 %.
+    # Of 512, full, both are as fast.
     problem = AttentionProblem(16384 // length, 32, 32, length, length, 64, causal=causal)
-    assert plan(problem).block == (128, 128)
-    assert plan(problem).variant == "apart"
+    three = not causal or length >= 8192
+    assert plan(problem).block == (192 if three else 128, 128)
+    assert plan(problem).variant == ("turns" if three else "apart")
 
 
 def test_a_variant_is_one_that_there_is():

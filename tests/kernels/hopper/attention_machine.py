@@ -30,6 +30,7 @@ from tilestream.kernels.hopper import attention_load as load_text
 from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
+from tilestream.kernels.hopper import queues as queues_text
 from tilestream.kernels.portable import attention_list as list_text
 from tilestream.kernels.portable import epilogue as portable_text
 from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, KeyGate
@@ -38,10 +39,10 @@ from tilestream.schedule import integers, raster, ring
 
 #: What of the kernel is run as it stands.
 TEXTS = (
-    text.attend, text.math_loop, text.math_step, text.start_scores, text.settled, text.as_operand, text.store_strip,
+    text.attend, text.math_loop, text.math_step, text.start_scores, text.settled, text.store_strip,
     convert_text.convert_loop,
-    load_text.load_loop, load_text.load_block, load_text.item_of, load_text.place,
-    softmax_text.softmax, softmax_text.sees, softmax_text.masked, softmax_text.finished, softmax_text.capped,
+    load_text.load_loop, load_text.load_block, load_text.load_values, load_text.item_of, load_text.place,
+    softmax_text.softmax, softmax_text.masked, softmax_text.finished, softmax_text.capped,
     list_text.rows_of, list_text.place_of, portable_text.sigmoid,
 )  # fmt: skip
 _SECONDS = 60
@@ -89,11 +90,14 @@ class Machine:
             gate, counters = KeyGate(*[0] * len(KeyGate._fields)), 0
         filled = arguments.fill((*maps, *given, counters, None, 0, 0, *arguments.scales(scale)), gate)
         self.arguments = dict(zip(text.attend.arg_names, filled, strict=True))
+        #: Whether a ticket has been asked for and not told.
+        self.asked = False
         #: What items were told by first: their key blocks and one more, 0 for STOP.
         self.told: list[int] = []
         names["attend"](*[Integer(x) if type(x) is int else x for x in filled])
         self.logs: list[list[tuple[Any, ...]]] = [[] for _ in self.loops]
         self.run()
+        assert not self.asked
 
     # Threads ----------------------------------------------------------------------------------------------------------
 
@@ -173,12 +177,12 @@ class Machine:
         )  # fmt: skip
         tl = SimpleNamespace(
             cast=lambda value, _: Integer(value) if isinstance(value, int) else Real(value), int32=None,
-            float32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
+            int64=None, float32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
             where=lambda condition, x, y: Integer(x if condition else y),
         )  # fmt: skip
         return {
             "gl": gl, "tl": tl, "range": range, "len": len, "ROWS": text.ROWS.value, "ITEMS": text.ITEMS.value,
-            "BEYOND": load_text.BEYOND.value, "LANES": softmax_text.LANES.value, "is_lean": softmax_text.is_lean.fn,
+            "BEYOND": load_text.BEYOND.value, "LANES": softmax_text.LANES.value,
             "LOG2_E": softmax_text.LOG2_E.value, "LN_2": softmax_text.LN_2.value,
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
             "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": self.fence,
@@ -187,7 +191,10 @@ class Machine:
             "in_blocks": lambda stages, rows, columns: stages.blocks(rows, columns),
             "HEIGHT": convert_text.HEIGHT.value, "WIDTH": convert_text.WIDTH.value,
             "mma_layout": lambda *_: None,
-            "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait, "take": self.take,
+            "carried": lambda weights, _, dtype, __: weights.to(dtype), "as_operand": lambda p, *_: p,
+            "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait,
+            "take": self.take, "ask": self.ask, "told": "told", "add": "add", "look": None,
+            "EARLY": queues_text.EARLY.value,
             "enter": lambda *_: None, "leave": lambda *_: None, "put": self.put, "get": self.get,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "make_barriers": self.make_barriers, "make_slots": dict, "step": ring.step,
@@ -302,7 +309,14 @@ class Machine:
         found = tuple(x.value if isinstance(x, Product) else x for x in tensors)
         return found if len(found) > 1 else found[0]
 
+    def ask(self, *_: object) -> Integer:
+        assert not self.asked, "each ticket that is asked for is looked at"
+        self.asked = True
+        return Integer(0)
+
     def take(self, *given: Any) -> tuple[Any, ...]:
+        assert self.asked == (given[-2] == "told"), "a ticket is asked for before it is told"
+        self.asked = False
         num_m, num_n, group, order = given[11], given[12], given[18], given[28]
         if not self.positions:
             return (Integer(0), *[Integer(7)] * 14)  # what a void ticket says is of no account

@@ -57,7 +57,7 @@ def test_a_sample_compiles_as_it_should(tmp_path):
 
 SEEDED = """
 import json, sys, hopper_attention_gate as gate
-made = next(gate.configurations("64-64 full turns 3x64"))
+made = next(gate.configurations("64-64 full turns 3x128"))
 options, filled = gate.fill(made.plan, gate.layout_of(made.plan.problem))
 names = gate.attend.arg_names
 given = dict(zip(names, filled))

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import nothing, reciprocal, settled
-from tilestream.kernels.hopper.attention_softmax import LOG2_E, sees, softmax
+from tilestream.kernels.hopper.attention_softmax import LOG2_E, softmax
 from tilestream.kernels.portable.epilogue import power_of_2
 
 #: Keys that a lane has of an operand of P V: as many neighbours as it has of the scores.
@@ -21,6 +21,18 @@ KEYS: gl.constexpr = gl.constexpr(4)
 def capped(scores, inner):
     """``tanh(inner * scores)``: the cap itself is in the scale."""
     return 1.0 - 2.0 * reciprocal(1.0 + power_of_2(2.0 * LOG2_E * inner * scores))
+
+
+@gluon.jit
+def sees(position, key, keys, until, since, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Which positions see which keys, by the rule of `tilestream.kernels.hopper.attention_softmax.masked`."""
+    if RIGHT:
+        seen = key[None, :] < gl.minimum(position + until, keys)[:, None]
+    else:
+        seen = (key < keys)[None, :]
+    if LEFT:
+        seen = seen & (key[None, :] >= (position + since)[:, None])
+    return seen
 
 
 @gluon.jit

@@ -28,12 +28,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.kernels.hopper.compat import boxes, device, tma_load
 from tilestream.kernels.hopper.gate import Watch, fenced
+from tilestream.kernels.hopper.queues import EARLY, ask, told
 from tilestream.kernels.hopper.ring import ITEMS, put, step
 from tilestream.kernels.portable.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
 from tilestream.kernels.portable.attention_list import place_of, rows_of
 from tilestream.kernels.portable.clock import present
 from tilestream.kernels.portable.gate import is_over
-from tilestream.kernels.portable.schedule import LINE, cdiv, enter, leave, longest_first, take
+from tilestream.kernels.portable.schedule import LINE, add, cdiv, enter, leave, longest_first, look, take
 from tilestream.kernels.portable.spans import begin_span, chunk_span, ready_span
 from tilestream.schedule import attention
 
@@ -76,7 +77,7 @@ def place(batch, origin, length, first, head, column, RAGGED: gl.constexpr):
 
 @gluon.jit
 def load_block(
-    tensor_map, bar, stages, stage, batch, origin, keys, first, head, pages, page_rows,
+    tensor_map, bar, stages, stage, batch, origin, keys, first, head, table, table_stride, page_rows,
     BLOCK: gl.constexpr, COLUMNS: gl.constexpr, PAGE: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a key block, of K or of V, into a stage.
@@ -92,6 +93,7 @@ def load_block(
         length = keys
         if PAGE:
             # A page that holds none of the keys is not in the table: nothing of the one before it is copied then.
+            pages = table + batch.to(gl.int64) * table_stride
             page = gl.load(pages + gl.minimum(row, keys - 1) // PAGE)
             origin = page * page_rows
             length = gl.minimum(gl.maximum(keys - row + row % PAGE, 0), PAGE)
@@ -99,6 +101,25 @@ def load_block(
         for j in gl.static_range(WIDE):
             at = place(batch, origin, length, row, head, j * WIDTH, RAGGED)
             tma_load(tensor_map, at, bar, stages.index((stage * WIDE + j) * HIGH + i))
+
+
+@gluon.jit
+def load_values(
+    v_map, v_full, v_empty, v_boxes, stage, phase, over, batch, origin, keys, first, head, table, table_stride,
+    page_rows, BYTES: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    PAGE: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Values of a key block into the next stage, or nothing, where the launch is ``over``. Where the next one is."""
+    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    if over != 0:
+        mbarrier.arrive(v_full.index(stage))
+    else:
+        mbarrier.expect(v_full.index(stage), BYTES)
+        load_block(
+            v_map, v_full.index(stage), v_boxes, stage, batch, origin, keys, first, head, table, table_stride,
+            page_rows, BLOCK, COLUMNS, PAGE, RAGGED,
+        )  # fmt: skip
+    return step(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -218,11 +239,21 @@ def load_loop(
     ticket, source, stage, phase, v_stage, v_phase = zero, zero, zero, zero, zero, zero
     slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one
+    # The stage of an item's last values comes free late, so the next item is taken before that, by a ticket that was
+    # asked for before. There are no registers for that with pages and where rows are cut off at the left too, nor at
+    # a gate for the ticket.
+    AHEAD: gl.constexpr = not (PAGE or LEFT)
+    ASKS: gl.constexpr = AHEAD and KIND == "dynamic" and KEYS == "none"
+    late, v_batch, v_origin, v_keys, v_head, v_first = zero, zero, zero, zero, zero, zero
+    asked = tl.cast(0, tl.int64)
+    if ASKS:
+        asked = ask(counters, zero, one)
     while found != 0:
         found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
             worker, workers, ticket, source, zero, zero, zero,
             counters, base, one, one, num_m, num_n, one, tiles, zero, zero, None, group, zero, one, zero,
-            None, zero, zero, KIND, "items", False, ORDER, False, False,
+            None, zero, zero, KIND, "items", False, ORDER, False, False, asked,
+            told if ASKS else add, look,
         )  # fmt: skip
         (
             found, batch, first, head, share, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
@@ -232,6 +263,13 @@ def load_loop(
             queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
             POSITIONS, BLOCK, SPLIT, TOP_LEFT, LEFT, RIGHT,
         )  # fmt: skip
+        if AHEAD:
+            if late != 0:
+                v_stage, v_phase = load_values(
+                    v_map, v_full, v_empty, v_boxes, v_stage, v_phase, over, v_batch, v_origin, v_keys, v_first,
+                    v_head, table, table_stride, page_rows_v, V_BYTES, BLOCK, COLUMNS, STAGES, PAGE, RAGGED_K,
+                )  # fmt: skip
+            late = zero
         if TRACE:
             tile = pm * num_n + pn
             if found != 0:
@@ -297,15 +335,18 @@ def load_loop(
                     )  # fmt: skip
                     tma_load(q_map, at, q_full.index(q_at), q_boxes.index(q_at * PARTS + part))
             q_stage, q_phase = step(q_stage, q_phase, QUERIES)
-            pages = table
-            if PAGE:
-                pages = table + batch.to(gl.int64) * table_stride
             if KEYS != "none":
                 # The rows of all sequences arrive one behind the other.
                 first_row = origin_k if cu_keys is not None else batch * keys
                 ready = first_row
             # Scores of the next block are started before this block's weights meet its values: keys go one block ahead.
-            for j in range(begin, end + 1):
+            if ASKS:
+                if begin == end:
+                    asked = ask(counters, zero, one)
+            for j in range(begin, end if AHEAD else end + 1):
+                if ASKS:
+                    if j == gl.maximum(begin, end - EARLY):
+                        asked = ask(counters, zero, one)
                 if KEYS != "none":
                     first_key = j * BLOCK
                     behind = first_key - BLOCK
@@ -337,20 +378,22 @@ def load_loop(
                         mbarrier.expect(k_full.index(stage), K_BYTES)
                         load_block(
                             k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
-                            head // shared_by, pages, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
+                            head // shared_by, table, table_stride, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
                         )  # fmt: skip
                     stage, phase = step(stage, phase, STAGES)
                 if j > begin:
-                    mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
-                    if over != 0:
-                        mbarrier.arrive(v_full.index(v_stage))
+                    v_stage, v_phase = load_values(
+                        v_map, v_full, v_empty, v_boxes, v_stage, v_phase, over, batch, origin_v, own_keys, behind,
+                        head // shared_by, table, table_stride, page_rows_v, V_BYTES, BLOCK, COLUMNS, STAGES, PAGE,
+                        RAGGED_K,
+                    )  # fmt: skip
+            if AHEAD:
+                if begin < end:
+                    late, v_batch, v_origin, v_keys, v_head = one, batch, origin_v, own_keys, head // shared_by
+                    if KEYS != "none":
+                        v_first = (end - 1) * BLOCK
                     else:
-                        mbarrier.expect(v_full.index(v_stage), V_BYTES)
-                        load_block(
-                            v_map, v_full.index(v_stage), v_boxes, v_stage, batch, origin_v, own_keys, behind,
-                            head // shared_by, pages, page_rows_v, BLOCK, COLUMNS, PAGE, RAGGED_K,
-                        )  # fmt: skip
-                    v_stage, v_phase = step(v_stage, v_phase, STAGES)
+                        v_first = begin * BLOCK
     if KEYS != "none":
         leave_keys(
             leaves, reset, over, worker, workers, one, counters, base, watch.abort, watch.clock, watch.begin,
