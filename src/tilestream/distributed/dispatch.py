@@ -184,7 +184,9 @@ def _seconds(case: Case, rates: dict[str, Any], way: Way | None = None) -> float
     matmul = 2.0 * case.rows * case.world * case.n * case.k / flops
     name = way or "unfused"
     transfer = (case.world - 1) * case.shard_bytes / _nearest(rates["gather"][name], case.world)
-    latency = _nearest(rates["latency"][name], case.world)
+    # Of a sum each part is waited for, told of and pulled, one after the other, but most of that beside the matmul.
+    kind = "sum" if way and case.op == "matmul_reduce_scatter" and "sum" in rates["latency"] else name
+    latency = _nearest(rates["latency"][kind], case.world)
     if way is None:
         return transfer + matmul + latency
     tile: float = 2.0 * math.prod(rates["tile"]) * case.k * rates["workers"] / flops
