@@ -72,7 +72,7 @@ CASES = {
 
 _SCORES = "    scores = warpgroup_mma_wait(1, (scores,))\n"
 _GIVEN_BACK = "    mbarrier.arrive(k_empty.index(next_stage))\n"
-_PRODUCT = "    o, p = warpgroup_mma_wait(0, (product, p))\n"
+_PRODUCT = "    o, _ = warpgroup_mma_wait(0, (product, factors))\n"
 _V_GIVEN_BACK = "    mbarrier.arrive(v_empty.index(stage))\n"
 _RAW_FULL = "            mbarrier.wait(raw_full.index(stage), phase)\n"
 _RAW_GIVEN_BACK = "            mbarrier.arrive(raw_empty.index(stage))\n"
@@ -91,7 +91,7 @@ BUGS = {
     ),
     "V is read behind K's barrier": Bug(
         "attention",
-        (("    mbarrier.wait(v_full.index(stage), phase)\n    product", "    product"),),
+        (("    mbarrier.wait(v_full.index(stage), phase)\n    factors", "    factors"),),
         (WRITES, PENDING),
     ),
     "no wait for the store before": Bug("attention", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
