@@ -239,6 +239,33 @@ class TestOneFailure:
         with pytest.raises(ts.ArrivalTimeout):
             ts.check()
 
+    def test_of_which_the_kernel_only_knows_that_it_failed_is_the_hosts(self, ring, monkeypatch):
+        told = []
+        monkeypatch.setattr(Record, "error", lambda record: told.append(record.key) or ValueError("the kernel's"))
+        ring.report(FAILED, key=3)
+        ring.channel.post(KeyError("the host's"), key=3)
+        with pytest.raises(KeyError):
+            ts.check()
+        assert told == [3], "its signals are told all the same"
+        ts.check()
+        ring.report(FAILED, key=3)
+        ts.check()
+        assert told == [3, 3]
+
+    def test_is_not_lost_behind_others(self, ring):
+        ring.channel.post(ValueError("the host's"), key=3)
+        for _ in range(RECORDS + 1):
+            ring.report(key=4)
+        raised = 0
+        while True:
+            try:
+                ts.check()
+            except ts.ArrivalTimeout:
+                raised += 1
+            except ValueError:
+                break
+        assert raised == RECORDS
+
     def test_of_which_a_launch_before_has_reported_is_the_hosts_all_the_same(self, ring):
         ring.report(key=3)
         with pytest.raises(ts.ArrivalTimeout):

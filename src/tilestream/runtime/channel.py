@@ -15,7 +15,7 @@ from collections.abc import Collection
 import torch
 
 from tilestream.runtime.device_workspace import LINE
-from tilestream.runtime.record import FIELDS, RECORDS, Record
+from tilestream.runtime.record import EXPIRED, FIELDS, RECORDS, Record
 
 _Words = ctypes.c_int64 * (FIELDS * RECORDS)
 
@@ -41,7 +41,8 @@ class Channel:
         self._words = _Words.from_address(self.records.data_ptr())
         self._raised = 0
         self._posted: collections.deque[tuple[BaseException, int | None, int]] = collections.deque()
-        #: Keys of signals of whose launch a posted error has told.
+        #: By the key of its signals: the newest record that was raised, and whose failure a posted error has told.
+        self._newest_of: dict[int, int] = {}
         self._told: set[int] = set()
         self._lock = threading.Lock()
 
@@ -55,19 +56,23 @@ class Channel:
 
         None where there is none.
         """
+        return self._take()[1]
+
+    def _take(self) -> tuple[int, Record | None]:
+        """And its number."""
         with self._lock:
             while True:
                 at = self._raised % RECORDS * FIELDS
                 number = self._words[at]
                 if number <= self._raised:
-                    return None
+                    return 0, None
                 if number > self._raised + 1:  # overwritten: go on with the oldest that is left
                     self._raised = number - RECORDS
                     continue
                 record = Record(*self._words[at + 1 : at + 1 + len(Record._fields)])
                 if self._words[at] == number:  # else it was overwritten meanwhile
                     self._raised = number
-                    return record
+                    return number, record
 
     @property
     def newest(self) -> int:
@@ -98,25 +103,44 @@ class Channel:
     def check(self) -> None:
         """Raise the oldest record that was not raised yet; then what was posted."""
         while self.pending:
-            record = self.take()
-            error = None if record is None or record.key in self._told else record.error()
-            if error is not None:
+            number, record = self._take()
+            error = None if record is None else record.error()
+            if record is not None and error is not None and self._is_news(number, record):
                 raise error
-        while self._posted:
-            error, key, since = self._posted.popleft()
-            if key is not None:
-                if self.heard(since, {key})[1]:
-                    continue
-                self._told.add(key)
-            raise error
+        posted = self._next_posted()
+        if posted is not None:
+            raise posted
+
+    def _is_news(self, number: int, record: Record) -> bool:
+        """Whether a record is raised, and not what the host has found of that failure: see `post`."""
+        with self._lock:
+            if record.key in self._told:
+                return False
+            if record.why != EXPIRED and any(key == record.key and number > since for _, key, since in self._posted):
+                return False
+            self._newest_of[record.key] = number
+            return True
+
+    def _next_posted(self) -> BaseException | None:
+        """The oldest error that was posted, of whose failure no record was raised."""
+        with self._lock:
+            while self._posted:
+                error, key, since = self._posted.popleft()
+                if key is None:
+                    return error
+                if self._newest_of.get(key, 0) <= since:
+                    self._told.add(key)
+                    return error
+            return None
 
     def post(self, error: BaseException, key: int | None = None, since: int = 0) -> None:
         """Have ``error`` raised as a kernel's report is: where the host has found what no kernel waits for.
 
-        ``key``: of signals that a kernel may wait for all the same. What it has reported since record ``since`` is
-        raised then and not this, or this and not that: one failure is raised once.
+        ``key``: of signals that a kernel may wait for all the same. One failure is raised once: what the kernel has
+        reported since record ``since``, if it is an expiry, and has been raised first; else this.
         """
-        self._posted.append((error, key, since))
+        with self._lock:
+            self._posted.append((error, key, since))
 
 
 _lock = threading.Lock()
