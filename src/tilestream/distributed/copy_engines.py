@@ -65,8 +65,8 @@ class _Opening:
     """A call whose host is still issuing it, though a stream of it waits for a peer already.
 
     What the host does meanwhile may wait for that stream, and so for the peer: the driver loads a kernel (the first
-    launch of any, ours or torch's, does it) only when what the GPU is at has ended, the stream's wait included. No
-    kernel of this call need be running then that would have a deadline.
+    launch of any, ours or torch's, does it) only when what the GPU is at has ended, the stream's wait included. It may
+    be that no kernel of this call runs then, which would have a deadline.
     """
 
     def __init__(self, epoch: int, shards: Shards, signals: PeerSignals, seconds: float, heard: int) -> None:
@@ -77,7 +77,7 @@ class _Opening:
         self.missing: list[int] | None = None
 
     def timeout(self, op: str, rank: int, waited: float) -> ArrivalTimeout:
-        """What is raised later where a rank has not come; no kernel has reported it."""
+        """What is raised later where a rank has not come, if no kernel reports it."""
         assert self._signals.whose is not None
         chunk = next(self._shards.of_rank(rank)).chunk
         here, whose = self._signals.whose(chunk)

@@ -90,14 +90,15 @@ class Machine:
             gate, counters = KeyGate(*[0] * len(KeyGate._fields)), 0
         filled = arguments.fill((*maps, *given, counters, None, 0, 0, *arguments.scales(scale)), gate)
         self.arguments = dict(zip(text.attend.arg_names, filled, strict=True))
-        #: Whether a ticket has been asked for and not told.
-        self.asked = False
+        #: The answer to a ticket that has been asked for and not told.
+        self.asked: Integer | None = None
         #: What items were told by first: their key blocks and one more, 0 for STOP.
         self.told: list[int] = []
         names["attend"](*[Integer(x) if type(x) is int else x for x in filled])
         self.logs: list[list[tuple[Any, ...]]] = [[] for _ in self.loops]
         self.run()
-        assert not self.asked
+        assert self.asked is None
+        assert not any(bar.copies for bar in self.barriers), "each copy is waited for"
 
     # Threads ----------------------------------------------------------------------------------------------------------
 
@@ -310,13 +311,14 @@ class Machine:
         return found if len(found) > 1 else found[0]
 
     def ask(self, *_: object) -> Integer:
-        assert not self.asked, "each ticket that is asked for is looked at"
-        self.asked = True
-        return Integer(0)
+        assert self.asked is None, "each ticket that is asked for is looked at"
+        self.asked = Integer(0)
+        return self.asked
 
     def take(self, *given: Any) -> tuple[Any, ...]:
-        assert self.asked == (given[-2] == "told"), "a ticket is asked for before it is told"
-        self.asked = False
+        assert (self.asked is not None) == (given[-2] == "told"), "a ticket is asked for before it is told"
+        assert self.asked is None or given[-3] is self.asked, "and that one is told"
+        self.asked = None
         num_m, num_n, group, order = given[11], given[12], given[18], given[28]
         if not self.positions:
             return (Integer(0), *[Integer(7)] * 14)  # what a void ticket says is of no account
