@@ -16,6 +16,9 @@
           wait v_empty; expect; load V -> v_full  wait v_full; P V of the last block; arrive v_empty
                                                   read the slot again; finish the item; arrive item_empty[slot]
 
+The kernel's load loop takes its next item before it loads V of the last block, where it has registers for that: it
+waits for nobody there, and barriers come in the same order.
+
 Where keys arrive, the load loop asks whether the launch is over before it puts an item, which then has no blocks and is
 marked void; and it waits at the gate before it fills a block's first stage. Told "over" there, it marks the item, and
 fills the stages that consumers will wait for with nothing. The last of those comes behind the mark, so a consumer that

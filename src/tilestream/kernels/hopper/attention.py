@@ -10,7 +10,7 @@
           wait k_empty; load K -> k_full              wait v_full of the block before; start O += P V
           wait v_empty; load V of the block           (arrive order) S is done: arrive k_empty; softmax
             before -> v_full                          O is done: arrive v_empty of the block before; scale O
-        load V of the last block                    arrive q_empty; O += P V of the last block
+        load V of the last block (next item first)  arrive q_empty; O += P V of the last block
                                                     O / l, drained by TMA under the next item; log-sum-exp
                                                     arrive item_empty
 
@@ -19,7 +19,8 @@ Its key blocks run from the diagonal to the window's edge: those that some row s
 their own. The tensor cores compute the next block's scores while a consumer is at its softmax; with ``ORDERED`` the
 consumers also take turns at starting them, so that one's exponentials run under another's multiplications.
 
-Where keys arrive, the load warp asks the gate before a block's first stage, and blocks are taken from the first key on;
+The load warp asks for a ticket while it loads an item's last blocks, and takes the next item before the last of values.
+Where keys arrive, it asks the gate before a block's first stage, and blocks are taken from the first key on;
 an item whose chunks do not come is void, and NaN: see `tilestream.kernels.hopper.attention_load`.
 
 Values of 8 bits come through four more warps, between the load warp and the consumers, which make them float16: see
@@ -31,9 +32,9 @@ same: see `tilestream.kernels.hopper.attention_load`.
 H100, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
 
     columns  causal                     full
-    64       214/248  393/394  460/448  370/350  458/423  475/456
-    128      283/313  549/503  698/641  452/507  672/652  703/640
-    256      286/307  574/532  762/618  446/486  716/639  764/646
+    64       227/251  402/392  563/479  385/377  526/465  592/498
+    128      301/317  597/512  743/646  448/508  678/659  741/700
+    256      305/308  605/539  800/665  446/493  717/689  807/761
 
 Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see

@@ -12,6 +12,10 @@ inside of the item, and takes blocks from the first key on. It is told "over" (`
 with stages still to fill that consumers will wait for: those it fills with nothing, and says so in the item's slot
 before the last of them, so that nobody takes the result for one. Items after that have no blocks.
 
+*Ahead.* The stage of an item's last values comes free when the block before is multiplied, a step behind the last
+keys'. So the next item is taken in between, by a ticket that was asked for some blocks before
+(`tilestream.kernels.hopper.queues`): of what consumers wait for, nothing changes its order.
+
 A page that holds less than a key block is a copy of its own, for each 128 bytes of a row: they lie one behind the other
 in the swizzled block, where those of 8 rows and more keep its pattern.
 """
@@ -239,9 +243,8 @@ def load_loop(
     ticket, source, stage, phase, v_stage, v_phase = zero, zero, zero, zero, zero, zero
     slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one
-    # The stage of an item's last values comes free late, so the next item is taken before that, by a ticket that was
-    # asked for before. There are no registers for that with pages and where rows are cut off at the left too, nor at
-    # a gate for the ticket.
+    # There are no registers for that with pages, and where rows are cut off at the left too. Who may wait at a gate
+    # holds no ticket meanwhile that another could use.
     AHEAD: gl.constexpr = not (PAGE or LEFT)
     ASKS: gl.constexpr = AHEAD and KIND == "dynamic" and KEYS == "none"
     late, v_batch, v_origin, v_keys, v_head, v_first = zero, zero, zero, zero, zero, zero

@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from tilestream.kernels.portable.queues import AT_ONCE, look_by_lanes
 from tilestream.kernels.portable.schedule import LINE
 
-#: Steps of K that are loaded between asking for a ticket and needing it: an add takes about a microsecond.
+#: Steps of K that are loaded between asking for a ticket and needing it, of attention key blocks, which take longer: an
+#: add takes about a microsecond.
 EARLY: gl.constexpr = gl.constexpr(4)
 
 
