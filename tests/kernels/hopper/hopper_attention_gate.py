@@ -78,6 +78,7 @@ HOWS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True, "return_lse": True},
     "window": {"window": (300, 20), "softcap": 30.0, "sinks": True, "return_lse": True},
+    "fp16": {"dtype": "float16", "causal": True},
     "capped": {"causal": True, "softcap": 30.0, "return_lse": True},
     "varlen": {"causal": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192, "return_lse": True},
     "paged": {"causal": True, "page_size": 16, "pages": 1024, "lengths": True},
@@ -159,7 +160,13 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
         "stores": len(re.findall(r"\bUTMASTG", code)),
         # Loops over key blocks: what is started first in a step is left in flight while the rest of it is done.
         "key_loops": [
-            {**loop, "mbarrier": sass.loop_counts(body).get("mbarrier", 0)}
+            {
+                **loop,
+                "mbarrier": sass.loop_counts(body).get("mbarrier", 0),
+                # Weights, rounded two at a time; and what is taken apart and put together.
+                "rounded": sum(text.startswith("F2FP") for text in body),
+                "permuted": sum(text.startswith("PRMT") for text in body),
+            }
             for loop, body in zip(sass.k_loops(code), sass.loop_texts(code), strict=True)
             if loop["in_flight"] > 0
         ],
@@ -185,7 +192,8 @@ def expected(made: Configuration) -> dict[str, Any]:
     # An item's last block of values is copied at a place of its own, if the load warp has registers for that.
     ahead = not p.page_size and p.left is None
     boxes = (parts + (1 + ahead) * (columns // 64)) * max(1, block // (p.page_size or block))
-    products = {f"m64n{width}k16.f32.bf16.bf16" for width in (block, columns)}
+    kind = "f16" if p.dtype == "float16" else "bf16"
+    products = {f"m64n{width}k16.f32.{kind}.{kind}" for width in (block, columns)}
     # Before the partitions begin, while they wait, and what they then have; the first one what the others leave of 504,
     # or of 512 where there are four partitions.
     registers = {256, 120, 504 - math - load, math, load} if consumers == 2 else {256, 80, math, load}
@@ -214,6 +222,9 @@ def expected(made: Configuration) -> dict[str, Any]:
             "gmma": parts * width // (32 if narrow else 16) + block // 16, "in_flight": 1,
             # Waits for keys and for values, and two arrivals; and those of a turn.
             "mbarrier": 4 + 2 * ordered,
+            "rounded": scores // 2,
+            # Where there are registers for it weights are carried two to a register.
+            **({} if p.softcap or p.left is not None else {"permuted": 0}),
         },
         # Of a consumer's warps, before each arrival. Triton 3.9 has one less.
         "barriers": (2 if release(triton.__version__) >= (3, 9) else 3) + ordered,

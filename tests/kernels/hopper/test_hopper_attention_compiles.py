@@ -93,7 +93,7 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
     assert seen or not faults(found)
 
 
-_LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "barriers": 3}
+_LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0, "barriers": 3}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,8 @@ _LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "barriers": 3}
         ({"key_loops": [_LOOP] * 3}, "loops over key blocks"),
         ({"key_loops": [_LOOP, _LOOP | {"gmma": 8}]}, "loops over key blocks"),
         ({"key_loops": [_LOOP, _LOOP | {"mbarrier": 6}]}, "loops over key blocks"),
+        ({"key_loops": [_LOOP, _LOOP | {"rounded": 64}]}, "loops over key blocks"),
+        ({"key_loops": [_LOOP, _LOOP | {"permuted": 64}]}, "loops over key blocks"),
         ({"key_loops": [_LOOP, _LOOP | {"barriers": 4}]}, "barriers of a key block"),
         ({"looks": [3, 0]}, "looks at signals, each a lane's"),
         ({"looks": [3, 1]}, "looks at signals, each a lane's"),
@@ -131,7 +133,7 @@ def test_each_rule_is_kept(change, fault):
         "expected": {
             "registers": [48, 120, 224, 232, 256], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": [8, 10],
             "stores": 4, "exponentials": 196, "shared": 1000, "key_loops": 2, "barriers": 3, "looks": [4, 0], "naps": 2,
-            "key_loop": {"gmma": 16, "in_flight": 1, "mbarrier": 4}, "fences": [1, 4],
+            "key_loop": {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0}, "fences": [1, 4],
         },
     }  # fmt: skip
     assert not faults(right)
@@ -144,5 +146,5 @@ def test_each_rule_is_kept(change, fault):
 def test_everything_compiles_as_it_should(version, tmp_path):
     found = gate_rows(triton(version), GATE, "all", processes(), cache=tmp_path, seconds=3500)
     assert {one["triton"].split("+")[0] for one in found} == {version}
-    check(found, 109, faults)
-    assert len(found) == 109
+    check(found, 120, faults)
+    assert len(found) == 120
