@@ -700,3 +700,15 @@ def test_a_batch_that_shares_an_operand():
     problem = Problem(512, 512, 512, 4, **BF16, shared_rows=True)
     made = plan_problem(problem, device=H100)
     assert (made.backend, made.schedule.grid.batch) == ("hopper", 4)
+
+
+def test_a_swapped_tile_of_two_parts_has_a_plain_epilogue():
+    # Triton 3.9 keeps what another one is told on the stack: tests/kernels/hopper/hopper_gate.py.
+    def tiles(plain, swapped):
+        made = candidates(Problem(4096, 4096, 4096, plain=plain, **BF16))
+        return {one.block[:2] for one in made if one.swapped == swapped}
+
+    assert {(96, 256), (128, 256)} <= tiles(True, True)
+    assert (96, 256) not in tiles(False, True)
+    assert (128, 256) in tiles(False, True)
+    assert (256, 96) in tiles(False, False)

@@ -313,6 +313,8 @@ def candidates(
             block_m, block_n = (row.columns, row.rows) if swapped else (row.rows, row.columns)
             if (tile is not None and (block_m, block_n) != tuple(tile)) or (swapped and row.rows == row.columns):
                 continue
+            if swapped and row.rows == 256 and parts > 1 and not problem.plain:
+                continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
             for kind in kinds:
