@@ -78,7 +78,8 @@ HOWS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True, "return_lse": True},
     "window": {"window": (300, 20), "softcap": 30.0, "sinks": True, "return_lse": True},
-    "fp16": {"dtype": "float16", "causal": True},
+    "alone": {"causal": True},  # no log-sum-exp
+    "fp16": {"dtype": "float16", "causal": True, "return_lse": True},
     "capped": {"causal": True, "softcap": 30.0, "return_lse": True},
     "varlen": {"causal": True, "varlen": True, "tokens_q": 8192, "tokens_k": 8192, "return_lse": True},
     "paged": {"causal": True, "page_size": 16, "pages": 1024, "lengths": True},
@@ -166,6 +167,7 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
                 # Weights, rounded two at a time; and what is taken apart and put together.
                 "rounded": sum(text.startswith("F2FP") for text in body),
                 "permuted": sum(text.startswith("PRMT") for text in body),
+                "local": sass.loop_counts(body).get("local", 0),
             }
             for loop, body in zip(sass.k_loops(code), sass.loop_texts(code), strict=True)
             if loop["in_flight"] > 0

@@ -22,13 +22,20 @@ from tritons import TRITONS, check, environment, gate_rows, processes, triton
 GATE = Path(__file__).parent / "hopper_attention_gate.py"
 
 
+#: Bytes that are known to be spilled, by Triton and configuration: between a tile's loops, and in no loop over blocks.
+#: Nine ways to write it otherwise spilled there as well, or with the log-sum-exp, or in other tiles.
+KNOWN = {("3.9.0", "64-64 alone turns 3x128"): 72}
+
+
 def faults(found: dict) -> list[str]:
     """What is not as it should be."""
     if "error" in found:
         return [found["error"]]
     expected, loops = found["expected"], found["key_loops"]
+    known = KNOWN.get((found["triton"].split("+")[0], found["name"]), 0)
+    spills = found["spilled"] or found["stack"] or found["local"]
     rules = {
-        "spills": not (found["spilled"] or found["stack"] or found["local"]),
+        "spills": found["spilled"] <= known and not any(loop["local"] for loop in loops) if known else not spills,
         "the assembler's notes": not found["notes"],
         "registers": found["registers"] == expected["registers"],
         "instructions of the tensor cores": found["wgmma"] == expected["wgmma"],
@@ -93,7 +100,7 @@ def test_the_gate_sees_a_fault(seed, seen, tmp_path):
     assert seen or not faults(found)
 
 
-_LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0, "barriers": 3}
+_LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0, "local": 0, "barriers": 3}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,7 @@ _LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0
 )
 def test_each_rule_is_kept(change, fault):
     right = {
-        "name": "", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 800,
+        "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 800,
         "registers": [48, 120, 224, 232, 256], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4,
         "exponentials": 200, "key_loops": [_LOOP] * 2, "looks": [4, 0], "naps": 2, "fences": [1, 4],
         "expected": {
@@ -140,11 +147,24 @@ def test_each_rule_is_kept(change, fault):
     assert faults({**right, **change}) == [fault]
 
 
+def test_what_is_known_to_spill_does_it_in_no_loop():
+    known = next(iter(KNOWN))
+    found = {"triton": known[0], "name": known[1], "spilled": 72, "stack": 24, "local": 22}
+    right = {"key_loops": [_LOOP], "expected": {"key_loop": {}, "key_loops": 1, "barriers": 3, "exponentials": 0}}
+    rest = dict.fromkeys(("registers", "wgmma", "stores", "naps", "fences", "shared", "exponentials"), 0)  # fmt: skip
+    right["expected"] |= rest | {"loads": [0], "looks": []}
+    found |= rest | {"notes": [], "loads": 0, "looks": [], "reused": [], **right}
+    assert not faults(found)
+    assert faults({**found, "spilled": 76}) == ["spills"]
+    assert faults({**found, "key_loops": [_LOOP | {"local": 1}]}) == ["spills"]
+    assert faults({**found, "triton": "3.7.1"}) == ["spills"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", TRITONS)
 def test_everything_compiles_as_it_should(version, tmp_path):
     found = gate_rows(triton(version), GATE, "all", processes(), cache=tmp_path, seconds=3500)
     assert {one["triton"].split("+")[0] for one in found} == {version}
-    check(found, 120, faults)
-    assert len(found) == 120
+    check(found, 126, faults)
+    assert len(found) == 126
