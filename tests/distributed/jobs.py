@@ -350,6 +350,10 @@ def torch_ops(rank, world):
     b1, b2 = random(50, 16, 8), random(51, 16, 5)
     x, w = random(60 + rank, 2, 3 * world, 16), random(70 + rank, 16, 8)
     handle = tsd.async_tp(group)
+    import torch._inductor.config as inductor
+
+    assert inductor._micro_pipeline_tp
+    assert type(inductor.post_grad_custom_post_pass).__name__ == "Look"
     assert raised(lambda: tsd.async_tp(group)).startswith("ValueError: async_tp: group")
     for dim in (0, 1):
         whole = torch.cat(shards, dim)
@@ -406,6 +410,7 @@ def torch_ops(rank, world):
     assert sum(site.calls for site in handle.report()) == 9 + 4, "not ours"
     handle.close()
     handle.close()
+    assert inductor.post_grad_custom_post_pass is None
     assert "NotImplementedError" in raised(lambda: ops.fused_all_gather_matmul(shards[rank], [b1], 0, name))
     with tsd.async_tp(group):
         ops.fused_all_gather_matmul(shards[rank], [b1], 0, name)

@@ -166,7 +166,8 @@ def test_torchs_compiler_fuses_and_it_runs_on_ours(ranks):
         pytest.skip("that pass wants NCCL")
     for error, sites in ranks.run(2, jobs.torch_compiles, bound=150, seconds=60):
         assert error < 1e-2
-        assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
+        called = {site.split()[0] for site in sites if ": left in " not in site}
+        assert called == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
 
 
 def test_torchs_fused_ops_as_its_own_tests_call_them(ranks):
@@ -181,7 +182,8 @@ def test_a_llama_of_torchs_parallel_styles_is_fused_and_learns_as_without(ranks)
     for plain, ours, sites in ranks.run(2, jobs.llama, bound=200, seconds=60):
         assert all(abs(x - y) < 0.02 * abs(x) for x, y in zip(plain, ours, strict=True)), (plain, ours)
         assert ours[-1] < ours[0]
-        assert {site.split()[0] for site in sites} == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
+        called = {site.split()[0] for site in sites if ": left in " not in site}
+        assert called == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites
 
 
 def test_torchs_all_gather_of_an_input_that_arrives_runs_on_our_matmul(ranks):
@@ -198,7 +200,8 @@ def test_what_torchs_compiler_fuses_of_the_patterns_of_its_tests(ranks):
         for name, error, sites in said:
             assert error < 1e-2, (name, error)
             if "two products" in name or ", dim 0" in name:
-                assert sites, name
+                assert any(": left in " not in site for site in sites), name
+            assert sites, f"{name}: what is not called is left, and said to be"
     print(*said, sep="\n")
 
 

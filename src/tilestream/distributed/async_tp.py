@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,15 @@ from tilestream.distributed.members import member_of, resolve
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
 
+if TYPE_CHECKING:
+    from tilestream.distributed.left_over import Place
+
 _KEYS = ("CPU", "CUDA", "Meta")
 
 
 @dataclass
 class Site:
-    """Calls of one sort: an op on shapes.
+    """Calls of one sort: an op on shapes. Or collectives of one sort that torch's compiler has left as they were.
 
     Attributes
     ----------
@@ -38,11 +41,13 @@ class Site:
     what
         Shapes and dtype.
     calls
-        How many so far.
+        How many so far; of what was left, in how many places of compiled graphs.
     fused
         Whether transfer and matmul overlap.
     why
         Why they do, or do not.
+    left
+        Whether torch's compiler has left it, so that it is not called here.
     """
 
     op: str
@@ -50,8 +55,11 @@ class Site:
     calls: int
     fused: bool
     why: str
+    left: bool = False
 
     def __str__(self) -> str:
+        if self.left:
+            return f"{self.op} {self.what}: left in {self.calls} place{'s' * (self.calls != 1)}: {self.why}"
         form = "fused" if self.fused else "unfused"
         return f"{self.op} {self.what}: {self.calls} call{'s' * (self.calls != 1)}, {form}: {self.why}"
 
@@ -65,9 +73,12 @@ class AsyncTP:
         self._lock = threading.Lock()
 
     def report(self) -> list[Site]:
-        """What was called so far, most calls first. A site that torch's compiler did not fuse is not called."""
+        """What was called so far, most calls first; behind it the collectives that torch's compiler has left, and why.
+
+        Of a graph that comes from the compiler's cache nobody knows what was left.
+        """
         with self._lock:
-            return sorted(self._sites.values(), key=lambda site: -site.calls)
+            return sorted(self._sites.values(), key=lambda site: (site.left, -site.calls))
 
     def close(self) -> None:
         """Give the group's calls back to torch.
@@ -84,6 +95,12 @@ class AsyncTP:
             if site is None:
                 fused, why = (False, plan) if isinstance(plan, str) else _said(plan())
                 site = self._sites[op, what] = Site(op, what, 0, fused, why)
+            site.calls += 1
+
+    def _leave(self, place: Place) -> None:
+        with self._lock:
+            key = place.op, f"{place.what}: {place.why}"
+            site = self._sites.setdefault(key, Site(place.op, place.what, 0, False, place.why, left=True))
             site.calls += 1
 
     def __enter__(self) -> AsyncTP:
@@ -118,7 +135,7 @@ def async_tp(group: dist.ProcessGroup | None = None) -> AsyncTP:
     Returns
     -------
     AsyncTP
-        ``report()`` says what was called and how it ran; ``close()`` ends it.
+        ``report()`` says what was called and how it ran, and what the compiler left; ``close()`` ends it.
 
     Raises
     ------
@@ -162,6 +179,15 @@ def _install() -> None:
         async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
+    from tilestream.distributed.left_over import Look
+
+    inductor.post_grad_custom_post_pass = Look(_tell, inductor.post_grad_custom_post_pass)
+
+
+def _tell(place: Place) -> None:
+    handle = _open.get(place.group)
+    if handle is not None:
+        handle._leave(place)
 
 
 def _close(name: str, handle: AsyncTP) -> None:
@@ -173,7 +199,12 @@ def _close(name: str, handle: AsyncTP) -> None:
         if not _open and _library is not None:
             import torch._inductor.config as inductor
 
+            from tilestream.distributed.left_over import Look
+
             inductor._micro_pipeline_tp = _pass_before
+            look = inductor.post_grad_custom_post_pass
+            if isinstance(look, Look):  # else somebody has put another in its place, which is theirs
+                inductor.post_grad_custom_post_pass = look.before
             _library._destroy()
             _library = None
 

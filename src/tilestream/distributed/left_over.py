@@ -1,0 +1,165 @@
+"""What torch's compiler has left of a group's collectives, and why: places in compiled graphs where nothing overlaps.
+
+Its async-TP pass replaces a collective and the matmuls beside it by one op, and says nothing of those that it passes
+over. So a pass of ours comes behind it and looks at what is still there. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+try:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+except ImportError:  # a pass is any function then, and keeps graphs from the compiler's cache
+    CustomGraphPass = object  # type: ignore[assignment,misc]
+
+#: What only looks at the same numbers otherwise, by the name of the op.
+_SEEN_THROUGH = {
+    "wait_tensor", "view", "_unsafe_view", "reshape", "split", "split_with_sizes", "cat", "permute", "transpose", "t",
+    "slice", "select", "squeeze", "unsqueeze", "clone", "expand", "convert_element_type", "_to_copy",
+    "force_stride_order",
+}  # fmt: skip
+#: Matmuls, by the name of the op.
+_MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
+_WITH_BIAS = (
+    "the matmul adds a bias in the same op ({}), which torch's pass does not look for: add it behind the matmul"
+)
+
+
+class Place(NamedTuple):
+    """A collective that is still there.
+
+    Attributes
+    ----------
+    group
+        The group's name.
+    op, what
+        The collective, and the shape and dtype of what goes into it.
+    why
+        Why it is.
+    """
+
+    group: str
+    op: str
+    what: str
+    why: str
+
+
+def places(graph: Graph) -> Iterator[Place]:
+    """The gathers and the scatters of ``graph``, and all-reduces of a product: none of them overlaps a matmul."""
+    reasons: dict[str, Callable[[Node], str | None]] = {
+        "all_gather_into_tensor": _why_gathered, "reduce_scatter_tensor": _why_scattered, "all_reduce": _why_reduced,
+    }  # fmt: skip
+    for node in graph.nodes:
+        name = _name(node)
+        if name in reasons and _is_functional(node):
+            why = reasons[name](node)
+            if why is not None:
+                yield Place(str(node.args[-1]), name, _what(node.args[0]), why)
+
+
+def _why_gathered(node: Node) -> str:
+    found, between = _behind(node)
+    if not found:
+        return "no matmul reads what is gathered"
+    return _passed_over(found[0], between)
+
+
+def _why_scattered(node: Node) -> str:
+    found, between = _before(node)
+    if not found:
+        return "no matmul makes what is scattered"
+    product = found[0]
+    if len(product.users) > 1:
+        return "something else reads the product too, which the fused op does not give"
+    return _passed_over(product, between)
+
+
+def _why_reduced(node: Node) -> str | None:
+    found, _ = _before(node)
+    if not found:
+        return None
+    return "all ranks get the sum of a product: torch's pass knows gathers and scatters, as SequenceParallel makes them"
+
+
+def _passed_over(matmul: Node, between: list[str]) -> str:
+    name = _name(matmul)
+    if name in ("addmm", "baddbmm"):
+        return _WITH_BIAS.format(name)
+    way = ", ".join(dict.fromkeys(between)) or "nothing; the pass wants a torch with NCCL"
+    return f"torch's pass did not take it; between it and the matmul ({name}) there is: {way}"
+
+
+def _behind(node: Node) -> tuple[list[Node], list[str]]:
+    """Matmuls that read what a node gives, and what stands between."""
+    return _walk(node, lambda one: list(one.users))
+
+
+def _before(node: Node) -> tuple[list[Node], list[str]]:
+    """Matmuls that a node's input is made of, and what stands between."""
+    return _walk(node, lambda one: list(one.all_input_nodes)[:1] if _name(one) != "cat" else list(one.all_input_nodes))
+
+
+def _walk(node: Node, step: Callable[[Node], list[Node]]) -> tuple[list[Node], list[str]]:
+    found: list[Node] = []
+    between: list[str] = []
+    seen, todo = {node}, step(node)
+    while todo:
+        one = todo.pop(0)
+        if one in seen:
+            continue
+        seen.add(one)
+        name = _name(one)
+        if name in _MATMULS:
+            found.append(one)
+        elif name in _SEEN_THROUGH or one.target is operator.getitem:
+            if name != "wait_tensor" and one.target is not operator.getitem:
+                between.append(name)
+            todo += step(one)
+    return found, between
+
+
+def _name(node: Node) -> str:
+    """The op's name without its overload; empty where the node calls none."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return ""
+    return str(target.overloadpacket.__name__)
+
+
+def _is_functional(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+
+
+def _what(node: Any) -> str:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return "?" if value is None else f"{list(value.shape)}, {value.dtype}".replace("torch.", "")
+
+
+class Look(CustomGraphPass):
+    """The pass: it tells ``tell`` of each place, behind the caller's own pass, if there is one.
+
+    A graph that comes from the compiler's cache is not looked at.
+    """
+
+    def __init__(self, tell: Callable[[Place], None], before: Any = None) -> None:
+        self.tell, self.before = tell, before
+
+    def __call__(self, graph: Graph) -> None:
+        """Look at a graph that is about to be compiled."""
+        for one in self.before if isinstance(self.before, (list, tuple)) else [self.before]:
+            if one is not None:
+                one(graph)
+        for place in places(graph):
+            self.tell(place)
+
+    def uuid(self) -> Any:
+        """What the compiler's cache knows it by; None: graphs with the caller's pass are not kept."""
+        others = self.before if isinstance(self.before, (list, tuple)) else [self.before]
+        known = [one.uuid() if hasattr(one, "uuid") else None for one in others if one is not None]
+        return None if None in known else ("tilestream.left_over", *map(str, known))

@@ -1,0 +1,115 @@
+"""What torch's compiler leaves of a group's collectives: found in graphs as it makes them, each with its reason."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tilestream.distributed.async_tp import AsyncTP
+from tilestream.distributed.left_over import Look, places
+
+module = importlib.import_module("tilestream.distributed.async_tp")  # the package has the function by that name
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Of two ranks, one of which is here: collectives are traced, and none is run."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        pytest.skip("there is a process group already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+X, W, BIAS = torch.randn(8, 4), torch.randn(4, 6), torch.randn(6)
+
+
+def left(function, *given):
+    graph = make_fx(function, tracing_mode="fake")(*given).graph
+    return [(place.op, place.what, place.why) for place in places(graph)]
+
+
+def test_a_gather_that_no_matmul_reads(group):
+    found = left(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), X)
+    assert found == [("all_gather_into_tensor", "[8, 4], float32", "no matmul reads what is gathered")]
+
+
+def test_a_gather_before_a_bias(group):
+    [(_, _, why)] = left(lambda x, w, c: torch.addmm(c, collectives.all_gather_tensor(x, 0, group), w), X, W, BIAS)
+    assert "adds a bias in the same op (addmm)" in why
+
+
+def test_what_is_between_a_gather_and_its_matmul_is_named(group):
+    [(_, what, why)] = left(lambda x, w: collectives.all_gather_tensor(x, 1, group) @ w, X[None], W)
+    assert what == "[1, 8, 4], float32"
+    assert why.startswith("torch's pass did not take it; between it and the matmul (")
+    assert why.endswith("view")
+
+
+def test_a_sum_that_no_matmul_makes(group):
+    [(op, _, why)] = left(lambda x: collectives.reduce_scatter_tensor(x.relu(), "sum", 0, group), X)
+    assert (op, why) == ("reduce_scatter_tensor", "no matmul makes what is scattered")
+
+
+def test_a_product_that_others_read(group):
+    def function(x, w):
+        product = x @ w
+        return collectives.reduce_scatter_tensor(product, "sum", 0, group), product.relu()
+
+    [(_, _, why)] = left(function, X, W)
+    assert why == "something else reads the product too, which the fused op does not give"
+
+
+def test_a_product_that_is_added_up_on_all_ranks(group):
+    [(op, _, why)] = left(lambda x, w: collectives.all_reduce(x @ w, "sum", group), X, W)
+    assert op == "all_reduce"
+    assert "SequenceParallel" in why
+    assert left(lambda x: collectives.all_reduce(x, "sum", group), X) == []
+
+
+def test_nothing_is_left_of_a_graph_without_collectives(group):
+    assert left(lambda x, w: x @ w, X, W) == []
+
+
+def test_the_report_has_them_behind_what_was_called(group, monkeypatch):
+    handle = AsyncTP(group.group_name)
+    monkeypatch.setattr(module, "_open", {group.group_name: handle})
+    handle._count("fused_all_gather_matmul", "[8, 4]", "a test")
+    graph = make_fx(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), tracing_mode="fake")(X).graph
+    seen = []
+    look = Look(module._tell, before=seen.append)
+    look(graph)
+    look(graph)
+    assert seen == [graph, graph]
+    assert [str(site) for site in handle.report()] == [
+        "fused_all_gather_matmul [8, 4]: 1 call, unfused: a test",
+        "all_gather_into_tensor [8, 4], float32: left in 2 places: no matmul reads what is gathered",
+    ]
+    monkeypatch.setattr(module, "_open", {})
+    look(graph)
+    assert handle.report()[-1].calls == 2, "a closed group's"
+
+
+def test_the_compiler_asks_it_behind_its_own_passes(group):
+    from torch._inductor import config
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    found = []
+    traced = make_fx(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), tracing_mode="fake")(X)
+    with config.patch(post_grad_custom_post_pass=Look(found.append)):
+        post_grad_passes(traced, True)
+    assert [place.op for place in found] == ["all_gather_into_tensor"]
+
+
+def test_what_the_compilers_cache_knows_it_by():
+    assert Look(print).uuid() == ("tilestream.left_over",)
+    assert Look(print, before=Look(print)).uuid() == ("tilestream.left_over", "('tilestream.left_over',)")
+    assert Look(print, before=lambda graph: None).uuid() is None
