@@ -201,7 +201,6 @@ def test_what_torchs_compiler_fuses_of_the_patterns_of_its_tests(ranks):
             assert error < 1e-2, (name, error)
             if "two products" in name or ", dim 0" in name:
                 assert any(": left in " not in site for site in sites), name
-            assert sites, f"{name}: what is not called is left, and said to be"
     print(*said, sep="\n")
 
 
