@@ -138,7 +138,9 @@ def _is_functional(node: Node) -> bool:
 
 def _what(node: Any) -> str:
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return "?" if value is None else f"{list(value.shape)}, {value.dtype}".replace("torch.", "")
+    if not isinstance(value, torch.Tensor):
+        return "?"
+    return f"{list(value.shape)}, {value.dtype}".replace("torch.", "")
 
 
 class Look(CustomGraphPass):
