@@ -41,7 +41,7 @@ from tilestream.schedule import integers, raster, ring
 TEXTS = (
     text.attend, text.math_loop, text.math_step, text.start_scores, text.settled, text.store_strip,
     convert_text.convert_loop,
-    load_text.load_loop, load_text.load_block, load_text.load_values, load_text.item_of, load_text.place,
+    load_text.load_loop, load_text.load_block, load_text.fill_stage, load_text.item_of, load_text.place,
     softmax_text.softmax, softmax_text.masked, softmax_text.finished, softmax_text.capped,
     list_text.rows_of, list_text.place_of, portable_text.sigmoid,
 )  # fmt: skip

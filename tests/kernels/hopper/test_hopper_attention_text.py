@@ -495,7 +495,7 @@ CHANGES = {
     "a page from its start": ("row = gl.minimum(row % PAGE, length)", "row = row * 0"),
     "a sequence's neighbour": ("BEYOND - length + first", "BEYOND - length + first - 1"),
     "a stage is not filled when the launch is over": (
-        "    if over != 0:\n        mbarrier.arrive(v_full.index(stage))",
+        "    if over != 0:\n        mbarrier.arrive(full.index(stage))",
         "    if over != 0:\n        pass",
     ),
     "the last values are another block's": ("v_first = begin * BLOCK", "v_first = (end - 1) * BLOCK"),

@@ -57,7 +57,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from tilestream.kernels.hopper.attention_convert import convert_loop
 from tilestream.kernels.hopper.attention_load import VOID, Arriving, load_loop, place
-from tilestream.kernels.hopper.attention_softmax import capped, finished, masked, softmax
+from tilestream.kernels.hopper.attention_softmax import as_operand, capped, carried, finished, masked, softmax
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, step
@@ -100,48 +100,6 @@ def settled(scores, inner, BLOCK: gl.constexpr, CAPPED: gl.constexpr, SCALED: gl
     elif SCALED:
         scores = scores * inner
     return scores
-
-
-@gluon.constexpr_function
-def narrower(dtype):
-    """PTX that rounds two numbers to 16 bits, the first into the lower half of a register."""
-    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
-
-
-@gluon.jit
-def carried(weights, COLUMNS: gl.constexpr, dtype: gl.constexpr, APART: gl.constexpr):
-    """Weights in 16 bits, as a loop carries them: two neighbours a register, or ``APART``, as `as_operand` gives them.
-
-    Carried apart, each pair is taken apart and put together in every step where there are several loops, 64 of the 525
-    instructions of a plain step of 128 columns, causal (Triton 3.6); an H100 does 698 TFLOP/s with them, 740 without.
-    Where scores are capped or cut off at the left too, pairs cost registers that are not there.
-    """
-    if APART:
-        return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, mma_layout(COLUMNS), 2))
-    else:
-        BLOCK: gl.constexpr = weights.shape[1]
-        NARROWER: gl.constexpr = narrower(dtype)
-        left, right = weights.reshape([ROWS, BLOCK // 2, 2]).split()
-        return gl.inline_asm_elementwise(NARROWER, "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def as_operand(p, COLUMNS: gl.constexpr, dtype: gl.constexpr):
-    """Weights, as `carried`, as the multiplication by V takes them, from registers: no data moves."""
-    if p.dtype == gl.int32:
-        PAIRS: gl.constexpr = p.shape[1]
-        if dtype == gl.bfloat16:
-            left, right = gl.inline_asm_elementwise(
-                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-            )
-        else:
-            left, right = gl.inline_asm_elementwise(
-                "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-            )
-        weights = gl.join(left, right).reshape([ROWS, 2 * PAIRS])
-        return gl.convert_layout(weights, gl.DotOperandLayout(0, mma_layout(COLUMNS), 2), assert_trivial=True)
-    else:
-        return p
 
 
 @gluon.jit

@@ -108,19 +108,19 @@ def load_block(
 
 
 @gluon.jit
-def load_values(
-    v_map, v_full, v_empty, v_boxes, stage, phase, over, batch, origin, keys, first, head, table, table_stride,
+def fill_stage(
+    tensor_map, full, empty, stages, stage, phase, over, batch, origin, keys, first, head, table, table_stride,
     page_rows, BYTES: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Values of a key block into the next stage, or nothing, where the launch is ``over``. Where the next one is."""
-    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    """A key block, of K or of V, into the next stage; nothing, where the launch is ``over``. Where the next one is."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
     if over != 0:
-        mbarrier.arrive(v_full.index(stage))
+        mbarrier.arrive(full.index(stage))
     else:
-        mbarrier.expect(v_full.index(stage), BYTES)
+        mbarrier.expect(full.index(stage), BYTES)
         load_block(
-            v_map, v_full.index(stage), v_boxes, stage, batch, origin, keys, first, head, table, table_stride,
+            tensor_map, full.index(stage), stages, stage, batch, origin, keys, first, head, table, table_stride,
             page_rows, BLOCK, COLUMNS, PAGE, RAGGED,
         )  # fmt: skip
     return step(stage, phase, STAGES)
@@ -268,7 +268,7 @@ def load_loop(
         )  # fmt: skip
         if AHEAD:
             if late != 0:
-                v_stage, v_phase = load_values(
+                v_stage, v_phase = fill_stage(
                     v_map, v_full, v_empty, v_boxes, v_stage, v_phase, over, v_batch, v_origin, v_keys, v_first,
                     v_head, table, table_stride, page_rows_v, V_BYTES, BLOCK, COLUMNS, STAGES, PAGE, RAGGED_K,
                 )  # fmt: skip
@@ -374,18 +374,13 @@ def load_loop(
                     first_key = (end - 1 - (j - begin)) * BLOCK
                     behind = first_key + BLOCK
                 if j < end:
-                    mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                    if over != 0:
-                        mbarrier.arrive(k_full.index(stage))
-                    else:
-                        mbarrier.expect(k_full.index(stage), K_BYTES)
-                        load_block(
-                            k_map, k_full.index(stage), k_boxes, stage, batch, origin_k, own_keys, first_key,
-                            head // shared_by, table, table_stride, page_rows_k, BLOCK, PARTS * WIDTH, PAGE, RAGGED_K,
-                        )  # fmt: skip
-                    stage, phase = step(stage, phase, STAGES)
+                    stage, phase = fill_stage(
+                        k_map, k_full, k_empty, k_boxes, stage, phase, over, batch, origin_k, own_keys, first_key,
+                        head // shared_by, table, table_stride, page_rows_k, K_BYTES, BLOCK, PARTS * WIDTH, STAGES,
+                        PAGE, RAGGED_K,
+                    )  # fmt: skip
                 if j > begin:
-                    v_stage, v_phase = load_values(
+                    v_stage, v_phase = fill_stage(
                         v_map, v_full, v_empty, v_boxes, v_stage, v_phase, over, batch, origin_v, own_keys, behind,
                         head // shared_by, table, table_stride, page_rows_v, V_BYTES, BLOCK, COLUMNS, STAGES, PAGE,
                         RAGGED_K,
