@@ -11,12 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
-
-try:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-except ImportError:  # a pass is any function then, and keeps graphs from the compiler's cache
-    CustomGraphPass = object  # type: ignore[assignment,misc]
 
 #: What only looks at the same numbers otherwise, by the name of the op.
 _SEEN_THROUGH = {
@@ -151,17 +147,17 @@ class Look(CustomGraphPass):
 
     def __init__(self, tell: Callable[[Place], None], before: Any = None) -> None:
         self.tell, self.before = tell, before
+        several = before if isinstance(before, (list, tuple)) else [before]
+        self._others = [one for one in several if one is not None]
 
     def __call__(self, graph: Graph) -> None:
         """Look at a graph that is about to be compiled."""
-        for one in self.before if isinstance(self.before, (list, tuple)) else [self.before]:
-            if one is not None:
-                one(graph)
+        for other in self._others:
+            other(graph)
         for place in places(graph):
             self.tell(place)
 
     def uuid(self) -> Any:
         """What the compiler's cache knows it by; None: graphs with the caller's pass are not kept."""
-        others = self.before if isinstance(self.before, (list, tuple)) else [self.before]
-        known = [one.uuid() if hasattr(one, "uuid") else None for one in others if one is not None]
+        known = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]
         return None if None in known else ("tilestream.left_over", *map(str, known))
