@@ -57,6 +57,27 @@ def test_a_sum_that_no_matmul_makes(group):
     assert (op, why) == ("reduce_scatter_tensor", "no matmul makes what is scattered")
 
 
+def test_a_sum_of_several_products(group):
+    def function(x, w, v):
+        return collectives.reduce_scatter_tensor((x @ w).double().float() + x @ v, "sum", 0, group)
+
+    [(_, _, why)] = left(function, X, W, W)
+    assert why.startswith("what is scattered is a sum, of 2 products among other things: torch's pass knows a product")
+    [(_, _, why)] = left(lambda x, w: collectives.reduce_scatter_tensor(x @ w + 1, "sum", 0, group), X, W)
+    assert "of 1 product among" in why
+
+
+def test_a_collective_that_torch_says_no_shape_of(group):
+    traced = make_fx(lambda x: collectives.all_gather_tensor(x.relu(), 0, group), tracing_mode="fake")(X).graph
+    [gather] = [node for node in traced.nodes if "all_gather" in node.name]
+    del gather.args[0].meta["val"]
+    [place] = places(traced)
+    assert place.what == "to [16, 4], float32"
+    del gather.meta["val"]
+    [place] = places(traced)
+    assert place.what == "to ?"
+
+
 def test_a_product_that_others_read(group):
     def function(x, w):
         product = x @ w

@@ -15,11 +15,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 #: What only looks at the same numbers otherwise, by the name of the op.
-_SEEN_THROUGH = {
+_SEEN_THROUGH = frozenset({
     "wait_tensor", "view", "_unsafe_view", "reshape", "split", "split_with_sizes", "cat", "permute", "transpose", "t",
     "slice", "select", "squeeze", "unsqueeze", "clone", "expand", "convert_element_type", "_to_copy",
     "force_stride_order",
-}  # fmt: skip
+})  # fmt: skip
 #: Matmuls, by the name of the op.
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 _WITH_BIAS = (
@@ -56,7 +56,8 @@ def places(graph: Graph) -> Iterator[Place]:
         if name in reasons and _is_functional(node):
             why = reasons[name](node)
             if why is not None:
-                yield Place(str(node.args[-1]), name, _what(node.args[0]), why)
+                given = _what(node.args[0])
+                yield Place(str(node.args[-1]), name, given or f"to {_what(node) or '?'}", why)
 
 
 def _why_gathered(node: Node) -> str:
@@ -69,7 +70,13 @@ def _why_gathered(node: Node) -> str:
 def _why_scattered(node: Node) -> str:
     found, between = _before(node)
     if not found:
-        return "no matmul makes what is scattered"
+        added, _ = _before(node, _SEEN_THROUGH | {"add"})
+        if not added:
+            return "no matmul makes what is scattered"
+        return (
+            f"what is scattered is a sum, of {len(added)} product{'s' * (len(added) != 1)} among other things: torch's "
+            "pass knows a product alone. So is the backward of a gather that several matmuls read"
+        )
     product = found[0]
     if len(product.users) > 1:
         return "something else reads the product too, which the fused op does not give"
@@ -96,12 +103,19 @@ def _behind(node: Node) -> tuple[list[Node], list[str]]:
     return _walk(node, lambda one: list(one.users))
 
 
-def _before(node: Node) -> tuple[list[Node], list[str]]:
+def _before(node: Node, through: frozenset[str] = _SEEN_THROUGH) -> tuple[list[Node], list[str]]:
     """Matmuls that a node's input is made of, and what stands between."""
-    return _walk(node, lambda one: list(one.all_input_nodes)[:1] if _name(one) != "cat" else list(one.all_input_nodes))
+
+    def step(one: Node) -> list[Node]:
+        made_of = list(one.all_input_nodes)
+        return made_of if _name(one) in ("cat", "add") else made_of[:1]
+
+    return _walk(node, step, through)
 
 
-def _walk(node: Node, step: Callable[[Node], list[Node]]) -> tuple[list[Node], list[str]]:
+def _walk(
+    node: Node, step: Callable[[Node], list[Node]], through: frozenset[str] = _SEEN_THROUGH
+) -> tuple[list[Node], list[str]]:
     found: list[Node] = []
     between: list[str] = []
     seen, todo = {node}, step(node)
@@ -113,7 +127,7 @@ def _walk(node: Node, step: Callable[[Node], list[Node]]) -> tuple[list[Node], l
         name = _name(one)
         if name in _MATMULS:
             found.append(one)
-        elif name in _SEEN_THROUGH or one.target is operator.getitem:
+        elif name in through or one.target is operator.getitem:
             if name != "wait_tensor" and one.target is not operator.getitem:
                 between.append(name)
             todo += step(one)
@@ -133,9 +147,10 @@ def _is_functional(node: Node) -> bool:
 
 
 def _what(node: Any) -> str:
+    """Shape and dtype; empty where torch does not say: its passes make nodes without."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, torch.Tensor):
-        return "?"
+        return ""
     return f"{list(value.shape)}, {value.dtype}".replace("torch.", "")
 
 
