@@ -27,7 +27,8 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 _BARRIER_BYTES = 1024
 #: Bytes of a C buffer, at most, and what the strip that goes through it is at most wide.
 _STRIP_BYTES, _STRIP = 8192, 64
-#: The same where partial results are added up before more than a plain epilogue: registers again.
+#: The same where partial results are added up before more than a plain epilogue, of 64 rows of an accumulator:
+#: registers again.
 _NARROW = 32
 #: Stages beyond these are of no use: the copies under way already cover the memory's latency.
 _MOST_STAGES = 12
@@ -236,11 +237,15 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     return ""
 
 
-def registers_of(problem: Problem, tile: Tile) -> tuple[int, int]:
+def registers_of(problem: Problem, tile: Tile, kind: Kind = "static", queues: int | None = None) -> tuple[int, int]:
     """Registers of a thread of the load warp, and of the math warps, where none are asked for."""
     if tile.loops == 1:
         return SINGLE_GATED_REGISTERS if problem.arriving else SINGLE_REGISTERS
-    return GATED_REGISTERS if problem.arriving and tile.registers <= _GATED else REGISTERS[0]
+    if problem.arriving and tile.registers <= _GATED:
+        return GATED_REGISTERS
+    # With 232 Triton 3.9 keeps four words of such an accumulator's epilogue on the stack.
+    more = problem.fp8 and tile.registers > _LEAST_ROOM and not no_registers(problem, REGISTERS[1], kind, queues)
+    return REGISTERS[1] if more else REGISTERS[0]
 
 
 def no_registers(
@@ -313,13 +318,14 @@ def candidates(
             block_m, block_n = (row.columns, row.rows) if swapped else (row.rows, row.columns)
             if (tile is not None and (block_m, block_n) != tuple(tile)) or (swapped and row.rows == row.columns):
                 continue
-            if swapped and row.rows == 256 and parts > 1 and not problem.plain:
-                continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+            narrowest = _NARROW * 64 // row.rows_per_loop
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
+                if swapped and row.rows == 256 and not problem.plain and (parts > 1 or kind == "stream_k"):
+                    continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
                 if registers is not None and no_registers(problem, registers, kind, queues, row):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
@@ -335,9 +341,9 @@ def candidates(
                     seconds = _seconds(problem, device, schedule, row, swapped)
                     yield Candidate(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
-                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
+                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else narrowest),
                         buffers=row.buffers(out_size),
-                        registers=registers or registers_of(problem, row),
+                        registers=registers or registers_of(problem, row, kind, queues),
                     )  # fmt: skip
 
 
