@@ -6,18 +6,22 @@
 and with and without what invariant 7 asks for (`order_kernels`). That none is wrong without a fence proves nothing for
 the next GPU: the fence is what the memory model asks for. It is published either way.
 
-``polling``: a worker an SM that looks at a signal which never comes, with pauses of one length: the power drawn, the
-looks a second, and how fast a matmul beside it is (torch.mm, whose CTAs find room beside a poller's one warp). The
-kernels' own pauses grow from the shortest to the longest that `tilestream.kernels.portable.clock` names.
+``polling``: a worker an SM that looks at a signal which never comes, with pauses of one length: the power drawn, and
+the looks a second. Then so many workers that `WAITING` SMs are taken, and our matmul on the others: what it loses to
+those that look and not only hold their SMs (`ASLEEP`). A worker of ours and one of cuBLAS's take all of an SM's
+registers: neither runs beside a poller on the same one. The kernels' own pauses grow from the shortest to the longest
+that `tilestream.kernels.portable.clock` names.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from harness import RESULTS, GpuRecord
+import tilestream as ts
+from harness import RESULTS, GpuRecord, errors
 from order_kernels import COLUMNS, ROWS, SLOTS, consume, poll
 from tilestream.kernels.portable.clock import LONGEST, SHORTEST
 from tilestream.runtime.driver import copy_in, stream_write
@@ -39,7 +44,9 @@ WAYS = {"acquire, fence": ("acquire", True), "acquire, no fence": ("acquire", Fa
 ALLOWED = 15_000_000_000
 #: Pauses between two looks, in nanoseconds.
 PAUSES = (0, SHORTEST.value, 256, LONGEST.value, 4096)
-SIZE, MULTIPLICATIONS = 8192, 12
+#: SMs whose workers wait while the others multiply, as where a chunk is late; and a pause in which nobody looks.
+WAITING, ASLEEP = 16, 1_000_000
+SIZE, MULTIPLICATIONS = 8192, 22
 
 
 def order(record: GpuRecord, rounds: int) -> None:
@@ -93,58 +100,62 @@ def _produce(
 
 
 def polling(record: GpuRecord) -> None:
-    """One row without a poller, one for each pause."""
+    """One row without a poller, one for each pause, and one of workers that hold their SMs and all but sleep."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     a, b, out = (torch.randn(SIZE, SIZE, device="cuda").to(torch.bfloat16) for _ in range(3))
-    torch.mm(a, b, out=out)  # while pollers run the driver loads no kernel
-    for pause in (None, *PAUSES, None):
-        words = torch.zeros(256, dtype=torch.int64, device="cuda")
-        word, clock, looks = words[:1].view(torch.int32), words[32:], words[64:]
-        beside = torch.cuda.Stream()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
+    ts.matmul(a, b, out=out, workers=sms - WAITING)  # while pollers run the driver loads no kernel
+    exact, peer = a[:64].double() @ b.double(), a[:64] @ b
+    for pause in (None, *PAUSES, ASLEEP):
+        looks_, watts = None, _power()
         if pause is not None:
-            arguments = word, clock, looks, ALLOWED, pause, pause > 0
-            _leave_shared_memory(poll.warmup(*arguments, grid=(sms,), num_warps=1))
-            with torch.cuda.stream(beside):
-                poll[(sms,)](*arguments, num_warps=1)
-        time.sleep(0.5)
-        watts = [_watts() for _ in range(3)]
-        ms = []
-        for _ in range(MULTIPLICATIONS):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            torch.mm(a, b, out=out)
-            events[1].record()
-            events[1].synchronize()
-            ms.append(events[0].elapsed_time(events[1]))
-        seconds = time.perf_counter() - begin
-        stream_write(torch.cuda.current_stream().cuda_stream, word.data_ptr(), 1)  # behind the last matmul
-        torch.cuda.synchronize()
+            looks_, watts = _polled(sms, pause, _power)
+        out.fill_(float("nan"))
+        multiply = functools.partial(_timed, a, b, out, sms - WAITING)
+        ms = multiply() if pause is None else _polled(WAITING, pause, multiply)[1]
+        errors(out[:64], peer, exact)
         if max(ms) > 1e-6 * ALLOWED / 2:
             record.data["failures"].append(f"pauses of {pause} ns: a matmul took {max(ms):.0f} ms, until pollers ended")
-        power = [w for w in watts if w is not None]
         _add(record, {
             "section": "polling", "pause_ns": pause, "pollers": 0 if pause is None else sms,
-            "watts": round(statistics.median(power), 1) if power else None,
-            "looks_per_us_and_poller": None if pause is None else round(int(looks[0]) / sms / seconds / 1e6, 3),
-            "matmul": f"{SIZE}x{SIZE}x{SIZE}", "ms": round(statistics.median(ms[2:]), 4),
+            "watts": round(statistics.median(watts), 1) if watts else None,
+            "looks_per_us_and_poller": looks_, "pollers_beside": 0 if pause is None else WAITING,
+            "matmul": f"{SIZE}x{SIZE}x{SIZE}, {sms - WAITING} workers", "ms": round(statistics.median(ms[2:]), 4),
             "samples": [round(one, 4) for one in ms],
         })  # fmt: skip
 
 
-def _leave_shared_memory(compiled: Any) -> None:
-    """Have an SM that this kernel is on keep all of its shared memory for others.
+def _polled(workers: int, pause: int, meanwhile: Callable[[], list[Any]]) -> tuple[float, list[Any]]:
+    """What ``meanwhile`` gives while so many workers wait; and how often each of them looks, in a microsecond."""
+    words = torch.zeros(256, dtype=torch.int64, device="cuda")
+    word, clock, looks = words[:1].view(torch.int32), words[32:], words[64:]
+    beside = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with torch.cuda.stream(beside):
+        poll[(workers,)](word, clock, looks, ALLOWED, pause, pause > 0, num_warps=1)
+    time.sleep(0.3)
+    found = meanwhile()
+    seconds = time.perf_counter() - begin
+    stream_write(torch.cuda.current_stream().cuda_stream, word.data_ptr(), 1)  # behind what was done meanwhile
+    torch.cuda.synchronize()
+    return round(int(looks[0]) / workers / seconds / 1e6, 4), found
 
-    By itself such a kernel has the SM's memory parted as an L1 cache, which is not parted anew while it runs: a kernel
-    that wants shared memory waits for its end then (so seen on an H100: 14 s, a matmul beside a poller an SM).
-    """
-    compiled._init_handles()
-    driver = ctypes.CDLL("libcuda.so.1")
-    preferred_shared_memory_carveout, percent = 9, 100
-    status = driver.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), preferred_shared_memory_carveout, percent)
-    if status:
-        raise RuntimeError(f"cuFuncSetAttribute: {status}")
+
+def _timed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, workers: int) -> list[float]:
+    """Milliseconds of each of `MULTIPLICATIONS`."""
+    ms = []
+    for _ in range(MULTIPLICATIONS):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        ts.matmul(a, b, out=out, workers=workers)
+        events[1].record()
+        events[1].synchronize()
+        ms.append(events[0].elapsed_time(events[1]))
+    return ms
+
+
+def _power() -> list[float]:
+    return [watts for _ in range(3) if (watts := _watts()) is not None]
 
 
 def _watts() -> float | None:

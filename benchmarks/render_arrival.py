@@ -42,23 +42,28 @@ def polling(data: dict[str, Any]) -> str:
     rows = [row for row in data["rows"] if row["section"] == "polling"]
     if not rows:
         return ""
-    alone = min(row["ms"] for row in rows if row["pause_ns"] is None)
+    asleep = max(row["pause_ns"] for row in rows if row["pause_ns"] is not None)
+    held = next(row["ms"] for row in rows if row["pause_ns"] == asleep)
+    names = {None: "nobody waits", asleep: "as good as asleep"}
     cells = [
         [
-            "nobody waits" if row["pause_ns"] is None else str(row["pause_ns"]),
+            names.get(row["pause_ns"], str(row["pause_ns"])),
             "-" if row["looks_per_us_and_poller"] is None else f"{row['looks_per_us_and_poller']:.3f}",
             "not readable" if row["watts"] is None else f"{row['watts']:.0f}",
             f"{row['ms']:.3f}",
-            f"{alone / row['ms']:.3f}",
+            f"{held / row['ms']:.3f}",
         ]
         for row in rows
     ]
+    beside = max(row["pollers_beside"] for row in rows)
     return "\n\n".join(
         [
             f"## What waiting costs, {data['device']}",
-            f"A worker on each SM looks at a signal that does not come; beside it `torch.mm` of {rows[0]['matmul']}. "
-            f"Power is the driver's, with the workers alone on the GPU ({where(data)}).",
-            table(["Pause, ns", "looks a microsecond", "power, W", "matmul, ms", "of its speed alone"], cells),
+            "A worker on each SM looks at a signal that does not come: its looks a microsecond, and the power that the "
+            f"driver says the GPU draws. Then {beside} of them, and our matmul ({rows[0]['matmul']}) on the other SMs: "
+            "*of its speed*: beside its time while those that wait all but sleep, and hold their SMs as well "
+            f"({where(data)}).",
+            table(["Pause, ns", "looks a microsecond", "power, W", "matmul, ms", "of its speed"], cells),
         ]
     )
 

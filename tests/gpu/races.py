@@ -10,9 +10,9 @@ So a report is let pass that has a read on one side and writes on the other, all
 number) where such a hand-over has them:
 
 - of the words: written in `ring.put`, nowhere else. Read in `ring.get`, and, since the compiler moves reads and gives
-  them the line of what they then stand beside, in the texts of the loops that call it; but not at lines of these that
-  load something else. A race of another read in such a loop with the store of a word would be let pass, too: the table
-  has places, not what lies there.
+  them the line of what they then stand beside, in the texts of the loops that call it and of attention's steps; but not
+  at lines of these that load something else. A race of another read there with the store of a word would be let pass,
+  too: the table has places, not what lies there.
 - of what is to be run: read and written where a kernel begins; written where its warps part.
 """
 
@@ -43,13 +43,20 @@ def readers() -> tuple[Any, ...]:
     return gemm.math_loop, attention.math_loop, attention_convert.convert_loop, handover.taker
 
 
+def steps() -> tuple[Any, ...]:
+    """What becomes part of such a loop."""
+    from tilestream.kernels.hopper import attention
+
+    return attention.math_step, attention.start_scores, attention.settled, attention.store_strip
+
+
 def handed_over() -> tuple[HandOver, ...]:
     """The item ring's words; of each kernel, what its first warps tell the others to run."""
     import handover
 
     from tilestream.kernels.hopper import attention, gemm, ring
 
-    moved = {at for one in readers() for at, line in _lines(one) if ".load(" not in line}
+    moved = {at for one in (*readers(), *steps()) for at, line in _lines(one) if ".load(" not in line}
     found = [HandOver(_where(ring.get, ".load(") | moved, _where(ring.put, ".store("))]
     for entry in (gemm.gemm, attention.attend, handover.handed):
         head = frozenset(at for at, line in _lines(entry) if line.startswith("def "))

@@ -14,6 +14,7 @@ machine and versions: so passes may be run by several commands, where a command'
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -117,7 +118,7 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
         )
         for job, part in enumerate(parts)
     ]
-    statuses = [_wait(process, end) for process in started]
+    statuses = _wait(started, end)
     outcomes: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
     for job, (part, status) in enumerate(zip(parts, statuses, strict=True)):
@@ -146,14 +147,22 @@ def _device_of(job: int, jobs: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(job % count)} if jobs > 1 and count > 1 else {}
 
 
-def _wait(process: subprocess.Popen[bytes], end: float) -> int:
-    """Its status; what is not done at ``end`` is interrupted, and writes down what it has done."""
-    for signal_, seconds in ((signal.SIGINT, end - time.monotonic()), (signal.SIGKILL, 10.0)):
-        try:
-            return process.wait(None if math.isinf(seconds) else max(seconds, 0.0))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal_)
-    return process.wait()
+def _wait(started: list[subprocess.Popen[bytes]], end: float) -> list[int]:
+    """Their statuses; what is not done at ``end`` is interrupted, all at once, and writes down what it has done."""
+    _ended(started, end)
+    for signal_, seconds in ((signal.SIGINT, 10.0), (signal.SIGKILL, 10.0)):
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(signal_)
+        _ended(started, time.monotonic() + seconds)
+    return [process.wait() for process in started]
+
+
+def _ended(started: list[subprocess.Popen[bytes]], end: float) -> None:
+    """Wait for them until ``end``."""
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(None if math.isinf(end) else max(end - time.monotonic(), 0.0))
 
 
 def main() -> int:

@@ -41,6 +41,8 @@ PUT = ("Write", at(ring.put, ".store("))
 GET = ("Read", at(ring.get, ".load("))
 #: Where the compiler puts reads of the words of attention in 8 bits (Triton 3.7.1).
 MOVED = ("Read", at(attention.math_loop, "mbarrier.wait(k_full.index(stage), phase)"))
+#: And on an H100 (Triton 3.6.0), where it is known only now which query buffer an item's is.
+STEP = ("Read", at(attention.start_scores, "warpgroup_mma("))
 HEAD = ("Read", at(gemm.gemm, "def gemm("))
 PARTS = ("Write", at(gemm.gemm, "gl.warp_specialize("))
 
@@ -49,6 +51,7 @@ KNOWN = {
     "a word, the other way round": (PUT, GET),
     "several words": (GET, PUT, PUT),
     "a word whose read was moved": (MOVED, PUT),
+    "a word whose read was moved into a step": (PUT, STEP, STEP),
     "a word that the warps that convert read": (("Read", at(attention_convert.convert_loop, "get(slots")), PUT),
     "what warps are told to run": (HEAD, PARTS),
     "the same, by a line before": (HEAD, ("Write", at(gemm.gemm, "gl.warp_specialize(", -1))),
