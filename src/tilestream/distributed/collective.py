@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import AllreduceOptions, ReduceScatterOptions
+from torch.distributed import AllreduceOptions, ReduceScatterOptions, Work
 
 from tilestream.distributed.greeting import GREETING_BYTES, differ
 from tilestream.distributed.members import Member
@@ -78,7 +78,7 @@ def _gather(into: torch.Tensor, mine: torch.Tensor, member: Member) -> None:
         member.group._allgather_base(through, sent.cpu()).wait()
         got.copy_(through)
     else:
-        member.group._allgather_base(got, sent, _on_this_stream(AllgatherOptions())).wait()
+        _wait(member.group._allgather_base(got, sent, _on_this_stream(AllgatherOptions())))
 
 
 _Options = TypeVar("_Options", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
@@ -88,6 +88,11 @@ def _on_this_stream(options: _Options) -> _Options:
     # Else NCCL takes a stream of its own, and two events between it and ours: 4 us of a call, on an H200.
     options.asyncOp = False
     return options
+
+
+def _wait(work: Work | None) -> None:
+    if work is not None:  # NCCL has none where the stream is the caller's
+        work.wait()
 
 
 def _by_the_cpu(member: Member, x: torch.Tensor) -> bool:
@@ -112,7 +117,7 @@ def reduced(member: Member, x: torch.Tensor) -> torch.Tensor:
     if not x.numel() or member.world == 1:
         return x
     sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _by_the_cpu(member, x) else x
-    member.group.allreduce([sent], _on_this_stream(AllreduceOptions())).wait()
+    _wait(member.group.allreduce([sent], _on_this_stream(AllreduceOptions())))
     return sent.to(x)
 
 
@@ -123,5 +128,5 @@ def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:
     sent = parts.cpu() if _by_the_cpu(member, parts) else parts
     out = sent.new_empty(parts.shape[1:])
     options = _on_this_stream(ReduceScatterOptions())
-    member.group._reduce_scatter_base(out.view(-1), sent.view(-1), options).wait()
+    _wait(member.group._reduce_scatter_base(out.view(-1), sent.view(-1), options))
     return out.to(parts.device)

@@ -1,0 +1,56 @@
+"""Collectives that nothing overlaps, by a group whose stream is the caller's: then there is no work to wait for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilestream.distributed import collective
+from tilestream.distributed.whole import Whole
+
+
+class Work:
+    def __init__(self):
+        self.waited = 0
+
+    def wait(self):
+        self.waited += 1
+
+
+class Group:
+    """Two ranks, of which the other has the same: as NCCL on the caller's stream, or with ``work``."""
+
+    def __init__(self, work):
+        self.work, self.asked = work, []
+
+    def _allgather_base(self, got, sent, options):
+        got.view(2, -1).copy_(sent)
+        return self._done(options)
+
+    def allreduce(self, tensors, options):
+        tensors[0].mul_(2)
+        return self._done(options)
+
+    def _reduce_scatter_base(self, got, sent, options):
+        got.copy_(sent.view(2, -1)[0] * 2)
+        return self._done(options)
+
+    def _done(self, options):
+        self.asked.append(options.asyncOp)
+        return self.work
+
+
+@pytest.mark.parametrize("work", [None, Work()], ids=["no work", "work"])
+def test_on_the_callers_stream(monkeypatch, work):
+    monkeypatch.setattr(collective, "agree", lambda *_: None)
+    member = SimpleNamespace(group=Group(work), world=2)
+    x = torch.arange(12.0).view(1, 3, 4)
+    whole = Whole(torch.zeros(1, 2, 3, 4), None)
+    collective.gather_whole(member, None, Whole(x, None), whole)
+    assert torch.equal(whole.data, torch.stack([x, x], 1))
+    assert torch.equal(collective.sum_of_parts(member, torch.stack([x, x + 1])), x * 2)
+    assert torch.equal(collective.reduced(member, x.clone()), x * 2)
+    assert member.group.asked == [False] * 3
+    assert work is None or work.waited == 3
