@@ -27,8 +27,7 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 _BARRIER_BYTES = 1024
 #: Bytes of a C buffer, at most, and what the strip that goes through it is at most wide.
 _STRIP_BYTES, _STRIP = 8192, 64
-#: The same where partial results are added up before more than a plain epilogue, of 64 rows of an accumulator:
-#: registers again.
+#: The same where partial results are added up before more than a plain epilogue: registers again.
 _NARROW = 32
 #: Stages beyond these are of no use: the copies under way already cover the memory's latency.
 _MOST_STAGES = 12
@@ -84,6 +83,9 @@ MEMORY_EFFICIENCY = 0.877
 _MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
 #: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
+#: An accumulator of 128 rows and of more registers leaves none to add parts up before more than a plain epilogue that
+#: stores to where TMA cannot: Triton 3.6 and 3.9 keep up to 25 words on the stack, in strips of 16 columns or of 32.
+_PARTS_ROOM = 96
 #: Parts that a tile's columns are multiplied in, at most.
 MOST_PARTS = 3
 #: Registers of a thread of the load warp, and of the math warps: with two math loops, of which the first is the plan's
@@ -226,7 +228,7 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     """Why this kernel cuts no tile, or not this one, along K; empty if it may.
 
     The load warp has 40 registers for schedule and gate (`REGISTERS`): Triton 3.6 spills where it also has both
-    operands' chunks in mind, or the maps of several parts of a tile's columns.
+    operands' chunks in mind, or the maps of several parts of a tile's columns. So do math warps, at times.
     """
     if problem.arriving > 1:
         return "with both operands arriving the load warp has no registers for it"
@@ -234,6 +236,8 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
         return "with a batch of float32 the load warp has no registers for it beside three parts of columns"
     if problem.arriving and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
         return "with an operand arriving the load warp has no registers for it beside several parts of columns"
+    if tile is not None and not problem.plain and tile.rows_per_loop == 128 and tile.registers > _PARTS_ROOM:
+        return "with more than a plain epilogue an accumulator of 128 rows and columns leaves no registers for it"
     return ""
 
 
@@ -318,14 +322,13 @@ def candidates(
             block_m, block_n = (row.columns, row.rows) if swapped else (row.rows, row.columns)
             if (tile is not None and (block_m, block_n) != tuple(tile)) or (swapped and row.rows == row.columns):
                 continue
+            if swapped and row.rows == 256 and parts > 1 and not problem.plain:
+                continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-            narrowest = _NARROW * 64 // row.rows_per_loop
             for kind in kinds:
                 if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
                     continue
-                if swapped and row.rows == 256 and not problem.plain and (parts > 1 or kind == "stream_k"):
-                    continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
                 if registers is not None and no_registers(problem, registers, kind, queues, row):
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
@@ -341,7 +344,7 @@ def candidates(
                     seconds = _seconds(problem, device, schedule, row, swapped)
                     yield Candidate(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
-                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else narrowest),
+                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
                         registers=registers or registers_of(problem, row, kind, queues),
                     )  # fmt: skip

@@ -273,6 +273,8 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     found = _candidates(problem, row, swapped, kind, tile, order, queues, registers)
     if not found and how in ("across", "parted"):
         found = _candidates(problem, row, swapped, "static", tile)
+    if not found and how in ("worst", "direct", "wide"):  # of tiles that are not cut along K
+        found = _candidates(problem, row, swapped, "dynamic", tile)
     if not found or (how == "apart" and swapped):  # of columns none stand apart
         return None
     chosen = found[0]
