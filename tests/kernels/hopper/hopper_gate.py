@@ -143,8 +143,8 @@ def build(options: dict[str, Any], filled: tuple[Any, ...], kernel: Any = gemm) 
 
 DEVICE = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 HOWS = (
-    "plain", "across", "worst", "direct", "wide", "rows", "split", "arriving", "ordered", "published", "static",
-    "stealing", "table", "weight", "parted", "copied", "copied weight", "apart", "probed", "slim static",
+    "plain", "across", "worst", "direct", "wide", "uncut", "rows", "split", "arriving", "ordered", "published",
+    "static", "stealing", "table", "weight", "parted", "copied", "copied weight", "apart", "probed", "slim static",
     "slim table", "slim full",
 )  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -224,7 +224,7 @@ def _of_a_tile(row: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     for layout in LAYOUTS if few else ("nt",):
         yield "bfloat16", "plain", layout
         yield "bfloat16", "slim", layout
-    for how in HOWS[1:] if few else HOWS[1:9]:
+    for how in HOWS[1:] if few else HOWS[1:10]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         yield inputs, "plain", "nt"
@@ -251,7 +251,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     dtype, other, fast = INPUTS[inputs]
     name = f"{row.variant} {row.rows}x{row.columns}{' swapped' * swapped} {inputs} {how} {layout}"
     slim, how = how.startswith("slim"), how.removeprefix("slim").strip() or "plain"
-    full = how in ("worst", "direct", "wide", "split", "arriving", "ordered", "full")
+    full = how in ("worst", "direct", "wide", "uncut", "split", "arriving", "ordered", "full")
     batch = 2 if how in ("worst", "split", "arriving", "ordered", "full") else 1
     rows = Incoming(Chunks.uniform(batch * _SIZE, 512)) if how in ("rows", "arriving", "apart") else None
     rows = Incoming(Chunks.uniform(_SIZE, 512), 0, 16) if how == "copied" else rows
@@ -265,7 +265,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
         _SIZE, _SIZE, _SIZE, batch, dtype, out, rows, columns, b_dtype=other, scales=scales, fast_accum=fast,
         plain=not full, tf32=inputs == "tf32", publishes=publishes,
     )  # fmt: skip
-    parts = (full and how not in ("arriving", "ordered", "full")) or how in ("across", "parted")
+    parts = (full and how not in ("uncut", "arriving", "ordered", "full")) or how in ("across", "parted")
     kind = "stream_k" if parts else "static" if how == "static" else "dynamic"
     tile = (row.columns, row.rows) if swapped else (row.rows, row.columns)
     order = tuple(range(-(-_SIZE // tile[0]) * -(-_SIZE // tile[1]))) if how == "table" else None
@@ -283,7 +283,7 @@ def _make(row: Tile, swapped: bool, inputs: str, how: str, layout: str) -> Confi
     plan = of_candidate(problem, DEVICE, "hopper", chosen, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
     a, b, stored = strides[layout[0]], strides[layout[1]], strides["t" if how == "across" else "n"]
-    if how in ("direct", "wide"):
+    if how in ("direct", "wide", "uncut"):
         stored = (0, _SIZE + 1, 1)
     made = Layout(a, b, stored)
     if full:

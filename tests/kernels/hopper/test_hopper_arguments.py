@@ -201,6 +201,23 @@ def test_offsets_that_leave_31_bits(out, residual, wide):
     assert given["STRIP"] == (16 if wide and given["STORE"] == "direct" else plan.strip)
 
 
+@pytest.mark.parametrize(
+    ("variant", "tile", "strips"),  # strips: by TMA, where the output is of 16 bits; and from registers
+    [
+        ("cooperative", (128, 256), (64, 32)),
+        ("cooperative", (256, 128), (32, 16)),
+        ("ping_pong", (128, 128), (32, 16)),
+        ("ping_pong", (64, 256), (64, 32)),
+        ("single", (64, 16), (16, 16)),
+    ],
+)
+def test_strips_from_registers_have_few_elements(variant, tile, strips):
+    plan = make(variant, tile)
+    stored = [Arguments(plan, layout(out=out)) for out in (ROWS, (0, N + 1, 1))]
+    assert [made.out is None for made in stored] == [False, True]
+    assert tuple(named(made)["STRIP"] for made in stored) == strips
+
+
 @pytest.mark.parametrize(("n", "eights"), [(520, True), (516, False), (8, True), (1, False)])
 def test_vectors_that_do_not_straddle_the_end(n, eights):
     assert named(Arguments(make(n=n), layout("nt", n=n, out=(0, 528, 1))))["EIGHTS"] == eights

@@ -26,9 +26,9 @@ from tilestream.plan.tma import major_of, store_major_of
 _INT31 = 2**31
 #: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
 _SINGLE_REGISTERS = 128
-#: Columns of a strip that is stored from registers, where an element's offset takes two of them (64 bits), or where a
-#: consumer has twice the rows: Triton 3.6 spills 172 words of a full epilogue there in strips of 32.
-_DIRECT_STRIP = 16
+#: Elements of a strip that a consumer stores from registers at a time: in strips of twice as many Triton 3.6 spills 170
+#: to 320 words of a full epilogue. And columns of it where an element's offset takes two registers (64 bits).
+_DIRECT, _WIDE_STRIP = 2048, 16
 #: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
 #: SMs while that kernel still needs them.
 _CHAINED = True
@@ -208,9 +208,9 @@ class Arguments:
 
     def _strip(self) -> int:
         """Columns that are finished at a time: fewer where there is no C buffer, and registers are short."""
-        if self.out is not None or not (self._wide() or self.rows // self._halves == 128):
+        if self.out is not None:
             return self.plan.strip
-        return min(self.plan.strip, _DIRECT_STRIP)
+        return min(self.plan.strip, _DIRECT * self._halves // self.rows, _WIDE_STRIP if self._wide() else _DIRECT)
 
     def _wide(self) -> bool:
         """Whether an offset inside one batch of what is addressed without TMA leaves 31 bits."""
