@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import render_llama
 import render_reduce
 from dispatch_table import Decided, decided, shape_of, taken
 from floors import PEERS, Judged, floor_of, judged
@@ -32,7 +33,7 @@ def sections(folder: Path) -> list[str]:
     tables = [
         text for data in records for op in NAMES if (text := one(data, op, [x for x in data["rows"] if x["op"] == op]))
     ]
-    tables += render_reduce.sections(folder)
+    tables += render_reduce.sections(folder) + render_llama.sections(folder)
     return tables + TIMELINES.sections(folder) + LANES.sections(folder)
 
 

@@ -39,13 +39,16 @@ def test_memory_order(render: ModuleType) -> None:
 def test_polling(render: ModuleType) -> None:
     rows = [
         {"section": "polling", "pause_ns": pause, "watts": watts, "looks_per_us_and_poller": looks, "ms": ms,
-         "matmul": "8x8x8"}
-        for pause, watts, looks, ms in ((None, 100.0, None, 2.0), (64, 151.0, 1.25, 2.5), (None, None, None, 2.1))
+         "matmul": "8x8x8", "pollers_beside": 0 if pause is None else 16}
+        for pause, watts, looks, ms in (
+            (None, 100.0, None, 2.0), (64, 151.0, 1.25, 2.5), (1_000_000, None, 0.001, 2.25),
+        )
     ]  # fmt: skip
     text = render.polling({**ABOUT, "rows": rows})
-    assert cells(text, "64") == ["64", "1.250", "151", "2.500", "0.800"]
-    assert cells(text, "nobody waits") == ["nobody waits", "-", "100", "2.000", "1.000"]
-    assert "not readable" in text
+    assert "Then 16 of them" in text
+    assert cells(text, "64") == ["64", "1.250", "151", "2.500", "0.900"]
+    assert cells(text, "nobody waits") == ["nobody waits", "-", "100", "2.000", "1.125"]
+    assert cells(text, "as good as asleep")[1:] == ["0.001", "not readable", "2.250", "1.000"]
 
 
 def test_records_are_found(render: ModuleType, tmp_path: Path) -> None:

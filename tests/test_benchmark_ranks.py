@@ -237,3 +237,21 @@ def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
     assert "22.2% of their time at the gate" in text
     render.TIMELINES.plots(tmp_path, tmp_path / "images")
     assert (tmp_path / "images" / "gather_x3_h200.png").stat().st_size > 5000
+
+
+def test_a_llama(render: ModuleType, tmp_path: Path) -> None:
+    losses = {"plain": [2.0, 1.0], "ours": [2.0, 1.01]}
+    sites = [
+        "fused_all_gather_matmul [2, 8] @ [8, 4], dim 1: 4 calls, fused: modelled: 1 ms (H200)",
+        "reduce_scatter_tensor [4, 8], bfloat16: left in 1 place: no matmul makes what is scattered",
+    ]
+    row = {"model": "whole", "losses": losses, "sites": sites}
+    (tmp_path / "gpu_llama_x2_h200.json").write_text(json.dumps({**ABOUT, "rows": [row]}), encoding="utf-8")
+    (text,) = render.sections(tmp_path)
+    assert text.startswith("## A Llama of torch's parallel styles, 2 x H200")
+    assert cells(text, "two blocks, embedding and head")[1:] == ["2.0000", "1.0000", "1.0100", "1.0e-02"]
+    called, left = text.splitlines()[-2:]
+    assert called.endswith("| `fused_all_gather_matmul [2, 8] @ [8, 4], dim 1` | 4 calls, fused | modelled: 1 ms |")
+    assert left.endswith(
+        "| `reduce_scatter_tensor [4, 8], bfloat16` | left in 1 place | no matmul makes what is scattered |"
+    )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_groups import heads_together
 from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import ITEMSIZE
@@ -313,7 +314,12 @@ def candidates(
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
-        group = max(1, int(L2_BYTES // bytes_of_head)) * max(1, problem.ratio // pack)
+        sharing = max(1, problem.ratio // pack)
+        group = heads_together(
+            problem, rows // pack, problem.batch * problem.heads_q // pack,
+            max(1, int(L2_BYTES // bytes_of_head)) * sharing, sharing, workers, tile.block,
+            _ends(problem, tile) / _step(problem, device, tile),
+        )  # fmt: skip
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
         for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):
             stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)
@@ -338,10 +344,8 @@ def _blocks(problem: AttentionProblem, tile: Tile, pack: int) -> float:
     return (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
 
 
-def _seconds(
-    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, items: int, workers: int, shares: int
-) -> float:
-    """What a launch takes: items in waves, or memory, whichever is the longer; and the launch that joins shares."""
+def _step(problem: AttentionProblem, device: DeviceProperties, tile: Tile) -> float:
+    """Seconds of a key block of a tile."""
     rate = device.peak("float16", 1)
     clock = rate / 4096
     rows = tile.consumers * ROWS
@@ -349,12 +353,22 @@ def _seconds(
     columns = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype] // 2 + columns_of(problem)
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
-    step = max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
+    return max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
+
+
+def _ends(problem: AttentionProblem, tile: Tile) -> float:
+    """Seconds of a tile's start and end."""
+    ends = TILE_SECONDS + COLUMN_SECONDS * columns_of(problem)
+    return ends + DIAGONAL_SECONDS if tile.consumers == 3 and problem.right is not None else ends
+
+
+def _seconds(
+    problem: AttentionProblem, device: DeviceProperties, tile: Tile, pack: int, items: int, workers: int, shares: int
+) -> float:
+    """What a launch takes: items in waves, or memory, whichever is the longer; and the launch that joins shares."""
+    step, ends = _step(problem, device, tile), _ends(problem, tile)
     blocks = _blocks(problem, tile, pack) / shares
     busy = min(workers, items)
-    ends = TILE_SECONDS + COLUMN_SECONDS * columns_of(problem)
-    if tile.consumers == 3 and problem.right is not None:
-        ends += DIAGONAL_SECONDS
     total = (max(blocks, 1.0) * step + ends) * items / busy
     # Items differ: what the last of them leaves undone is on average half of one.
     tail = 0.5 * step * blocks if items > workers else 0.0

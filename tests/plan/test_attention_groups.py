@@ -1,0 +1,81 @@
+"""Heads that attention takes at a time: no more than L2 keeps, and the last of them leave no worker waiting."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_groups import heads_together
+from tilestream.schedule.raster import longest_first
+
+WORKERS, POSITIONS, BLOCK, BESIDE = 132, 128, 128, 1.5
+
+
+def causal(length: int, heads: int, **more) -> AttentionProblem:
+    return AttentionProblem(1, heads, heads, length, more.pop("keys", length), 128, causal=True, **more)
+
+
+def chosen(problem: AttentionProblem, most: int, unit: int = 1) -> int:
+    return heads_together(problem, POSITIONS, problem.heads_q, most, unit, WORKERS, BLOCK, BESIDE)
+
+
+def spent(problem: AttentionProblem, group: int) -> float:
+    """How long the queue takes, beside nobody ever waiting. Blocks counted one by one."""
+    rows = -(-problem.seqlen_q // POSITIONS)
+    shift = problem.seqlen_k - problem.seqlen_q
+    costs = []
+    for row in range(rows):
+        last = min((row + 1) * POSITIONS, problem.seqlen_q) - 1
+        costs.append(max(0, -(-min(problem.seqlen_k, last + shift + 1) // BLOCK)) + BESIDE)
+    until = [0.0] * WORKERS
+    for tile in range(rows * problem.heads_q):
+        row, _ = longest_first(tile, rows, problem.heads_q, group)
+        heapq.heapreplace(until, until[0] + costs[row])
+    return max(until) / (problem.heads_q * sum(costs) / WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "most", "group", "before"),
+    [(8192, 32, 5, 4, 1.05), (8192, 16, 5, 4, 1.15), (4096, 32, 11, 8, 1.03), (16384, 16, 2, 2, 1.0)],
+)
+def test_the_last_heads_are_no_remainder(length, heads, most, group, before):
+    problem = causal(length, heads)
+    assert chosen(problem, most) == group
+    assert spent(problem, most) >= before
+    assert spent(problem, group) < 1.004
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    length=st.integers(1, 6000), more=st.integers(-3000, 3000), heads=st.integers(1, 24),
+    unit=st.sampled_from([1, 2, 4]),
+    most=st.integers(1, 12),
+)  # fmt: skip
+def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, unit, most):
+    problem = causal(length, heads * unit, keys=max(0, length + more))
+    group = chosen(problem, most * unit, unit)
+    widest = min(most, heads) * unit
+    assert widest / 2 < group <= widest
+    assert group % unit == 0
+    assert spent(problem, group) <= spent(problem, widest) + 1e-9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": False},
+        {"window": (100, 0), "causal": False},
+        {"varlen": True, "tokens_q": 8192, "tokens_k": 8192},
+    ],
+)
+def test_as_many_as_l2_keeps_where_tiles_are_alike_or_nobody_knows(change):
+    assert chosen(replace(causal(8192, 32), **change), 5) == 5
+
+
+def test_a_tile_a_worker():
+    assert chosen(causal(128, 100), 5) == 5
