@@ -160,7 +160,7 @@ def _power() -> list[float]:
 
 def _watts() -> float | None:
     """What the driver says that the first GPU draws; None where it does not."""
-    asked = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", "0"]
+    asked = ["nvidia-smi", "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits", "-i", "0"]
     try:
         return float(subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout)
     except (OSError, ValueError, subprocess.SubprocessError):

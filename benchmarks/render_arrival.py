@@ -8,6 +8,9 @@ from typing import Any
 
 from render_gemm import table
 
+#: The pause in which nobody looks, as benchmarks/gpu_arrival.py has it, which imports Triton.
+ASLEEP = 1_000_000
+
 
 def sections(folder: Path) -> list[str]:
     """Those of the records in ``folder``, one GPU after the other."""
@@ -42,16 +45,15 @@ def polling(data: dict[str, Any]) -> str:
     rows = [row for row in data["rows"] if row["section"] == "polling"]
     if not rows:
         return ""
-    asleep = max(row["pause_ns"] for row in rows if row["pause_ns"] is not None)
-    held = next(row["ms"] for row in rows if row["pause_ns"] == asleep)
-    names = {None: "nobody waits", asleep: "as good as asleep"}
+    held = next((row["ms"] for row in rows if row["pause_ns"] == ASLEEP), None)
+    names = {None: "nobody waits", ASLEEP: "as good as asleep"}
     cells = [
         [
             names.get(row["pause_ns"], str(row["pause_ns"])),
             "-" if row["looks_per_us_and_poller"] is None else f"{row['looks_per_us_and_poller']:.3f}",
             "not readable" if row["watts"] is None else f"{row['watts']:.0f}",
             f"{row['ms']:.3f}",
-            f"{held / row['ms']:.3f}",
+            "-" if held is None else f"{held / row['ms']:.3f}",
         ]
         for row in rows
     ]

@@ -33,7 +33,8 @@ def llama(data: dict[str, Any]) -> str:
         f"Trained for {steps} steps on {data['world']} GPUs, as it is and compiled under `async_tp` ({data['dtype']}, "
         f"torch {data['torch']}, Triton {data['triton']}, commit `{data['commit']}`, {data['date']}; "
         "`benchmarks/gpu_llama.py`). It is small, 512 columns and 1024 tokens: the dispatch leaves its sums unfused, "
-        "which larger ones have fused. *Apart*: the two losses, at the step where they differ most."
+        "which larger ones have fused. *Apart*: the two losses, at the step where they differ most. Reasons are those "
+        "of that commit: what it says no matmul makes is, here, the sum of several products, and is called so since."
     )
     told = (
         "What its handle reported: calls of torch's fused ops, one a site and step, and collectives that the compiler "
@@ -50,4 +51,4 @@ def parts(site: str) -> tuple[str, str, str]:
     """A line of the report: what, how often and how, and why."""
     what, _, rest = site.partition(": ")
     how, _, why = rest.partition(": ")
-    return what, how, why.split(" (")[0]
+    return what, how, why if how.startswith("left in") else why.split(" (")[0]  # less where the rates are from

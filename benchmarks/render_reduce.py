@@ -107,7 +107,8 @@ def block(data: Record, timeline: Record | None) -> str:
         " ".join(_of_block(data["rows"][-1], timeline)),
     ]  # fmt: skip
     sites = "\n".join(f"- {site.split(' (')[0]}" for site in data["rows"][-1]["sites"])
-    return "\n\n".join([*parts, f"What the compiler fused, and what was decided of it:\n\n{sites}"])
+    told = "What the compiler fused, what was decided of it, and what it left, in the words of that commit:"
+    return "\n\n".join([*parts, f"{told}\n\n{sites}"])
 
 
 def _of_block(row: Record, timeline: Record | None) -> list[str]:

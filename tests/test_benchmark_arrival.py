@@ -49,6 +49,8 @@ def test_polling(render: ModuleType) -> None:
     assert cells(text, "64") == ["64", "1.250", "151", "2.500", "0.900"]
     assert cells(text, "nobody waits") == ["nobody waits", "-", "100", "2.000", "1.125"]
     assert cells(text, "as good as asleep")[1:] == ["0.001", "not readable", "2.250", "1.000"]
+    cut_off = render.polling({**ABOUT, "rows": rows[:1]})
+    assert cells(cut_off, "nobody waits")[-1] == "-"
 
 
 def test_records_are_found(render: ModuleType, tmp_path: Path) -> None:

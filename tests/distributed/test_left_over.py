@@ -67,6 +67,44 @@ def test_a_sum_of_several_products(group):
     assert "of 1 product among" in why
 
 
+@pytest.mark.parametrize(
+    ("function", "products"),
+    [
+        (lambda x, w, v, z: x @ w + x @ v, 2),
+        (lambda x, w, v, z: x @ w + x @ v + x @ (w - v), 3),
+        (lambda x, w, v, z: x @ w + z, 1),
+        (lambda x, w, v, z: (x @ w - x @ v) * 2, 2),
+    ],
+)
+@pytest.mark.parametrize("shape", [(8, 4), (2, 8, 4)], ids=["rows", "batches"])
+def test_a_sum_as_the_compiler_hands_it_over(group, function, products, shape):
+    """It makes one op of a matmul and an addition, where the operands are matrices."""
+    from torch._inductor import config
+
+    found = []
+
+    def scattered(x, w, v, z):
+        return collectives.reduce_scatter_tensor(function(x, w, v, z), "sum", len(shape) - 2, group)
+
+    torch._dynamo.reset()
+    with config.patch(post_grad_custom_post_pass=Look(found.append), force_disable_caches=True):
+        torch.compile(scattered)(torch.randn(shape), W, torch.randn(4, 6), torch.randn(*shape[:-1], 6))
+    [place] = found
+    assert f"a sum, of {products} product{'s' * (products != 1)} among" in place.why
+
+
+def test_a_product_that_is_scaled_before_it_is_scattered(group):
+    [(_, _, why)] = left(lambda x, w: collectives.reduce_scatter_tensor((x @ w) * 2, "sum", 0, group), X, W)
+    assert why == "torch's pass did not take it; between it and the matmul (mm) there is: mul"
+
+
+def test_a_scattered_bias(group):
+    [(_, _, why)] = left(
+        lambda x, w, c: collectives.reduce_scatter_tensor(torch.addmm(c, x, w), "sum", 0, group), X, W, BIAS
+    )
+    assert why.startswith("the matmul adds a bias in the same op (addmm)")
+
+
 def test_a_collective_that_torch_says_no_shape_of(group):
     traced = make_fx(lambda x: collectives.all_gather_tensor(x.relu(), 0, group), tracing_mode="fake")(X).graph
     [gather] = [node for node in traced.nodes if "all_gather" in node.name]
@@ -91,6 +129,8 @@ def test_a_product_that_is_added_up_on_all_ranks(group):
     [(op, _, why)] = left(lambda x, w: collectives.all_reduce(x @ w, "sum", group), X, W)
     assert op == "all_reduce"
     assert "SequenceParallel" in why
+    [(op, _, _)] = left(lambda x, w, v: collectives.all_reduce(x @ w + x @ v, "sum", group), X, W, W)
+    assert op == "all_reduce"
     assert left(lambda x: collectives.all_reduce(x, "sum", group), X) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -20,8 +21,8 @@ def causal(length: int, heads: int, **more) -> AttentionProblem:
     return AttentionProblem(1, heads, heads, length, more.pop("keys", length), 128, causal=True, **more)
 
 
-def chosen(problem: AttentionProblem, most: int, unit: int = 1) -> int:
-    return heads_together(problem, POSITIONS, problem.heads_q, most, unit, WORKERS, BLOCK, BESIDE)
+def chosen(problem: AttentionProblem, most: int, unit: int = 1, kind: str = "dynamic") -> int:
+    return heads_together(problem, kind, POSITIONS, problem.heads_q, most, unit, WORKERS, BLOCK, BESIDE)
 
 
 def spent(problem: AttentionProblem, group: int) -> float:
@@ -71,6 +72,7 @@ def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, unit
         {"causal": False},
         {"window": (100, 0), "causal": False},
         {"varlen": True, "tokens_q": 8192, "tokens_k": 8192},
+        {"lengths": True},
     ],
 )
 def test_as_many_as_l2_keeps_where_tiles_are_alike_or_nobody_knows(change):
@@ -79,3 +81,14 @@ def test_as_many_as_l2_keeps_where_tiles_are_alike_or_nobody_knows(change):
 
 def test_a_tile_a_worker():
     assert chosen(causal(128, 100), 5) == 5
+
+
+def test_a_static_grid_deals_them_out_by_another_rule():
+    assert chosen(causal(8192, 32), 5, kind="static") == 5
+
+
+@pytest.mark.parametrize(("length", "heads", "most"), [(2**24, 32, 1), (2**20, 128, 12), (2**20, 128, 1)])
+def test_many_tiles_are_not_counted_one_by_one(length, heads, most, monkeypatch):
+    module = importlib.import_module("tilestream.plan.attention_groups")
+    monkeypatch.setattr(module, "_blocks", lambda *_: pytest.fail("counted"))
+    assert chosen(causal(length, heads), most) == most

@@ -201,6 +201,21 @@ def test_what_arrives_is_its_too(how, layout):
     assert swapped.schedule.raster.transposed, "B's columns are the tensor cores' rows, and still the output's columns"
 
 
+def test_the_reason_why_a_tile_that_is_forced_is_not_cut():
+    how = {"m": 4096, "n": 4096, "k": 4096, "plain": False, **BF16}
+    problem = Problem(**how)
+    why = "with more than a plain epilogue an accumulator of 128 rows and columns leaves no registers for it"
+    forced = {"variant": "ping_pong", "tile": (128, 128)}
+    plan = plan_problem(problem, None, "stream_k", device=H100, **forced)
+    assert plan.backend == "portable"
+    assert [(one.what, one.why) for one in plan.refused if one.what == "hopper"] == [("hopper", why)]
+    with pytest.raises(NotImplementedError, match=why):
+        plan_problem(problem, None, "stream_k", device=H100, backend="hopper", **forced)
+    assert plan_problem(problem, None, "dynamic", device=H100, **forced).backend == "hopper"
+    # The same tile, the other way round, has an accumulator that is cut.
+    assert plan_problem(problem, None, "stream_k", device=H100, tile=(256, 128)).swapped
+
+
 def test_no_stream_k_where_both_operands_arrive():
     both = {"arrival": Arrival.uniform(256, 5), "weight_arrival": Arrival.uniform(256, 5)}
     size = {"m": 1280, "n": 1280, "k": 8192, "dtype": "bfloat16", "device": H100}

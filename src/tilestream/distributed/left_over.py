@@ -22,8 +22,12 @@ _SEEN_THROUGH = frozenset({
 })  # fmt: skip
 #: Matmuls, by the name of the op.
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
+#: Those that add something in the same op; what adds, and what else a product passes on its way to a sum.
+_ADDING = {"addmm", "baddbmm"}
+_SUMS, _SCALINGS = frozenset({"add", "sub"}), frozenset({"mul", "div", "neg"})
 _WITH_BIAS = (
-    "the matmul adds a bias in the same op ({}), which torch's pass does not look for: add it behind the matmul"
+    "the matmul adds a bias in the same op ({}), as the compiler makes it of an addition behind it, too: torch's pass "
+    "does not look for that"
 )
 
 
@@ -68,31 +72,52 @@ def _why_gathered(node: Node) -> str:
 
 
 def _why_scattered(node: Node) -> str:
-    found, between = _before(node)
+    found, between = _before(node, _SEEN_THROUGH | _SUMS | _SCALINGS)
     if not found:
-        added, _ = _before(node, _SEEN_THROUGH | {"add"})
-        if not added:
-            return "no matmul makes what is scattered"
-        return (
-            f"what is scattered is a sum, of {len(added)} product{'s' * (len(added) != 1)} among other things: torch's "
-            "pass knows a product alone. So is the backward of a gather that several matmuls read"
-        )
+        return "no matmul makes what is scattered"
     product = found[0]
+    if _SUMS.intersection(between) or _adds_more_than_a_bias(product):
+        count = _products(found)
+        return (
+            f"what is scattered is a sum, of {count} product{'s' * (count != 1)} among other things: torch's pass "
+            "knows a product alone. So is the backward of a gather that several matmuls read"
+        )
     if len(product.users) > 1:
         return "something else reads the product too, which the fused op does not give"
     return _passed_over(product, between)
 
 
 def _why_reduced(node: Node) -> str | None:
-    found, _ = _before(node)
+    found, _ = _before(node, _SEEN_THROUGH | _SUMS)
     if not found:
         return None
     return "all ranks get the sum of a product: torch's pass knows gathers and scatters, as SequenceParallel makes them"
 
 
+def _adds_more_than_a_bias(matmul: Node) -> bool:
+    """Of an op that adds in one go, as the compiler makes it of a sum of a product and something else, too."""
+    added = matmul.args[0] if _name(matmul) in _ADDING else None
+    value = added.meta.get("val") if isinstance(added, Node) else None
+    return isinstance(value, torch.Tensor) and value.dim() > 1
+
+
+def _products(matmuls: list[Node]) -> int:
+    """How many products a sum has: an op that adds may add one to another."""
+    seen: set[Node] = set()
+    todo = list(matmuls)
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if _name(one) in _ADDING and isinstance(added := one.args[0], Node):
+            todo += [added] if _name(added) in _MATMULS else _before(added, _SEEN_THROUGH | _SUMS)[0]
+    return len(seen)
+
+
 def _passed_over(matmul: Node, between: list[str]) -> str:
     name = _name(matmul)
-    if name in ("addmm", "baddbmm"):
+    if name in _ADDING:
         return _WITH_BIAS.format(name)
     way = ", ".join(dict.fromkeys(between)) or "nothing; the pass wants a torch with NCCL"
     return f"torch's pass did not take it; between it and the matmul ({name}) there is: {way}"
@@ -108,7 +133,7 @@ def _before(node: Node, through: frozenset[str] = _SEEN_THROUGH) -> tuple[list[N
 
     def step(one: Node) -> list[Node]:
         made_of = list(one.all_input_nodes)
-        return made_of if _name(one) in ("cat", "add") else made_of[:1]
+        return made_of if _name(one) == "cat" or _name(one) in _SUMS else made_of[:1]
 
     return _walk(node, step, through)
 

@@ -3,8 +3,8 @@
 Under a causal mask a head's first tile is its longest. Heads are taken in groups, and in a group the longest tiles
 first, so its last tiles are short and its workers end together, if it has several tiles for each of them. The last
 group has what heads are left, and with few of them its tiles are one a worker: all wait for the longest. 32 heads of 64
-tiles in groups of 5 leave 2, and 5 % of the time; of 32 tiles, whose work is half as long, 15 %. In groups of 4 nobody
-waits.
+tiles in groups of 5 leave 2, and 5 % of the time; of 32 tiles, whose work is half as long, 13 %. In groups of 4 nobody
+waits. So it is where a queue hands out the tiles; a static grid has other troubles.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from tilestream.plan.attention import AttentionProblem
 from tilestream.schedule.attention import diagonal, key_blocks
 from tilestream.schedule.integers import cdiv
 from tilestream.schedule.raster import longest_first
+from tilestream.schedule.schedule import Kind
 
 #: Share of a launch that is not worth a smaller group; sizes that are looked at, at most; tiles a worker that are
-#: followed, the last ones.
-_LITTLE, _SIZES, _FOLLOWED = 0.01, 6, 24
+#: followed, the last ones; and with how many the longest are no matter: each is twice the average.
+_LITTLE, _SIZES, _FOLLOWED, _CERTAIN = 0.01, 6, 24, 200
 
 
 def heads_together(
-    problem: AttentionProblem, positions: int, heads: int, most: int, unit: int, workers: int, block: int,
+    problem: AttentionProblem, kind: Kind, positions: int, heads: int, most: int, unit: int, workers: int, block: int,
     beside: float,
 ) -> int:  # fmt: skip
     """How many heads make a group: ``most``, or some fewer, more than half.
+
+    ``most`` where no queue hands out the tiles, and where they are alike, or nobody knows: sequences with lengths of
+    their own.
 
     Parameters
     ----------
@@ -40,12 +44,16 @@ def heads_together(
     """
     most = min(most, heads)
     rows = cdiv(problem.seqlen_q, positions)
-    if problem.varlen or problem.right is None or problem.left is not None or rows * heads <= workers:
+    sizes = range(most, most // 2, -unit * cdiv(most, 2 * unit * _SIZES))
+    alike = problem.right is None or problem.left is not None or rows * heads <= workers
+    if kind != "dynamic" or alike or problem.varlen or problem.lengths or len(sizes) < 2:
+        return most
+    if rows * heads > _CERTAIN * workers:
         return most
     costs = [blocks + beside for blocks in _blocks(problem, positions, block)]
     whole = heads * sum(costs) / workers
     best, least = most, float("inf")
-    for group in range(most, most // 2, -unit * cdiv(most, 2 * unit * _SIZES)):
+    for group in sizes:
         lost = _lost(costs, heads, group, workers) / whole
         if lost < least - _LITTLE:
             best, least = group, lost

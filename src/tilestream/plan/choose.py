@@ -141,11 +141,11 @@ def _on_gpu(
             )  # fmt: skip
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
-        why = _no_candidate(fast, tile, kinds, bool(variant or stages or registers))
-        if kinds == ("stream_k",):
-            why = hopper.no_parts(problem) or why
-        if variant or stages:
-            why += f" with variant={variant}, stages={stages}"
+        why = hopper.no_parts(problem) or _no_parts_of(problem, tile, variant) if kinds == ("stream_k",) else ""
+        if not why:
+            why = _no_candidate(fast, tile, kinds, bool(variant or stages or registers))
+            if variant or stages:
+                why += f" with variant={variant}, stages={stages}"
         if registers:
             no = {hopper.no_registers(problem, registers, kind, queues, row) for kind in kinds for row in hopper.TILES
                   if variant in (None, row.variant)}  # fmt: skip
@@ -162,6 +162,16 @@ def _on_gpu(
         portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
     )
     return "portable", found, Refusal(fast, why or "backend='portable' given")
+
+
+def _no_parts_of(problem: Problem, tile: tuple[int, int] | None, variant: str | None) -> str:
+    """Why the Hopper kernel cuts none of the tiles that are forced along K; empty where it does, or has none such."""
+    rows = [
+        row for row in hopper.TILES
+        if variant in (None, row.variant) and tile in (None, (row.rows, row.columns), (row.columns, row.rows))
+    ]  # fmt: skip
+    reasons = [hopper.no_parts(problem, row) for row in rows]
+    return reasons[0] if reasons and all(reasons) else ""
 
 
 def _no_candidate(backend: str, tile: tuple[int, int] | None, kinds: tuple[Kind, ...], more: bool) -> str:

@@ -83,8 +83,9 @@ MEMORY_EFFICIENCY = 0.877
 _MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
 #: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
-#: An accumulator of 128 rows and of more registers leaves none to add parts up before more than a plain epilogue that
-#: stores to where TMA cannot: Triton 3.6 and 3.9 keep up to 25 words on the stack, in strips of 16 columns or of 32.
+#: An accumulator of 128 rows and of more registers leaves none to add parts up before more than a plain epilogue:
+#: where that stores to what TMA cannot address, which the plan is not told apart from a bias, Triton 3.6 and 3.9 keep
+#: up to 25 words on the stack, in strips of 16 columns or of 32.
 _PARTS_ROOM = 96
 #: Parts that a tile's columns are multiplied in, at most.
 MOST_PARTS = 3

@@ -316,7 +316,7 @@ def candidates(
         pack = packed_heads(problem, rows, ROWS)
         sharing = max(1, problem.ratio // pack)
         group = heads_together(
-            problem, rows // pack, problem.batch * problem.heads_q // pack,
+            problem, kind, rows // pack, problem.batch * problem.heads_q // pack,
             max(1, int(L2_BYTES // bytes_of_head)) * sharing, sharing, workers, tile.block,
             _ends(problem, tile) / _step(problem, device, tile),
         )  # fmt: skip

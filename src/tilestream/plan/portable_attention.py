@@ -130,7 +130,7 @@ def candidates(
         if not hip:  # there each XCD has heads of its own
             step = 2 * row.block_m * row.block_n * (problem.head_dim + problem.head_dim_v) / rate
             group = heads_together(
-                problem, row.block_m // pack, problem.batch * problem.heads_q // pack, group, sharing, workers,
+                problem, kind, row.block_m // pack, problem.batch * problem.heads_q // pack, group, sharing, workers,
                 row.block_n, TILE_SECONDS / step,
             )  # fmt: skip
         schedule = schedule_of(problem, row.block_m // pack, pack, group, kind, workers, XCDS if hip else 1)
