@@ -60,6 +60,7 @@ BENCHMARKS = {
     "gpu_neighbours": (1, ("held,idle,split,queues", "FOLDER", "--budget", "300")),
     "gpu_all_gather": (2, ("--into", "FOLDER")),
     "gpu_mlp": (2, ("--into", "FOLDER")),
+    "gpu_llama": (2, ("--into", "FOLDER")),
 }
 #: Those that do not, and why.
 NVIDIA_ONLY = {
