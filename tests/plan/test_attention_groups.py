@@ -10,19 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilestream.plan import DeviceProperties
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_groups import heads_together
+from tilestream.plan.attention_choose import plan_attention
+from tilestream.plan.attention_groups import heads_kept, heads_together
 from tilestream.schedule.raster import longest_first
 
+H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 WORKERS, POSITIONS, BLOCK, BESIDE = 132, 128, 128, 1.5
 
 
-def causal(length: int, heads: int, **more) -> AttentionProblem:
-    return AttentionProblem(1, heads, heads, length, more.pop("keys", length), 128, causal=True, **more)
+def causal(length: int, heads: int, sharing: int = 1, keys: int | None = None) -> AttentionProblem:
+    return AttentionProblem(1, heads * sharing, heads, length, length if keys is None else keys, 128, causal=True)
 
 
-def chosen(problem: AttentionProblem, most: int, unit: int = 1, kind: str = "dynamic") -> int:
-    return heads_together(problem, kind, POSITIONS, problem.heads_q, most, unit, WORKERS, BLOCK, BESIDE)
+def chosen(problem: AttentionProblem, most: int, kind: str = "dynamic") -> int:
+    room = most * max(1, problem.seqlen_k * 256 * 2)
+    assert heads_kept(problem, 1, room) == most * problem.ratio
+    return heads_together(problem, kind, POSITIONS, 1, room, WORKERS, BLOCK, BESIDE)
 
 
 def spent(problem: AttentionProblem, group: int) -> float:
@@ -54,15 +59,15 @@ def test_the_last_heads_are_no_remainder(length, heads, most, group, before):
 @settings(deadline=None, max_examples=60)
 @given(
     length=st.integers(1, 6000), more=st.integers(-3000, 3000), heads=st.integers(1, 24),
-    unit=st.sampled_from([1, 2, 4]),
+    sharing=st.sampled_from([1, 2, 4]),
     most=st.integers(1, 12),
 )  # fmt: skip
-def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, unit, most):
-    problem = causal(length, heads * unit, keys=max(0, length + more))
-    group = chosen(problem, most * unit, unit)
-    widest = min(most, heads) * unit
+def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, sharing, most):
+    problem = causal(length, heads, sharing, keys=max(0, length + more))
+    group = chosen(problem, most)
+    widest = min(most, heads) * sharing
     assert widest / 2 < group <= widest
-    assert group % unit == 0
+    assert group % sharing == 0
     assert spent(problem, group) <= spent(problem, widest) + 1e-9
 
 
@@ -92,3 +97,11 @@ def test_many_tiles_are_not_counted_one_by_one(length, heads, most, monkeypatch)
     module = importlib.import_module("tilestream.plan.attention_groups")
     monkeypatch.setattr(module, "_blocks", lambda *_: pytest.fail("counted"))
     assert chosen(causal(length, heads), most) == most
+
+
+@pytest.mark.parametrize("change", [{"batch": 0}, {"heads_q": 0, "heads_kv": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_nothing_to_do(change, kind):
+    problem = replace(causal(8192, 32), **change)
+    assert chosen(problem, 5, kind) == min(5, problem.batch * problem.heads_q)
+    plan_attention(problem, device=H100, schedule=kind, backend="portable")

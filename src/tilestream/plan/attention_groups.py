@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 
 from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.problem import ITEMSIZE
 from tilestream.schedule.attention import diagonal, key_blocks
 from tilestream.schedule.integers import cdiv
 from tilestream.schedule.raster import longest_first
@@ -22,33 +23,41 @@ from tilestream.schedule.schedule import Kind
 _LITTLE, _SIZES, _FOLLOWED, _CERTAIN = 0.01, 6, 24, 200
 
 
-def heads_together(
-    problem: AttentionProblem, kind: Kind, positions: int, heads: int, most: int, unit: int, workers: int, block: int,
-    beside: float,
-) -> int:  # fmt: skip
-    """How many heads make a group: ``most``, or some fewer, more than half.
+def heads_kept(problem: AttentionProblem, pack: int, room: float) -> int:
+    """Columns of the grid of tiles, of ``pack`` query heads each, whose keys and values so many bytes hold.
 
-    ``most`` where no queue hands out the tiles, and where they are alike, or nobody knows: sequences with lengths of
+    Those that share a head of keys come together, if there is room for it or not.
+    """
+    bytes_of_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype])
+    return max(1, int(room // bytes_of_head)) * _sharing(problem, pack)
+
+
+def heads_together(
+    problem: AttentionProblem, kind: Kind, rows: int, pack: int, room: float, workers: int, block: int, beside: float
+) -> int:
+    """How many columns make a group: `heads_kept`, or some fewer, more than half.
+
+    The former where no queue hands out the tiles, and where they are alike, or nobody knows: sequences with lengths of
     their own.
 
     Parameters
     ----------
-    positions
-        Query positions of a tile.
-    heads, most
-        Columns of the grid of tiles: all; and those whose keys and values L2 keeps.
-    unit
-        Columns that share keys and values: a group has all of them.
+    rows, pack
+        Of a tile; query heads in them.
+    room
+        Bytes of L2 for keys and values.
     block, beside
         Keys of a block; what a tile costs beside its blocks, in blocks.
     """
-    most = min(most, heads)
-    rows = cdiv(problem.seqlen_q, positions)
-    sizes = range(most, most // 2, -unit * cdiv(most, 2 * unit * _SIZES))
-    alike = problem.right is None or problem.left is not None or rows * heads <= workers
-    if kind != "dynamic" or alike or problem.varlen or problem.lengths or len(sizes) < 2:
+    positions, heads = rows // pack, problem.batch * problem.heads_q // pack
+    most = min(heads_kept(problem, pack, room), heads)
+    tiles = cdiv(problem.seqlen_q, positions) * heads
+    alike = problem.right is None or problem.left is not None
+    if kind != "dynamic" or alike or problem.varlen or problem.lengths or not workers < tiles <= _CERTAIN * workers:
         return most
-    if rows * heads > _CERTAIN * workers:
+    unit = _sharing(problem, pack)
+    sizes = range(most, most // 2, -unit * cdiv(most, 2 * unit * _SIZES))
+    if len(sizes) < 2:
         return most
     costs = [blocks + beside for blocks in _blocks(problem, positions, block)]
     whole = heads * sum(costs) / workers
@@ -60,6 +69,11 @@ def heads_together(
         if least < _LITTLE:
             break
     return best
+
+
+def _sharing(problem: AttentionProblem, pack: int) -> int:
+    """Columns that share keys and values."""
+    return max(1, problem.ratio // pack)
 
 
 def _blocks(problem: AttentionProblem, positions: int, block: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tilestream.plan import cdna
 from tilestream.plan.attention import AttentionProblem
+from tilestream.plan.attention_groups import heads_kept
 from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.cdna_tiles import (
     CELL_BYTES,
@@ -25,7 +26,6 @@ from tilestream.plan.cdna_tiles import (
     stage_swizzle,
 )
 from tilestream.plan.device import DeviceProperties
-from tilestream.plan.problem import ITEMSIZE
 from tilestream.schedule.integers import cdiv
 from tilestream.schedule.schedule import Kind
 from tilestream.schedule.swizzle import BANKS, Swizzle
@@ -289,7 +289,6 @@ def candidates(
     p, arch = problem, device.arch
     keys, values = parts_of(p.head_dim, arch), parts_of(p.head_dim_v, arch)
     columns = max(keys.columns, values.columns)
-    bytes_of_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEMSIZE[p.dtype]
     fit = [
         tile
         for tile in TILES[arch]
@@ -302,7 +301,7 @@ def candidates(
     least = min((tile.columns for tile in fit), default=0)
     for tile in (tile for tile in fit if tile.columns == least):
         pack = packed_heads(p, tile.rows)
-        group = max(1, int(device.l2 // bytes_of_head)) * max(1, p.ratio // pack)
+        group = heads_kept(p, pack, device.l2)
         schedule = schedule_of(p, tile.rows // pack, pack, group, kind, workers, device.xcds)
         cost = seconds(p, device, tile, keys, values, pack, schedule.grid.tiles, workers)
         yield AttentionCandidate(

@@ -305,7 +305,6 @@ def candidates(
     # Keys' columns take no registers, but shared memory: more than 128 of them leave room for small blocks alone.
     columns = max(columns_of(problem), keys if keys > 128 else 0)
     busy = problem.left is not None or problem.softcap > 0
-    bytes_of_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     for tile in TILES:
         if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy:
             continue
@@ -314,12 +313,8 @@ def candidates(
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
-        sharing = max(1, problem.ratio // pack)
-        group = heads_together(
-            problem, kind, rows // pack, problem.batch * problem.heads_q // pack,
-            max(1, int(L2_BYTES // bytes_of_head)) * sharing, sharing, workers, tile.block,
-            _ends(problem, tile) / _step(problem, device, tile),
-        )  # fmt: skip
+        beside = _ends(problem, tile) / _step(problem, device, tile)
+        group = heads_together(problem, kind, rows, pack, L2_BYTES, workers, tile.block, beside)
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
         for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):
             stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_groups import heads_together
+from tilestream.plan.attention_groups import heads_kept, heads_together
 from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.device import DeviceProperties
 from tilestream.plan.portable import has_fp8_units
@@ -121,22 +121,19 @@ def candidates(
             "bfloat16 there"
         )
     itemsize = ITEMSIZE[problem.dtype]
-    bytes_of_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * itemsize)
     for row in tiles(problem, device):
         pack = packed_heads(problem, row.block_m)
         rate = device.peak("fp8" if itemsize == 1 else problem.dtype, 1) * row.efficiency
-        sharing = max(1, problem.ratio // pack)
-        group = max(1, (XCD_BYTES if hip else L2_BYTES) // bytes_of_head) * sharing
-        if not hip:  # there each XCD has heads of its own
-            step = 2 * row.block_m * row.block_n * (problem.head_dim + problem.head_dim_v) / rate
-            group = heads_together(
-                problem, kind, row.block_m // pack, problem.batch * problem.heads_q // pack, group, sharing, workers,
-                row.block_n, TILE_SECONDS / step,
-            )  # fmt: skip
+        a_key = 2 * row.block_m * (problem.head_dim + problem.head_dim_v) / rate
+        if hip:  # each XCD has heads of its own
+            group = heads_kept(problem, pack, XCD_BYTES)
+        else:
+            beside = TILE_SECONDS / (a_key * row.block_n)
+            group = heads_together(problem, kind, row.block_m, pack, L2_BYTES, workers, row.block_n, beside)
         schedule = schedule_of(problem, row.block_m // pack, pack, group, kind, workers, XCDS if hip else 1)
         rows = max(problem.rows, 1)
         keys = cdiv(problem.pairs, rows) + row.block_n  # of a row, on average, and what a block has too many
-        math = 2 * row.block_m * keys * (problem.head_dim + problem.head_dim_v) / rate
+        math = keys * a_key
         total = (math + TILE_SECONDS) * cdiv(schedule.grid.tiles, workers)
         seconds = LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total
         yield AttentionCandidate(
