@@ -106,9 +106,9 @@ def polling(record: GpuRecord) -> None:
     ts.matmul(a, b, out=out, workers=sms - WAITING)  # while pollers run the driver loads no kernel
     exact, peer = a[:64].double() @ b.double(), a[:64] @ b
     for pause in (None, *PAUSES, ASLEEP):
-        looks_, watts = None, _power()
+        often, watts = None, _power()
         if pause is not None:
-            looks_, watts = _polled(sms, pause, _power)
+            often, watts = _polled(sms, pause, _power)
         out.fill_(float("nan"))
         multiply = functools.partial(_timed, a, b, out, sms - WAITING)
         ms = multiply() if pause is None else _polled(WAITING, pause, multiply)[1]
@@ -118,7 +118,7 @@ def polling(record: GpuRecord) -> None:
         _add(record, {
             "section": "polling", "pause_ns": pause, "pollers": 0 if pause is None else sms,
             "watts": round(statistics.median(watts), 1) if watts else None,
-            "looks_per_us_and_poller": looks_, "pollers_beside": 0 if pause is None else WAITING,
+            "looks_per_us_and_poller": often, "pollers_beside": 0 if pause is None else WAITING,
             "matmul": f"{SIZE}x{SIZE}x{SIZE}, {sms - WAITING} workers", "ms": round(statistics.median(ms[2:]), 4),
             "samples": [round(one, 4) for one in ms],
         })  # fmt: skip

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from render_gemm import table
+from render_gemm import table, where
 
 #: The pause in which nobody looks, as benchmarks/gpu_arrival.py has it, which imports Triton.
 ASLEEP = 1_000_000
@@ -73,10 +73,3 @@ def polling(data: dict[str, Any]) -> str:
 def failures(data: dict[str, Any]) -> list[str]:
     """What did not come to its end."""
     return [f"Not finished: {'; '.join(data['failures'])}."] if data["failures"] else []
-
-
-def where(data: dict[str, Any]) -> str:
-    """On what a record was made."""
-    return (
-        f"{data['device']}, torch {data['torch']}, Triton {data['triton']}, commit `{data['commit']}`, {data['date']}"
-    )

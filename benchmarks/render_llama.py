@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from render_gemm import table
+from render_reduce import records, shortened, versions
 
 #: The rows of a record.
 MODELS = {"blocks": "two blocks", "whole": "two blocks, embedding and head"}
@@ -14,8 +14,7 @@ MODELS = {"blocks": "two blocks", "whole": "two blocks, embedding and head"}
 
 def sections(folder: Path) -> list[str]:
     """Those of the records in ``folder``."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gpu_llama_x*.json"))]
-    return [llama(data) for data in records if data["rows"]]
+    return [llama(data) for data in records(folder, "gpu_llama_x*.json") if data["rows"]]
 
 
 def llama(data: dict[str, Any]) -> str:
@@ -27,11 +26,10 @@ def llama(data: dict[str, Any]) -> str:
         apart = max(abs(x - y) / abs(x) for x, y in zip(plain, ours, strict=True))
         cells.append([MODELS[row["model"]], f"{plain[0]:.4f}", f"{plain[-1]:.4f}", f"{ours[-1]:.4f}", f"{apart:.1e}"])
         for site in row["sites"]:
-            what, how, why = parts(site)
+            what, how, why = shortened(site).split(": ", 2)
             sites.append([MODELS[row["model"]], f"`{what}`", how, why])
     text = (
-        f"Trained for {steps} steps on {data['world']} GPUs, as it is and compiled under `async_tp` ({data['dtype']}, "
-        f"torch {data['torch']}, Triton {data['triton']}, commit `{data['commit']}`, {data['date']}; "
+        f"Trained for {steps} steps on {data['world']} GPUs, as it is and compiled under `async_tp` ({versions(data)}; "
         "`benchmarks/gpu_llama.py`). It is small, 512 columns and 1024 tokens: the dispatch leaves its sums unfused, "
         "which larger ones have fused. *Apart*: the two losses, at the step where they differ most. Reasons are those "
         "of that commit: what it says no matmul makes is, here, the sum of several products, and is called so since."
@@ -45,10 +43,3 @@ def llama(data: dict[str, Any]) -> str:
         f"## A Llama of torch's parallel styles, {data['world']} x {data['device'].removeprefix('NVIDIA ')}", text,
         table(head, cells), told, table(["", "op", "how", "why"], sites),
     ])  # fmt: skip
-
-
-def parts(site: str) -> tuple[str, str, str]:
-    """A line of the report: what, how often and how, and why."""
-    what, _, rest = site.partition(": ")
-    how, _, why = rest.partition(": ")
-    return what, how, why if how.startswith("left in") else why.split(" (")[0]  # less where the rates are from

@@ -5,7 +5,6 @@ All-reduces and MLP blocks are `render_reduce`'s.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
@@ -29,7 +28,7 @@ NAMES = {"all_gather_matmul": "All-gather, then matmul", "matmul_reduce_scatter"
 
 def sections(folder: Path) -> list[str]:
     """Those of the records in ``folder``."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gpu_all_gather_x*.json"))]
+    records = render_reduce.records(folder, "gpu_all_gather_x*.json")
     tables = [
         text for data in records for op in NAMES if (text := one(data, op, [x for x in data["rows"] if x["op"] == op]))
     ]

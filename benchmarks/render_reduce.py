@@ -22,20 +22,22 @@ Record = dict[str, Any]
 
 def sections(folder: Path) -> list[str]:
     """Those of the records in ``folder``."""
-    found = [reduced(data) for data in _records(folder, "gpu_all_reduce_x*.json") if data["rows"]]
-    blocks = [data for data in _records(folder, "gpu_mlp_x*.json") if data["rows"]]
+    found = [reduced(data) for data in records(folder, "gpu_all_reduce_x*.json") if data["rows"]]
+    blocks = [data for data in records(folder, "gpu_mlp_x*.json") if data["rows"]]
     return found + [block(data, _timeline(folder, data["world"])) for data in blocks]
 
 
-def _records(folder: Path, names: str) -> list[Record]:
+def records(folder: Path, names: str) -> list[Record]:
+    """Those of such names."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(names))]
 
 
 def _timeline(folder: Path, world: int) -> Record | None:
-    return next(iter(_records(folder, f"gpu_mlp_timeline_x{world}_*.json")), None)
+    return next(iter(records(folder, f"gpu_mlp_timeline_x{world}_*.json")), None)
 
 
-def _versions(data: Record) -> str:
+def versions(data: Record) -> str:
+    """On what a record was made, and when."""
     return f"{data['dtype']}, torch {data['torch']}, Triton {data['triton']}, commit `{data['commit']}`, {data['date']}"
 
 
@@ -64,7 +66,7 @@ def reduced(data: Record) -> str:
     ]
     text = (
         "M x N x K of a rank's matmul; microseconds with the matmul, the slowest rank's median "
-        f"({_versions(data)}). *Fused*: in one shot; *ours, NCCL*: our matmul, then the group's all-reduce. *The "
+        f"({versions(data)}). *Fused*: in one shot; *ours, NCCL*: our matmul, then the group's all-reduce. *The "
         "table*: what it says that is made of this record; *NCCL, mm*: torch's matmul, where that is the faster. "
         "*Best*: of NCCL + mm and torch's, whose kernels spin at barriers without a bound. Geometric means: NCCL + mm "
         f"/ the table {means[0]:.3f}, best / the table {means[1]:.3f}. GPU time, with the host ahead, as above."
@@ -87,6 +89,11 @@ def _slower(rows: list[Record]) -> str:
     )
 
 
+def shortened(site: str) -> str:
+    """A line of `async_tp`'s report, without where the model's rates are from."""
+    return site if ": left in " in site else site.split(" (")[0]
+
+
 def block(data: Record, timeline: Record | None) -> str:
     """An MLP block: NCCL, torch's async TP, and ours, of one compiled graph."""
     cells = []
@@ -98,7 +105,7 @@ def block(data: Record, timeline: Record | None) -> str:
             ])  # fmt: skip
     text = (
         "Llama-3-70B's block in torch's parallel styles, compiled, milliseconds, the slowest rank's median, L2 "
-        f"flushed, the host ahead ({_versions(data)}). *NCCL*: as the compiler leaves it; *async TP*: its pass on "
+        f"flushed, the host ahead ({versions(data)}). *NCCL*: as the compiler leaves it; *async TP*: its pass on "
         "torch's fused ops; *ours*: the same pass on ours."
     )
     head = ["", "NCCL", "async TP, torch's", "async TP, ours", "NCCL / ours", "torch's / ours"]
@@ -106,7 +113,7 @@ def block(data: Record, timeline: Record | None) -> str:
         f"## An MLP block, {data['world']} x {data['device'].removeprefix('NVIDIA ')}", text, table(head, cells),
         " ".join(_of_block(data["rows"][-1], timeline)),
     ]  # fmt: skip
-    sites = "\n".join(f"- {site.split(' (')[0]}" for site in data["rows"][-1]["sites"])
+    sites = "\n".join(f"- {shortened(site)}" for site in data["rows"][-1]["sites"])
     told = "What the compiler fused, what was decided of it, and what it left, in the words of that commit:"
     return "\n\n".join([*parts, f"{told}\n\n{sites}"])
 

@@ -202,8 +202,7 @@ def test_what_arrives_is_its_too(how, layout):
 
 
 def test_the_reason_why_a_tile_that_is_forced_is_not_cut():
-    how = {"m": 4096, "n": 4096, "k": 4096, "plain": False, **BF16}
-    problem = Problem(**how)
+    problem = Problem(4096, 4096, 4096, plain=False, **BF16)
     why = "with more than a plain epilogue an accumulator of 128 rows and columns leaves no registers for it"
     forced = {"variant": "ping_pong", "tile": (128, 128)}
     plan = plan_problem(problem, None, "stream_k", device=H100, **forced)

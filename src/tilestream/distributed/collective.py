@@ -5,11 +5,12 @@ By the group's own methods: what `torch.distributed` calls them changes from ver
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import AllreduceOptions, ReduceScatterOptions, Work
+from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from tilestream.distributed.greeting import GREETING_BYTES, differ
 from tilestream.distributed.members import Member
@@ -78,20 +79,14 @@ def _gather(into: torch.Tensor, mine: torch.Tensor, member: Member) -> None:
         member.group._allgather_base(through, sent.cpu()).wait()
         got.copy_(through)
     else:
-        _wait(member.group._allgather_base(got, sent, _on_this_stream(AllgatherOptions())))
+        _on_this_stream(member.group._allgather_base, got, sent, options=AllgatherOptions())
 
 
-_Options = TypeVar("_Options", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
-
-
-def _on_this_stream(options: _Options) -> _Options:
+def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:
     # Else NCCL takes a stream of its own, and two events between it and ours: 4 us of a call, on an H200.
     options.asyncOp = False
-    return options
-
-
-def _wait(work: Work | None) -> None:
-    if work is not None:  # NCCL has none where the stream is the caller's
+    work = collective(*operands, options)
+    if work is not None:  # NCCL has none then
         work.wait()
 
 
@@ -117,7 +112,7 @@ def reduced(member: Member, x: torch.Tensor) -> torch.Tensor:
     if not x.numel() or member.world == 1:
         return x
     sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _by_the_cpu(member, x) else x
-    _wait(member.group.allreduce([sent], _on_this_stream(AllreduceOptions())))
+    _on_this_stream(member.group.allreduce, [sent], options=AllreduceOptions())
     return sent.to(x)
 
 
@@ -127,6 +122,5 @@ def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:
         return parts.new_empty(parts.shape[1:])
     sent = parts.cpu() if _by_the_cpu(member, parts) else parts
     out = sent.new_empty(parts.shape[1:])
-    options = _on_this_stream(ReduceScatterOptions())
-    _wait(member.group._reduce_scatter_base(out.view(-1), sent.view(-1), options))
+    _on_this_stream(member.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
     return out.to(parts.device)

@@ -125,22 +125,20 @@ def _passed_over(matmul: Node, between: list[str]) -> str:
 
 def _behind(node: Node) -> tuple[list[Node], list[str]]:
     """Matmuls that read what a node gives, and what stands between."""
-    return _walk(node, lambda one: list(one.users))
+    return _walk(node, lambda one: list(one.users), _SEEN_THROUGH)
 
 
-def _before(node: Node, through: frozenset[str] = _SEEN_THROUGH) -> tuple[list[Node], list[str]]:
+def _before(node: Node, through: frozenset[str]) -> tuple[list[Node], list[str]]:
     """Matmuls that a node's input is made of, and what stands between."""
 
     def step(one: Node) -> list[Node]:
         made_of = list(one.all_input_nodes)
-        return made_of if _name(one) == "cat" or _name(one) in _SUMS else made_of[:1]
+        return made_of if _name(one) in {"cat", *_SUMS} else made_of[:1]
 
     return _walk(node, step, through)
 
 
-def _walk(
-    node: Node, step: Callable[[Node], list[Node]], through: frozenset[str] = _SEEN_THROUGH
-) -> tuple[list[Node], list[str]]:
+def _walk(node: Node, step: Callable[[Node], list[Node]], through: frozenset[str]) -> tuple[list[Node], list[str]]:
     found: list[Node] = []
     between: list[str] = []
     seen, todo = {node}, step(node)

@@ -242,14 +242,14 @@ def no_parts(problem: Problem, tile: Tile | None = None) -> str:
     return ""
 
 
-def registers_of(problem: Problem, tile: Tile, kind: Kind = "static", queues: int | None = None) -> tuple[int, int]:
+def registers_of(problem: Problem, tile: Tile, queues: int | None = None) -> tuple[int, int]:
     """Registers of a thread of the load warp, and of the math warps, where none are asked for."""
     if tile.loops == 1:
         return SINGLE_GATED_REGISTERS if problem.arriving else SINGLE_REGISTERS
     if problem.arriving and tile.registers <= _GATED:
         return GATED_REGISTERS
-    # With 232 Triton 3.9 keeps four words of such an accumulator's epilogue on the stack.
-    more = problem.fp8 and tile.registers > _LEAST_ROOM and not no_registers(problem, REGISTERS[1], kind, queues)
+    # With 232 Triton 3.9 keeps four words of such an accumulator's epilogue on the stack. (It is not cut along K.)
+    more = problem.fp8 and tile.registers > _LEAST_ROOM and not no_registers(problem, REGISTERS[1], "static", queues)
     return REGISTERS[1] if more else REGISTERS[0]
 
 
@@ -347,7 +347,7 @@ def candidates(
                         row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
-                        registers=registers or registers_of(problem, row, kind, queues),
+                        registers=registers or registers_of(problem, row, queues),
                     )  # fmt: skip
 
 
