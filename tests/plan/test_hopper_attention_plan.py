@@ -183,11 +183,25 @@ def test_more_operations_cost_more():
 @pytest.mark.parametrize("length", [1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("causal", [False, True])
 def test_of_64_columns_the_tile_that_was_measured_faster(length, causal):
-    # Of 512, full, both are as fast.
+    # Of 512, full, and of 2048, causal, both are as fast.
     problem = AttentionProblem(16384 // length, 32, 32, length, length, 64, causal=causal)
-    three = not causal or length >= 8192
+    three = not causal or length >= 2048
     assert plan(problem).block == (192 if three else 128, 128)
     assert plan(problem).variant == ("turns" if three else "apart")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [512, 1024, 2048])
+def test_small_blocks_where_there_are_few_keys_on_a_diagonal(dim, length):
+    # Measured: 5 % faster at 512 keys, causal; slower at all else.
+    problem = AttentionProblem(16384 // length, 2048 // dim, 2048 // dim, length, length, dim, causal=True)
+    assert plan(problem).block[1] == (64 if length == 512 else 128)
+    assert plan(replace(problem, causal=False)).block[1] == 128
+
+
+def test_sums_of_256_columns_are_multiplied_in_turns():
+    for dim, variant in ((128, "apart"), (256, "turns")):
+        assert plan(AttentionProblem(4, 8, 8, 4096, 4096, dim, causal=True)).variant == variant
 
 
 def test_a_variant_is_one_that_there_is():

@@ -126,6 +126,51 @@ class TestKeyBlocks:
         assert end == keys
 
 
+class TestBlocksOfPart:
+    def test_every_part_of_every_small_tile(self):
+        for problem in problems(6, 7):
+            queries, keys = problem[:2]
+            ahead, behind, left, right, shift = told(*problem)
+            for size, part, block in ((4, 2, 1), (4, 1, 2), (6, 3, 2)):
+                for first in range(0, queries, size):
+                    last = min(first + size, queries) - 1
+                    low, _, _, high = attention.key_blocks(first, last, ahead, behind, left, right, keys, block)
+                    if low == high:
+                        continue
+                    for at in range(first, last + 1, part):
+                        to = min(at + part, queries) - 1
+                        sides = [max(i + shift - left, 0) for i in (at, to)]
+                        sides += [max(min(i + shift + right + 1, keys), 0) for i in (at, to)]
+                        begin, plain_begin, plain_end, end = on_int31(
+                            attention.blocks_of_part, low, high, *sides, block
+                        )
+                        assert low <= begin <= plain_begin <= plain_end <= end <= high
+                        runs = attention.key_blocks(at, to, ahead, behind, left, right, keys, block)
+                        if runs[0] < runs[3]:  # they see keys: those of the tile are all that there are
+                            assert (begin, plain_begin, plain_end, end) == runs
+                        else:
+                            assert (end - begin, plain_end - plain_begin) == (1, 0), "one, and that masked"
+
+    @given(
+        int31(0, 2**20), int31(1, 2**10), st.lists(int31(0, 2**28), min_size=4, max_size=4), st.sampled_from((32, 128))
+    )
+    def test_no_block_of_another_share(self, low, blocks, sides, block):
+        # A share of a tile's keys is all that its consumers may look at, wherever their rows' keys are.
+        high = low + blocks
+        from_first, from_last, until_first, until_last = *sorted(sides[:2]), *sorted(sides[2:])
+        begin, plain_begin, plain_end, end = on_int31(
+            attention.blocks_of_part, low, high, from_first, from_last, until_first, until_last, block
+        )
+        assert low <= begin <= plain_begin <= plain_end <= end <= high
+        assert begin < end
+        for b in (low, begin - 1, end, high - 1):
+            if low <= b < high and not begin <= b < end:  # left out: seen by nobody, if anybody sees anything
+                assert b * block >= until_last or (b + 1) * block <= from_first
+        for b in (plain_begin, plain_end - 1) if plain_begin < plain_end else ():
+            assert from_last <= b * block
+            assert (b + 1) * block <= until_first
+
+
 class TestSeenKeys:
     def test_every_small_position(self):
         for problem in problems(6, 7):

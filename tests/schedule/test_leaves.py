@@ -63,6 +63,11 @@ ARGUMENTS = {
     "diagonal": [(100, 300), (300, 100), (0, 2**31 - 1)],
     "seen_keys": [(17, 200, 0, 64, 0, 300), (17, 0, 200, 64, 300, 300), (2**29, 0, 7, 2**30, 2**30, 2**29)],
     "key_blocks": [(128, 255, 44, 0, 300, 0, 300, 64), (0, 7, 0, 90, 12, 20, 10, 4), (0, 0, 0, 0, 9, 9, 0, 128)],
+    "blocks_of_part": [
+        (0, 12, 0, 0, 300, 400, 64),
+        (5, 9, 700, 720, 100, 120, 64),
+        (2**24, 2**24 + 9, 2**30, 2**30 + 9, 2**31 - 200, 2**31 - 129, 128),
+    ],
     "share_of_keys": [(3, 5, 11, 12, 4, 2), (0, 0, 0, 2, 3, 2), (2**30, 2**30, 2**30 + 9, 2**31 - 1, 7, 6)],
     "comes_before": [(10, 3, 9, 2), (10, 3, 10, 4), (10, 4, 10, 3)],
     "halved": [(3, 9, 100, 100), (3, 9, 101, 100), (3, 4, 50, 60)],
@@ -256,6 +261,7 @@ def random_arguments(name: str, rng: random.Random) -> tuple[int, ...]:
         "after": (t % n, n),
         "neighbour": (t, m * n, group),
         "swizzled": (begin, t, 2 ** (m % 3), 2 ** (n % 5)),
+        "blocks_of_part": (t % n, t % n + n, *(rng.randint(0, 300) for _ in range(4)), 16),
         "share_of_keys": (*sorted(rng.randint(0, 20) for _ in range(4)), n, t % n),
         "pivot_tile": (begin, begin + rng.randint(0, 99), rng.choice([16, 64, 100]), m + 9),
     }.get(name) or tuple(rng.randint(1, 99) for _ in inspect.signature(LEAVES[name]).parameters)

@@ -52,9 +52,18 @@ def test_reductions_hide_nothing_of_a_small_one():
 
 
 def test_cases_say_what_they_are():
-    turns, late, narrow, both = (
-        next(case for case in reversed(CASES) if (case.ring.ordered, case.ring.arriving, case.ring.converting) == how)
-        for how in ((True, False, False), (False, True, False), (False, False, True), (True, False, True))
+    turns, late, narrow, both, own = (
+        next(
+            case for case in reversed(CASES)
+            if (case.ring.ordered, case.ring.arriving, case.ring.converting, case.ring.own) == how
+        )
+        for how in (
+            (True, False, False, False), (False, True, False, False), (False, False, True, False),
+            (True, False, True, False), (True, False, False, True),
+        )
+    )  # fmt: skip
+    assert str(own) == (
+        "attention, 2 consumers, in turns, each with blocks of its own, 2 stages, queries of 1 items, 2 blocks an item"
     )
     assert str(both) == (
         "attention, 2 consumers, in turns, values converted, 2 stages, queries of 1 items, 1 blocks an item"

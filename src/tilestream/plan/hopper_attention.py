@@ -51,11 +51,14 @@ VARIANTS = ("turns", "apart")
 EXPONENTIALS, OPERATIONS, OPERATIONS_A_SCORE = 16, 128, 4.0
 #: Share of the shorter of multiplications and softmax that the longer does not hide, by consumers.
 NOT_HIDDEN = {2: 0.29, 3: 0.12}
-#: Seconds that a tile of three consumers loses where it has a diagonal: measured, and not explained.
-DIAGONAL_SECONDS = 2.4e-6
+#: Seconds that a tile of three consumers loses where it has a diagonal: measured, and not explained. (It was 2.4e-6
+#: while each consumer did all of a tile's blocks.)
+DIAGONAL_SECONDS = 1.6e-6
 #: Seconds of a tile's start and end that nothing hides, and for each column of values; of a launch; of a key block's
 #: barriers.
 TILE_SECONDS, COLUMN_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 3.4e-7, 2e-8, 8e-6, 10e-9
+#: The latter where it has fewer than 128 keys, of 128 columns or fewer: 0.10 and 0.12 us with 128 and 64 (H200).
+SMALL_BLOCK_SECONDS = 1.0e-7
 #: Seconds of the launch that joins shares of keys.
 MERGE_SECONDS = 4e-6
 #: How much of the memory's bandwidth a worker can have, in units of its fair part.
@@ -76,7 +79,7 @@ class Tile(NamedTuple):
     columns
         Of values, and of queries and keys, at most.
     busy
-        For scores that are capped, or masked at both ends: they take more registers, and smaller blocks less.
+        For scores that are capped, or masked at both ends, too: they take more registers, and smaller blocks less.
     """
 
     columns: int
@@ -87,15 +90,15 @@ class Tile(NamedTuple):
 
 #: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
 #: keys, their weights half of that, the accumulator one for each two columns of V. Blocks are as large as that leaves
-#: room for: of half the keys they were 3 % faster at S = 512, causal, D = 128 (1 % at D = 64), and 2 to 26 % slower at
-#: all else (H100, benchmarks/results/gpu_attention_split.json). Three consumers of 64 columns hide each other's
+#: room for: of half the keys they are 5 % faster at S = 512, causal, where consumers leave out what their rows do not
+#: see, and 5 to 20 % slower at all else (H200). Three consumers of 64 columns hide each other's
 #: exponentials: 595 TFLOP/s at S = 16384, full, where two do 502; a tile of theirs has the longer diagonal.
 TILES = (
+    Tile(64, 2, 64, busy=True),
     Tile(64, 2, 128),
     Tile(64, 3, 128),
-    Tile(64, 2, 64, busy=True),
-    Tile(128, 2, 128),
     Tile(128, 2, 64, busy=True),
+    Tile(128, 2, 128),
     Tile(256, 2, 64),
     Tile(256, 2, 32, busy=True),
 )
@@ -156,6 +159,14 @@ def share_dtype(problem: AttentionProblem, shares: int) -> str:
 def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
     """C buffers of a consumer: two, if there are strips to take turns."""
     return min(2, columns_of(problem) * ITEMSIZE[share_dtype(problem, shares)] // LINE)
+
+
+def variant_of(problem: AttentionProblem, consumers: int) -> str:
+    """Whether consumers take turns, where nobody asks for it.
+
+    With sums of 256 columns they are 1 to 5 % faster in turns from 1024 keys on, and as fast below (H200).
+    """
+    return "turns" if consumers == 3 or columns_of(problem) > 128 else "apart"
 
 
 def shared_bytes(
@@ -306,7 +317,10 @@ def candidates(
     columns = max(columns_of(problem), keys if keys > 128 else 0)
     busy = problem.left is not None or problem.softcap > 0
     for tile in TILES:
-        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy != busy:
+        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy < busy:
+            continue
+        # Smaller blocks than need be are for few keys. Of 256 columns and of 8 bits they were not timed.
+        if tile.busy > busy and (tile.columns > 128 or is_narrow(problem)):
             continue
         # Three leave the load warp 32 registers, and warps that convert values none.
         if tile.consumers == 3 and (problem.keys is not None or is_narrow(problem)):
@@ -323,17 +337,20 @@ def candidates(
             schedule = schedule_of(problem, rows // pack, pack, group, kind, workers, shares=shares)
             seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers, shares)
             yield AttentionCandidate(
-                variant or ("turns" if tile.consumers == 3 else "apart"), (rows, tile.block), schedule, seconds, pack,
-                4, stages, shares,
+                variant or variant_of(problem, tile.consumers), (rows, tile.block), schedule, seconds, pack, 4, stages,
+                shares,
             )  # fmt: skip
 
 
 def _blocks(problem: AttentionProblem, tile: Tile, pack: int) -> float:
     """Key blocks of a tile.
 
-    Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
+    Of a row on average; and at each masked end what only half of a tile's rows see, and half a block. Consumers leave
+    out blocks that none of their own rows sees, where a tile is so much higher than a block that there are such.
     """
     rows = tile.consumers * ROWS
+    if (tile.consumers - 1) * ROWS // pack >= tile.block:
+        rows = ROWS
     keys = cdiv(problem.pairs, max(problem.rows, 1))
     ends = (problem.left is not None) + (problem.right is not None)
     return (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
@@ -348,7 +365,8 @@ def _step(problem: AttentionProblem, device: DeviceProperties, tile: Tile) -> fl
     columns = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype] // 2 + columns_of(problem)
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
-    return max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + BLOCK_SECONDS
+    beside = SMALL_BLOCK_SECONDS if tile.block < 128 and columns_of(problem) <= 128 else BLOCK_SECONDS
+    return max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + beside
 
 
 def _ends(problem: AttentionProblem, tile: Tile) -> float:

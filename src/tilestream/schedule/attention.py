@@ -83,6 +83,20 @@ def key_blocks(
     return begin, plain_begin, plain_end, end
 
 
+def blocks_of_part(
+    low: int, high: int, from_first: int, from_last: int, until_first: int, until_last: int, block: int
+) -> tuple[int, int, int, int]:
+    """Of a tile's key blocks ``[low, high)`` those of some of its rows, in three runs as of `key_blocks`.
+
+    The first of them sees keys from ``from_first`` until ``until_first``, the last likewise; none where that is no
+    range. One block at least, if the tile has one: rows that see none of its keys have it masked.
+    """
+    end = min(high, max(low + 1, (until_last + block - 1) // block))
+    begin = max(low, min(from_first // block, end - 1))
+    plain_begin = min(end, max(begin, (from_last + block - 1) // block))
+    return begin, plain_begin, min(end, max(plain_begin, until_first // block)), end
+
+
 def share_of_keys(
     begin: int, plain_begin: int, plain_end: int, end: int, shares: int, share: int
 ) -> tuple[int, int, int, int]:

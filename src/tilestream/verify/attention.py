@@ -16,6 +16,7 @@ for it. Consumers are not interchangeable: each has queries of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,12 +31,14 @@ from tilestream.verify.attention_protocol import (
     Copy,
     Done,
     Empty,
+    Leave,
     LoadPlaces,
     LoadTurn,
     Look,
     Mark,
     MathPlaces,
     MathTurn,
+    Own,
     Pass,
     Start,
     convert_turn,
@@ -76,6 +79,7 @@ class AttentionCase:
         ring = self.ring
         how = (", in turns" if ring.ordered else "") + (", keys arriving" if ring.arriving else "")
         how += ", values converted" if ring.converting else ""
+        how += ", each with blocks of its own" if ring.own else ""
         return (
             f"attention, {ring.consumers} consumers{how}, {ring.depth} stages, queries of {ring.queries} items, "
             f"{' or '.join(map(str, self.counts))} blocks an item"
@@ -138,6 +142,9 @@ class AttentionModel(Model):
         """As `Model.domain`."""
         if type(op) in (Next, Get):
             return (None, *self.items)
+        if type(op) is Own:
+            sides = itertools.product((0, 1), repeat=2)
+            return [(before, after) for before, after in sides if before + after < k_steps(op.item)]
         return (0, 1) if type(op) in (Ask, Pass, Look) else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
@@ -147,6 +154,8 @@ class AttentionModel(Model):
                 *(item for item in self.items if item.tile == m[self.number] and k_steps(item) in self.case.counts),
                 None,
             )
+        if type(op) is Own:
+            return lambda pid, op, m: self.domain(op, None)
         if type(op) in (Ask, Pass):
             return lambda pid, op, m: (0, 1)
         if type(op) is Look:
@@ -163,7 +172,7 @@ class AttentionModel(Model):
         performers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
             Next: self._next, Put: self._put, Get: self._get, Copy: self._copy, Start: self._start,
             Convert: self._convert, Retire: self._retire, Done: self._done, Pass: self._pass, Mark: self._mark,
-            Empty: self._empty, Fence: self._fence,
+            Empty: self._empty, Fence: self._fence, Leave: self._leave,
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
         }  # fmt: skip
@@ -265,6 +274,12 @@ class AttentionModel(Model):
         started[which] += 1
         m[flight] = (*m[flight], reads)
         m[flight + 1] = (number, *started)
+
+    def _leave(self, pid: int, op: Leave, answer: int, m: Memory) -> None:
+        at = self.consumer + 2 * (pid - 1) + 1
+        if m[at] != (op.item.tile, op.k, op.k):
+            raise Fault("wrong data", f"{self.processes[pid].name} leaves out block {op.k}, and is at {m[at]}")
+        m[at] = (op.item.tile, op.k + 1, op.k + 1)
 
     def _retire(self, pid: int, op: Retire, answer: int, m: Memory) -> None:
         flight = self.consumer + 2 * (pid - 1)

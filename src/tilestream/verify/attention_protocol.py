@@ -7,6 +7,7 @@
       wait item_empty[slot]; slots[slot] = item   STOP: arrive item_empty[slot]; leave
       arrive item_full[slot]                      wait q_full
       STOP: leave                                 read the slot again, if there are blocks
+                                                  leave out the first ones that none of its rows sees
                                                   wait k_full; start S of the first block; S is done; arrive k_empty
       for each consumer:                          for each block after it:
         wait q_empty; expect; load Q -> q_full      wait k_full (and order); start S of the block
@@ -14,7 +15,11 @@
         wait k_empty; expect; load K -> k_full      S is done; arrive k_empty; P V is done; arrive v_empty
         of the block before:                      arrive q_empty
           wait v_empty; expect; load V -> v_full  wait v_full; P V of the last block; arrive v_empty
+                                                  leave out the last ones that none of its rows sees
                                                   read the slot again; finish the item; arrive item_empty[slot]
+
+To leave a block out: wait k_full; arrive k_empty; (wait order; arrive order); wait v_full; arrive v_empty. Consumers
+leave out blocks of their own, up to one less than the item has.
 
 The kernel's load loop takes its next item before it loads V of the last block, where it has registers for that: it
 waits for nobody there, and barriers come in the same order.
@@ -125,6 +130,19 @@ class Convert(NamedTuple):
     k: int
 
 
+class Own(NamedTuple):
+    """How many of an item's first and of its last blocks none of the consumer's rows sees."""
+
+    item: WorkItem
+
+
+class Leave(NamedTuple):
+    """Go past block ``k`` of an item, of keys and of values."""
+
+    item: WorkItem
+    k: int
+
+
 class Done(NamedTuple):
     """Take the accumulator as the result of ``item``; NaN if it is ``void``."""
 
@@ -152,6 +170,8 @@ class AttentionRing:
         Whether keys arrive in chunks.
     converting
         Whether values are converted.
+    own
+        Whether consumers leave out blocks that none of their own rows sees.
     """
 
     depth: int
@@ -161,6 +181,7 @@ class AttentionRing:
     items: int = 2
     arriving: bool = False
     converting: bool = False
+    own: bool = False
 
     def barriers(self) -> dict[Barrier, int]:
         """Each barrier, and how many arrivals complete a phase of it."""
@@ -279,13 +300,18 @@ def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
     q_at = who * ring.queries + q.at
     yield WaitBarrier(Barrier("q_full", q_at), q.phase)
     blocks = k_steps(item)
+    begin, end = 0, blocks
     if blocks:
         yield Get(slot.at)
+        if ring.own:
+            before, after = yield Own(item)
+            begin, end = before, blocks - after
+        stage, turn = yield from _left_out(ring, who, item, range(begin), stage, turn)
         yield WaitBarrier(Barrier("k_full", stage.at), stage.phase)
-        yield Start("k", stage.at, item, 0, q_at)
+        yield Start("k", stage.at, item, begin, q_at)
         yield Retire(0)
         yield Arrive(Barrier("k_empty", stage.at))
-    for block in range(1, blocks):
+    for block in range(begin + 1, end):
         ahead = stage.next(ring.depth)
         yield WaitBarrier(Barrier("k_full", ahead.at), ahead.phase)
         if ring.ordered:
@@ -304,12 +330,27 @@ def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
     yield Arrive(Barrier("q_empty", q_at))
     if blocks:
         yield WaitBarrier(Barrier("v_full", stage.at), stage.phase)
-        yield Start("v", stage.at, item, blocks - 1)
+        yield Start("v", stage.at, item, end - 1)
         yield Retire(0)
         yield Arrive(Barrier("v_empty", stage.at))
-        stage = stage.next(ring.depth)
+        stage, turn = yield from _left_out(ring, who, item, range(end, blocks), stage.next(ring.depth), turn)
     yield Get(slot.at)
     void = (yield Look(slot.at)) if ring.arriving else 0
     yield Done(item, void)
     yield Arrive(Barrier("item_empty", slot.at))
     return MathPlaces(q.next(ring.queries), stage, slot.next(ring.items), turn)
+
+
+def _left_out(ring: AttentionRing, who: int, item: WorkItem, blocks: range, stage: Place, turn: int) -> Loop:
+    """Blocks that a math loop does not look at; where it is in the ring then, and in its turns."""
+    for block in blocks:
+        yield WaitBarrier(Barrier("k_full", stage.at), stage.phase)
+        yield Arrive(Barrier("k_empty", stage.at))
+        if ring.ordered:
+            yield WaitBarrier(Barrier("order", who), turn ^ (who == 0))
+            yield Arrive(Barrier("order", (who + 1) % ring.consumers))
+        yield WaitBarrier(Barrier("v_full", stage.at), stage.phase)
+        yield Leave(item, block)
+        yield Arrive(Barrier("v_empty", stage.at))
+        stage, turn = stage.next(ring.depth), turn ^ 1
+    return stage, turn

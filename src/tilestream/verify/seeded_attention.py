@@ -15,6 +15,7 @@ from tilestream.verify.attention_protocol import (
     Copy,
     Done,
     Empty,
+    Leave,
     LoadPlaces,
     Loop,
     Mark,
@@ -124,6 +125,31 @@ def queries_without_blocks_kept(ring: AttentionRing, who: int, state: MathPlaces
 def turn_not_handed_on(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
     """A consumer does not hand the turn to the next."""
     return _without(math_turn(ring, who, state), Arrive, "order")
+
+
+def _skipped(loop: Loop, name: str, before: Callable[[Any], bool]) -> Loop:
+    """``loop`` without the waits at ``name`` that an operation of a sort follows."""
+    held: list[Any] = []
+
+    def change(op: Any) -> tuple[Any, ...]:
+        if _at(op, WaitBarrier, name):
+            held.append(op)
+            return ()
+        late = tuple(held)
+        held.clear()
+        return (op,) if late and before(op) else (*late, op)
+
+    return _changed(loop, change)
+
+
+def left_out_not_awaited(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A stage of values that are left out is given back before it is filled."""
+    return _skipped(math_turn(ring, who, state), "v_full", lambda op: isinstance(op, Leave))
+
+
+def turn_lost_where_left_out(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A consumer that leaves out a block does not wait for its turn at it, which it hands on."""
+    return _skipped(math_turn(ring, who, state), "order", lambda op: _at(op, Arrive, "order"))
 
 
 def item_not_finished(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:

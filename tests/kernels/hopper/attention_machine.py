@@ -39,10 +39,11 @@ from tilestream.schedule import integers, raster, ring
 
 #: What of the kernel is run as it stands.
 TEXTS = (
-    text.attend, text.math_loop, text.math_step, text.start_scores, text.settled, text.store_strip,
+    text.attend, text.math_loop, text.math_step, text.own_blocks, text.leave_out, text.start_scores, text.settled,
+    text.store_strip,
     convert_text.convert_loop,
     load_text.load_loop, load_text.load_block, load_text.fill_stage, load_text.item_of, load_text.place,
-    softmax_text.softmax, softmax_text.masked, softmax_text.finished, softmax_text.capped,
+    softmax_text.peaks, softmax_text.weighed, softmax_text.masked, softmax_text.finished, softmax_text.capped,
     list_text.rows_of, list_text.place_of, portable_text.sigmoid,
 )  # fmt: skip
 _SECONDS = 60
@@ -94,6 +95,8 @@ class Machine:
         self.asked: Integer | None = None
         #: What items were told by first: their key blocks and one more, 0 for STOP.
         self.told: list[int] = []
+        #: All that they were told, by field.
+        self.items: list[dict[int, int]] = []
         names["attend"](*[Integer(x) if type(x) is int else x for x in filled])
         self.logs: list[list[tuple[Any, ...]]] = [[] for _ in self.loops]
         self.run()
@@ -191,7 +194,8 @@ class Machine:
             "boxes": lambda stages, tensor_map: stages.boxes(tensor_map),
             "in_blocks": lambda stages, rows, columns: stages.blocks(rows, columns),
             "HEIGHT": convert_text.HEIGHT.value, "WIDTH": convert_text.WIDTH.value,
-            "mma_layout": lambda *_: None,
+            "mma_layout": lambda *_: None, "LAZY": softmax_text.LAZY.value,
+            "shrunk": lambda o, shrink, *_: of(np.asarray(o) * np.asarray(shrink)[:, None]),
             "carried": lambda weights, _, dtype, __: weights.to(dtype), "as_operand": lambda p, *_: p,
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait,
             "take": self.take, "ask": self.ask, "told": "told", "add": "add", "look": None,
@@ -205,6 +209,7 @@ class Machine:
             "reciprocal": lambda x: of(np.float32(1) / np.asarray(x)),
             "cdiv": integers.cdiv, "longest_first": raster.longest_first, "key_blocks": rules.key_blocks,
             "diagonal": rules.diagonal, "halved": rules.halved, "share_of_keys": rules.share_of_keys,
+            "blocks_of_part": rules.blocks_of_part,
             "VOID": load_text.VOID.value, "LINE": 16,
             "Arriving": load_text.Arriving, "Watch": gate_text.Watch, "fenced": self.fenced, "present": lambda _: 0,
             "look_at_keys": lambda *_: Integer(0), "is_over": self.is_over, "pass_keys": self.pass_keys,
@@ -341,8 +346,11 @@ class Machine:
     def put(self, slots: dict[tuple[int, int], int], slot: int, field: int, value: int, warps: int) -> None:
         assert warps == 1
         self.local.log.append(("Put", int(slot)))
-        if field == 0 and slots is self.loops[-1][1][12]:
-            self.told.append(int(value))
+        if slots is self.loops[-1][1][12]:
+            if field == 0:
+                self.told.append(int(value))
+                self.items.append({})
+            self.items[-1][field] = int(value)
         assert -(2**31) <= value < 2**31
         slots[int(slot), field] = int(value)
 

@@ -3,7 +3,7 @@
 ``python hopper_attention_gate.py quick|all [processes]`` prints one JSON object a line.
 
 What is compiled of each tile of `tilestream.plan.hopper_attention.TILES`: each of `HOWS` in the variant that the plan
-takes (`apart` with two consumers, `turns` with three), and a few (`BOTH`) in the other one too.
+takes, and a few (`BOTH`) in the other one too.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def configurations(what: str) -> Iterator[Configuration]:
         for found in hopper_attention.candidates(problem, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
             consumers = found.block[0] // hopper_attention.ROWS
             name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
-            picked = variant == ("turns" if consumers == 3 else "apart")
+            picked = variant == hopper_attention.variant_of(problem, consumers)
             taken = what == "all" and (picked or how in BOTH)
             if taken or name.startswith(what) or (what == "quick" and name in QUICK):
                 yield Configuration(name, of_candidate(problem, DEVICE, "hopper", found, "the gate's", ()))

@@ -38,6 +38,7 @@ from tilestream.verify.attention_protocol import (
     Empty,
     LoadPlaces,
     MathPlaces,
+    Own,
     Pass,
     convert_turn,
     load_turn,
@@ -430,6 +431,27 @@ def test_consumers_in_any_order(variant, seed):
     check(same(400, 400, causal=True, window=(150, None)), variant=variant, seed=seed)
 
 
+@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("keys", [(700, 700), (300, 420), (420, 300), (37, 200)])
+def test_every_tile(keys, dim, variant):
+    case = same(*keys, causal=True, head_dim=dim)
+    made = list(policy.candidates(case.problem, H100, 3, kind="dynamic", variant=variant, splits=1))
+    assert len(made) == {64: 3, 128: 2, 256: 1}[dim]
+    for found in made:
+        check(case, plan=of_candidate(case.problem, H100, "hopper", found, "a test's", ()))
+
+
+def test_what_256_columns_subtract_need_not_be_the_largest():
+    # Larger scores in each block, first by less than is worth a multiplication, then by more.
+    for step in (3.0, 30.0):
+        case = same(130, 512, head_dim=256)
+        for q, k in zip(case.q, case.k, strict=True):
+            q[..., 0] = 1.0
+            k[..., 0] = np.repeat(np.arange(8.0)[::-1], 64)[:, None] * step  # the last keys come first
+        check(case)
+
+
 def test_static():
     check(same(300, 300, 2, causal=True), kind="static")
 
@@ -471,11 +493,28 @@ CHANGES = {
         "scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_empty.index(next_stage))",
         "mbarrier.arrive(k_empty.index(next_stage))\n    scores = warpgroup_mma_wait(1, (scores,))",
     ),
-    "V's stage is not given back": ("    mbarrier.arrive(v_empty.index(stage))\n    o = o *", "    o = o *"),
+    "V's stage is not given back": ("    mbarrier.arrive(v_empty.index(stage))\n    o = shrunk", "    o = shrunk"),
     "a K part too few": ("mbarrier.arrive(k_empty.index(stage))\n", "pass\n"),
     "Q is given back at once": ("mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)", "pass"),
     "Q's phase stays": ("q_stage, q_phase = step(q_stage, q_phase, QUERIES)\n            # What", "# What"),
-    "the accumulator is not scaled": ("o = o * gl.convert_layout(shrink", "o = o * 1 + 0 * gl.convert_layout(shrink"),
+    "the accumulator is not scaled": ("shrunk(o, shrink,", "shrunk(o, shrink * 0 + 1,"),
+    "keys are left out that the consumer's last rows see": ("at = first + (POSITIONS - 1)", "at = first"),
+    "keys are left out that its first rows see": (
+        "gl.maximum(first + since, 0)",
+        "gl.maximum(at + since, 0)",
+    ),
+    "what is left out is not given back": (
+        "mbarrier.arrive(k_empty.index(stage))\n        if ORDERED:",
+        "pass\n        if ORDERED:",
+    ),
+    "values that are left out are not given back": (
+        "mbarrier.arrive(v_empty.index(stage))\n        stage, phase",
+        "pass\n        stage, phase",
+    ),
+    "turns at what is left out are kept": (
+        "            mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))\n        mbarrier.wait(v_full",
+        "            pass\n        mbarrier.wait(v_full",
+    ),
     "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
     "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),
     "the first block is not masked": ("if (first_block >= plain_end) | (first_block < plain_begin):", "if False:"),
@@ -587,11 +626,13 @@ def test_a_loop_that_waits_for_ever_is_a_deadlock():
 
 
 def explored(
-    turn: Any, ring: AttentionRing, *who: int, blocks: list[int], over_at: int | None = None
-) -> list[tuple[Any, ...]]:
+    turn: Any, ring: AttentionRing, *who: int, blocks: list[int], over_at: int | None = None,
+    own: list[tuple[int, int]] | None = None,
+) -> list[tuple[Any, ...]]:  # fmt: skip
     """A loop's operations in `tilestream.verify.attention_protocol` for items of so many key blocks, by name.
 
-    ``over_at``: of how many waits at the gate the next one ends with the launch.
+    ``over_at``: of how many waits at the gate the next one ends with the launch. ``own``: how many of each item's first
+    and last blocks the consumer leaves out.
     """
     items = [WorkItem(i, 0, 0, 0, 0, count) for i, count in enumerate(blocks)]
     state: Any = ConvertPlaces() if turn is convert_turn else MathPlaces() if who else LoadPlaces()
@@ -613,7 +654,10 @@ def explored(
                 answer, passed = int(passed == over_at), passed + 1
             if name == "Done":
                 name = "Fence"  # of the strips of the output, one after the other
-            if name in ("Next", "Convert"):
+            if isinstance(op, Own):
+                assert own is not None
+                answer = own[item.tile]
+            if name in ("Next", "Convert", "Own", "Leave"):
                 continue
             if name == "Fence":
                 # Of what four warps have written each thread fences its own, before one of them says so.
@@ -645,6 +689,39 @@ def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
     return log
 
 
+def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[int, int]]:
+    """Of each item how many of the blocks that come first, and last, none of a consumer's rows sees: by hand."""
+    given = machine.arguments
+    block, pack, found = given["BLOCK"], given["PACK"], []
+    rows = 64 // pack
+    for item in machine.items:
+        if item[0] < 2:
+            found += [(0, 0)] * (item[0] == 1)
+            continue
+        blocks = range(item[2], item[2] + item[0] - 1)
+        positions = range(item[1] + who * rows, item[1] + (who + 1) * rows)
+        until = [min(i + item[6], item[5]) if given["RIGHT"] else item[5] for i in positions]
+        since = [max(i + item[7], 0) if given["LEFT"] else 0 for i in positions]
+        seen = [
+            j for j in blocks
+            if any(max(low, j * block) < min(high, (j + 1) * block) for low, high in zip(since, until, strict=True))
+        ]  # fmt: skip
+        if seen:
+            low, high = min(seen) - blocks.start, blocks.stop - 1 - max(seen)
+        else:  # one of them all the same: the nearest
+            low = len(blocks) - 1 if min(since) >= blocks.stop * block else 0
+            high = len(blocks) - 1 - low
+        found.append((low, high) if arriving else (high, low))
+    return found
+
+
+def own_of(arguments: dict[str, Any]) -> bool:
+    """Whether consumers leave out blocks that none of their rows sees: where a tile may have such."""
+    offset = (arguments["CONSUMERS"] - 1) * (64 // arguments["PACK"])
+    masked = (arguments["LEFT"] or arguments["RIGHT"]) and not (arguments["LEFT"] and arguments["CAPPED"])
+    return masked and offset >= arguments["BLOCK"]
+
+
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("left", [200, None])
 @pytest.mark.parametrize("dim", [64, 256])
@@ -657,14 +734,21 @@ def test_loops_do_what_is_explored(dim, left, variant):
     run(case, plan=plan, machines=machines)
     machine = machines[0]
     arguments = machine.arguments
-    ring = AttentionRing(arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"])
+    own = own_of(arguments)
+    ring = AttentionRing(
+        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], own=own
+    )
+    assert own
+    assert any(max(sides) for who in range(ring.consumers) for sides in left_out(machine, who))
     blocks = [count - 1 for count in machine.told if count]
     assert 0 in blocks or len(blocks) == 1
     assert max(blocks) > 1
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
+        assert done_by(machine, who, arguments["PARTS"]) == explored(
+            math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
+        )
 
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])
@@ -677,8 +761,9 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     arguments = machine.arguments
     assert arguments["ORDERED"] == (variant == "turns")
     ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], converting=True
-    )
+        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], converting=True,
+        own=own_of(arguments),
+    )  # fmt: skip
     blocks = [count - 1 for count in machine.told if count]
     assert 0 in blocks
     assert max(blocks) > 1
@@ -686,7 +771,9 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     assert done_by(machine, ring.consumers + 1, 1) == explored(load_turn, ring, blocks=blocks)
     assert done_by(machine, ring.consumers, 1) == explored(convert_turn, ring, blocks=blocks)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
+        assert done_by(machine, who, arguments["PARTS"]) == explored(
+            math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
+        )
 
 
 @pytest.mark.parametrize("variant", ["apart", pytest.param("turns", marks=pytest.mark.slow)])
@@ -708,4 +795,6 @@ def test_loops_do_what_is_explored_where_keys_arrive(over_at, variant):
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks, over_at=over_at)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(math_turn, ring, who, blocks=blocks)
+        assert done_by(machine, who, arguments["PARTS"]) == explored(
+            math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
+        )

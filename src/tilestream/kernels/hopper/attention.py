@@ -57,11 +57,23 @@ from triton.language.extra.cuda import gdc_wait
 
 from tilestream.kernels.hopper.attention_convert import convert_loop
 from tilestream.kernels.hopper.attention_load import VOID, Arriving, load_loop, place
-from tilestream.kernels.hopper.attention_softmax import as_operand, capped, carried, finished, masked, softmax
-from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
+from tilestream.kernels.hopper.attention_softmax import (
+    as_operand,
+    capped,
+    carried,
+    finished,
+    masked,
+    peaks,
+    shrunk,
+    weighed,
+)
+from tilestream.kernels.hopper.compat import barrier, device, tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, step
 from tilestream.kernels.portable.spans import end_span
+from tilestream.schedule import attention as rules
+
+blocks_of_part = device(rules.blocks_of_part)
 
 #: Rows of a consumer.
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -130,11 +142,64 @@ def math_step(
     scores = settled(scores, inner, BLOCK, CAPPED, SCALED)
     if MASKED:
         scores = masked(scores, position, first_key, keys, until, since, BLOCK, LEFT, RIGHT)
-    weights, top, total, shrink = softmax(scores, top, total, scale, MASKED)
+    # Wherever that is said, the compiler waits for the product before most of the exponentials, and scales O under
+    # them. Held back behind them, by a branch, launches took 4 % longer.
+    LAZILY: gl.constexpr = COLUMNS > 128
+    top, shift, shrink = peaks(scores, top, scale, MASKED, LAZILY)
     o, _ = warpgroup_mma_wait(0, (product, factors))
     mbarrier.arrive(v_empty.index(stage))
-    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, mma_layout(COLUMNS)))[:, None]
+    o = shrunk(o, shrink, COLUMNS, LAZILY)
+    weights, total = weighed(scores, total, scale, shift, shrink)
     return o, carried(weights, COLUMNS, v_stages.dtype, LEFT or CAPPED), top, total, next_stage, next_phase, turn ^ 1
+
+
+@gluon.jit
+def own_blocks(
+    first, low, high, keys, until, since, POSITIONS: gl.constexpr, BLOCK: gl.constexpr, LEFT: gl.constexpr
+):  # fmt: skip
+    """Of a tile's key blocks ``low`` to ``high`` those of a consumer's rows, in three runs; ``POSITIONS`` are theirs.
+
+    ``until`` and ``since`` have signs: see `masked`.
+
+    Returns
+    -------
+    (begin, plain_begin, plain_end, last)
+        As of `tilestream.schedule.attention.blocks_of_part`; ``last`` is a block.
+    """
+    at = first + (POSITIONS - 1)
+    from_first = tl.cast(0, tl.int32)
+    from_last = from_first
+    if LEFT:
+        from_first = gl.maximum(first + since, 0)
+        from_last = gl.maximum(at + since, 0)
+    until_first = gl.maximum(gl.minimum(first + until, keys), 0)
+    until_last = gl.maximum(gl.minimum(at + until, keys), 0)
+    begin, plain_begin, plain_end, end = blocks_of_part(
+        low, high + 1, from_first, from_last, until_first, until_last, BLOCK
+    )  # fmt: skip
+    return begin, plain_begin, plain_end, end - 1
+
+
+@gluon.jit
+def leave_out(
+    blocks, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
+    WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Give back stages of key blocks that none of the consumer's rows sees, and its turns at them.
+
+    They are waited for, so that what is given back is this round of the ring's, and not the one before's.
+    """
+    for _ in range(blocks):
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage))
+        if ORDERED:
+            mbarrier.wait(order.index(WHO), turn ^ (WHO == 0))
+            mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage))
+        stage, phase = step(stage, phase, STAGES)
+        turn = turn ^ 1
+    return stage, phase, turn
 
 
 @gluon.jit
@@ -165,6 +230,9 @@ def math_loop(
     out_layout: gl.constexpr = mma_layout(COLUMNS)
     rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK))
     row = gl.arange(0, ROWS, rows_layout)
+    # Whether a tile has whole blocks that some consumer's rows do not see: of 128 keys, two consumers' tiles seldom do,
+    # and to look for them took 2 % of a launch at 1024 keys. A cap and a window leave no registers for that.
+    OWN: gl.constexpr = (LEFT or RIGHT) and not (LEFT and CAPPED) and (CONSUMERS - 1) * (ROWS // PACK) >= BLOCK
     stage = tl.cast(0, tl.int32)
     phase = tl.cast(0, tl.int32)
     slot = tl.cast(0, tl.int32)
@@ -197,6 +265,16 @@ def math_loop(
                 keys = get(slots, slot, 5, 4)
                 until = get(slots, slot, 6, 4)
                 since = get(slots, slot, 7, 4)
+                if OWN:
+                    of_tile = begin if ARRIVING else last
+                    begin, plain_begin, plain_end, last = own_blocks(
+                        first, begin, last, keys, until, since, ROWS // PACK, BLOCK, LEFT
+                    )  # fmt: skip
+                    if LEFT if ARRIVING else RIGHT:
+                        stage, phase, turn = leave_out(
+                            begin - of_tile if ARRIVING else of_tile - last, k_full, k_empty, v_full, v_empty, order,
+                            stage, phase, turn, WHO, CONSUMERS, STAGES, ORDERED,
+                        )  # fmt: skip
                 mbarrier.wait(k_full.index(stage), phase)
                 scores = warpgroup_mma_wait(0, (start_scores(q_parts, k_parts, q_at, stage, PARTS, BLOCK),))
                 mbarrier.arrive(k_empty.index(stage))
@@ -204,7 +282,8 @@ def math_loop(
                 first_block = begin if ARRIVING else last
                 if (first_block >= plain_end) | (first_block < plain_begin):
                     scores = masked(scores, position, first_block * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
-                weights, top, total, _ = softmax(scores, top, total, scale, True)
+                top, shift, shrink = peaks(scores, top, scale, True, False)
+                weights, total = weighed(scores, total, scale, shift, shrink)
                 p = carried(weights, COLUMNS, v_stages.dtype, LEFT or CAPPED)
                 if ARRIVING:
                     plain_begin = gl.maximum(plain_begin, begin + 1)
@@ -256,6 +335,12 @@ def math_loop(
                 o = warpgroup_mma_wait(0, (warpgroup_mma(factors, v_stages.index(stage), o, is_async=True),))
                 mbarrier.arrive(v_empty.index(stage))
                 stage, phase = step(stage, phase, STAGES)
+                if OWN and (RIGHT if ARRIVING else LEFT):
+                    of_tile = get(slots, slot, 2, 4)
+                    stage, phase, turn = leave_out(
+                        of_tile + going - 2 - last if ARRIVING else begin - of_tile, k_full, k_empty, v_full, v_empty,
+                        order, stage, phase, turn, WHO, CONSUMERS, STAGES, ORDERED,
+                    )  # fmt: skip
             else:
                 mbarrier.arrive(q_empty.index(q_at))
             q_stage, q_phase = step(q_stage, q_phase, QUERIES)
