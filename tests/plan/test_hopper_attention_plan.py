@@ -121,8 +121,13 @@ def test_every_head_has_a_tile_that_fits(dims, more):
 
 def test_heads_are_grouped_so_that_their_keys_stay_in_l2():
     for keys in (512, 4096, 65536):
-        made = plan(replace(DENSE, seqlen_q=keys, seqlen_k=keys))
-        assert made.group == max(1, min(64, int(policy.L2_BYTES // (keys * 512))))
+        of_size = replace(DENSE, seqlen_q=keys, seqlen_k=keys)
+        made = plan(of_size)
+        assert made.group == max(1, min(64, int(policy.L2_BYTES_OF_ALIKE // (keys * 512))))
+        # As many where tiles are alike for another reason; more where those of a head are not, and have many keys.
+        assert plan(replace(of_size, window=(4 * keys, 0))).group == made.group
+        most = int((policy.L2_BYTES if keys > policy.FEW_KEYS else policy.L2_BYTES_OF_FEW) // (keys * 512))
+        assert max(1, most // 2) <= plan(replace(of_size, causal=True)).group <= max(1, min(64, most))
     # Query heads of one head of keys are grouped whole.
     assert plan(replace(DENSE, heads_kv=2, seqlen_k=65536, seqlen_q=65536)).group == 8
 

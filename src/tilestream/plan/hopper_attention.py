@@ -39,8 +39,14 @@ _MOST_STAGES = 4
 _MOST = 2**29
 #: Strides in bytes that a tensor map has: multiples of the first, below the second.
 _STEP, _MOST_STRIDE = 16, 2**40
-#: Bytes of K and V that the heads that are taken together may have, so that they stay in L2.
-L2_BYTES = 24e6
+#: Bytes of K and V that the heads that are taken together may have, so that they stay in L2: where a tile's place says
+#: how long it takes, and many heads make an even end; with so few keys that they are read a few times only, while
+#: queries and outputs go through L2 too; and of tiles that are alike, which gain nothing by waiting for other heads.
+#: (An H100's L2 is two halves, and what all SMs read is in both. 24e6 and 4e6, full, in TFLOP/s: 128 columns, 512 keys
+#: 445 and 525, 2k 662 and 684; 256 columns 447 and 538, 744 and 764: benchmarks/results/gpu_attention_groups.json.)
+L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 10e6, 4e6
+#: Keys that are few.
+FEW_KEYS = 1024
 #: Whether consumers take turns at starting their multiplications.
 VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
@@ -167,6 +173,13 @@ def variant_of(problem: AttentionProblem, consumers: int) -> str:
     With sums of 256 columns they are 1 to 5 % faster in turns from 1024 keys on, and as fast below (H200).
     """
     return "turns" if consumers == 3 or columns_of(problem) > 128 else "apart"
+
+
+def room_of(problem: AttentionProblem) -> float:
+    """Bytes of L2 for the keys and values of heads that are taken together."""
+    if problem.keys is None and (problem.right is None or problem.left is not None):
+        return L2_BYTES_OF_ALIKE
+    return L2_BYTES if problem.seqlen_k > FEW_KEYS else L2_BYTES_OF_FEW
 
 
 def shared_bytes(
@@ -328,7 +341,7 @@ def candidates(
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
         beside = _ends(problem, tile) / _step(problem, device, tile)
-        group = heads_together(problem, kind, rows, pack, L2_BYTES, workers, tile.block, beside)
+        group = heads_together(problem, kind, rows, pack, room_of(problem), workers, tile.block, beside)
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
         for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):
             stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)
