@@ -2,11 +2,11 @@
 
 ``python benchmarks/gpu_attention.py [section,section] [folder] [seconds]``
 
-Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``variants`` (the same at few
-lengths, every tile of the plan, with and without turns; ``short``: at short ones, without), ``lists`` (a log-normal mix
-of 64 sequences; pages of 16 and 64; dense calls of equal lengths), ``heads`` (GQA 8:1 beside as many K/V heads as query
+Sections: ``dense`` (16k tokens, S = 512 to 16k, D = 64, 128, 256, causal and full), ``lists`` (a log-normal mix of 64
+sequences; pages of 16 and 64; dense calls of equal lengths), ``heads`` (GQA 8:1 beside as many K/V heads as query
 heads), ``host`` (the host's part of a call), ``arrival`` (keys that come from pinned memory while the kernel runs),
-``neighbour`` (16 SMs held by another kernel), ``split`` (few queries over many keys).
+``neighbour`` (16 SMs held by another kernel), ``split`` (few queries over many keys). What the plan chooses from is
+timed by `gpu_attention_tiles`.
 ``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
 
 Calls are interleaved, L2 is flushed before each, medians; an answer is checked before it is timed, and a peer that is
@@ -30,11 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilestream as ts
 from harness import GPU_PEAK, RESULTS, GpuRecord
-from tilestream.kernels.attention import Operands
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.plan import hopper_attention
 from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_plan import of_candidate
 
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -204,37 +201,6 @@ def dense(run: Run, shapes: list[Shape] = SHAPES) -> None:
             calls["fa4"] = lambda q=q, k=k, v=v, c=shape.causal: run.flash(q, k, v, c)  # type: ignore[misc]
         calls["ts"] = lambda q=q, k=k, v=v, c=shape.causal: ts.attention(q, k, v, causal=c)
         run.row(name, shape.operations, calls, **shape._asdict())
-
-
-def variants(
-    run: Run, what: str = "variants", lengths: Sequence[int] = (512, 2048, 16384),
-    kinds: Sequence[str] = ("turns", "apart"),
-) -> None:  # fmt: skip
-    """Every tile of the plan, with turns and without, beside cuDNN."""
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
-    from tilestream.runtime.properties import cuda_properties
-
-    device = cuda_properties(torch.cuda.current_device())
-    for shape in (s for s in SHAPES if s.length in lengths):
-        name = f"D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
-        if not run.left(f"{what} {name}"):
-            continue
-        q, k, v = operands_of(shape)
-        problem, layout = problem_of_shape(shape)
-        calls = {"cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c)}
-        for variant in kinds:
-            made = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
-            for found in made:
-                plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
-                launch, out = HopperAttentionLaunch(plan, layout), torch.full_like(q, math.nan)
-                x = Operands(q, k, v, out, 1 / math.sqrt(shape.dim))
-
-                def call(launch=launch, x=x) -> torch.Tensor:
-                    launch(x)
-                    return x.out
-
-                calls[f"{variant} {found.block[0]}x{found.block[1]}"] = call
-        run.row(f"{what} {name}", shape.operations, calls, **shape._asdict())
 
 
 def heads(run: Run) -> None:
@@ -480,9 +446,8 @@ def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
-    "dense": dense, "variants": variants, "lists": lists, "heads": heads, "host": host, "arrival": arrival,
-    "neighbour": neighbour, "split": split,
-    "short": functools.partial(variants, what="blocks", lengths=(512, 1024, 2048), kinds=("apart",)),
+    "dense": dense, "lists": lists, "heads": heads, "host": host, "arrival": arrival, "neighbour": neighbour,
+    "split": split,
 }  # fmt: skip
 
 

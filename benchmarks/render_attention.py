@@ -16,7 +16,8 @@ from tilestream.trace import LaunchTrace
 Record = dict[str, Any]
 #: What a record's part of the page is called, by its file, where it is not simply attention prefill.
 TITLES = {
-    "gpu_attention_dense": "Attention, calls, beside cuDNN and FlashAttention 4",
+    "gpu_attention_groups": "Attention, groups of heads",
+    "gpu_attention_tiles": "Attention, every tile",
     "gpu_attention_arrival": "Attention, keys that arrive, in shares",
     "gpu_attention_calls": "Attention, calls",
     "gpu_attention_fp8": "Attention in 8 bits",
@@ -154,7 +155,6 @@ def section(data: Record, name: str) -> str:
     )
     kernels = [row for row in data["rows"] if row["name"].startswith("variants")]
     calls = [row for row in data["rows"] if row["name"].startswith("D")]
-    blocks = [row for row in data["rows"] if row["name"].startswith("blocks")]
     heads = [row for row in data["rows"] if row["name"].startswith("heads")]
     lists = [row for row in data["rows"] if "lengths" in row]
     parts = [f"## {TITLES.get(name.removesuffix('_h200'), 'Attention prefill')}, {data['device']}"]
@@ -188,12 +188,7 @@ def section(data: Record, name: str) -> str:
             f"The host's microseconds of a call like the one before ({where}):",
             table(list(row["us"]), [[f"{value:.1f}" for value in row["us"].values()]]),
         ]
-    if blocks:
-        names = list(dict.fromkeys(name for row in blocks for name in row["tflops"]))
-        rows = [
-            [row["name"].removeprefix("blocks "), *(_rate(row["tflops"].get(name)) for name in names)] for row in blocks
-        ]
-        parts += [f"Key blocks of half the size at short sequences ({where}), TFLOP/s:", table(["", *names], rows)]
+    parts += _chosen(data["rows"], where)
     parts += _narrow(data["rows"], where)
     parts += _beside(data["rows"], where)
     parts += [text for row in lists for text in packed(row, data["rows"])]
@@ -270,6 +265,24 @@ def packed(row: Record, rows: list[Record]) -> list[str]:
         "operations a token:"
     )
     return [text, table(list(rates), cells)]
+
+
+def _chosen(rows: list[Record], where: str) -> list[str]:
+    """What the plan chooses from: a table each, if it was measured."""
+    parts = []
+    for what, text in (
+        ("blocks", "Key blocks of half the size at short sequences"),
+        ("groups", "Heads that are taken together, by the bytes of their keys and values"),
+    ):
+        found = [row for row in rows if row["name"].startswith(what + " ")]
+        if found:
+            names = list(dict.fromkeys(name for row in found for name in row["tflops"]))
+            made = [
+                [row["name"].removeprefix(what + " "), *(_rate(row["tflops"].get(name)) for name in names)]
+                for row in found
+            ]
+            parts += [f"{text} ({where}), TFLOP/s:", table(["", *names], made)]
+    return parts
 
 
 def _narrow(rows: list[Record], where: str) -> list[str]:

@@ -24,13 +24,20 @@ class Why(NamedTuple):
 WHY = (
     Why("few keys", lambda row: row["length"] <= 1024, (
         "an item has few blocks of keys, so its beginning and end (queries, first scores, output) are much of it; not "
-        "measured apart. Next: a timeline of such a call, then the output stored, and the next item's queries loaded, "
-        "while scores are multiplied"
+        "measured apart. On an H100, at commit 7c47301, L2 did not keep a group's keys either: smaller groups, since, "
+        "are 5 to 20 % faster there (the section on groups of heads). Next: a timeline of such a call, then the output "
+        "stored, and the next item's queries loaded, while scores are multiplied"
     )),
     Why("64 columns", lambda row: row["dim"] == 64, (
         "exponentials take as long as the tensor cores do (docs/attention.md counts both), so that what does not "
-        "overlap of the two is lost; what FA4 does otherwise was not looked into. Next: a third group of math warps, "
-        "or tiles of more query rows, where registers allow it"
+        "overlap of the two is lost; tried since, and no faster: a row's largest score found by halves, its sums "
+        "scaled only when it has grown, the product waited for behind the exponentials. What FA4 does otherwise was "
+        "not looked into"
+    )),
+    Why("128 columns", lambda row: row["dim"] == 128, (
+        "the tensor cores wait for little, and the GPU for power: with half of each block's copies left out, and "
+        "nothing else, an H200 was 8 % faster (739 and 797 at S 16384, full). Next: two CTAs that are sent the same "
+        "keys at once (multicast, from Triton 3.7 on), and more keys a block"
     )),
     Why("others", lambda row: True, "not looked into"),
 )  # fmt: skip

@@ -47,7 +47,10 @@ def steps() -> tuple[Any, ...]:
     """What becomes part of such a loop."""
     from tilestream.kernels.hopper import attention
 
-    return attention.math_step, attention.start_scores, attention.settled, attention.store_strip
+    return (
+        attention.math_step, attention.start_scores, attention.settled, attention.store_strip, attention.own_blocks,
+        attention.leave_out,
+    )  # fmt: skip
 
 
 def handed_over() -> tuple[HandOver, ...]:

@@ -50,8 +50,8 @@ FEW_KEYS = 1024
 #: Whether consumers take turns at starting their multiplications.
 VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
-# benchmarks/gpu_attention.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the mean
-# square).
+# benchmarks/gpu_attention_tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
+# mean square); on an H200, where they are chosen from now, to 5 %.
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
 #: rounding, and the accumulator's part of the scaling.
 EXPONENTIALS, OPERATIONS, OPERATIONS_A_SCORE = 16, 128, 4.0

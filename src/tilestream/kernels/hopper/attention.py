@@ -16,8 +16,9 @@
 
 A tile is a query block of one head, or of several that share a K/V head (`PACK`: few queries fill a tile's rows so).
 Its key blocks run from the diagonal to the window's edge: those that some row sees in part are masked, in loops of
-their own. The tensor cores compute the next block's scores while a consumer is at its softmax; with ``ORDERED`` the
-consumers also take turns at starting them, so that one's exponentials run under another's multiplications.
+their own. A consumer gives back unread the stages of blocks that none of its own rows sees (`leave_out`). The tensor
+cores compute the next block's scores while a consumer is at its softmax; with ``ORDERED`` the consumers also take turns
+at starting them, so that one's exponentials run under another's multiplications.
 
 The load warp asks for a ticket while it loads an item's last blocks, and takes the next item before the last of values.
 Where keys arrive, it asks the gate before a block's first stage, and blocks are taken from the first key on;
@@ -29,12 +30,12 @@ Values of 8 bits come through four more warps, between the load warp and the con
 Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
 same: see `tilestream.kernels.hopper.attention_load`.
 
-H100, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
+H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
 
     columns  causal                     full
-    64       227/251  402/392  563/479  385/377  526/465  592/498
-    128      301/317  597/512  743/646  448/508  678/659  741/700
-    256      305/308  605/539  800/665  446/493  717/689  807/761
+    64       242/249  409/386  573/474  390/375  522/461  590/500
+    128      345/322  592/503  737/640  516/507  680/649  737/692
+    256      354/327  648/533  830/663  529/504  757/690  840/757
 
 Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see

@@ -1,0 +1,107 @@
+"""What the plan of attention chooses from, timed on a GPU: every tile with and without turns, and groups of heads.
+
+``python benchmarks/gpu_attention_tiles.py [section,section] [folder] [seconds]``
+
+Sections: ``variants`` (16k tokens at few lengths, each tile, with turns and without, beside cuDNN: what the cost model
+is fitted to), ``blocks`` (the same at short ones, without turns), ``groups`` (the plan's tile, by the bytes of keys and
+values that heads which are taken together may have). Timed and checked as `gpu_attention` does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gpu_attention import SHAPES, Run, Shape, cudnn, operands_of, problem_of_shape
+from harness import RESULTS
+from tilestream.kernels.attention import Operands
+from tilestream.plan import hopper_attention
+from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
+
+#: Lengths at which groups are timed, and their bytes: those between which the plan chooses, and less.
+LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def run_shape(run: Run, what: str, shape: Shape, made: Callable[..., Iterable[tuple[str, AttentionCandidate]]]) -> None:
+    """A row: cuDNN, and the Hopper kernel as each of the candidates that ``made`` names for a problem and a device."""
+    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.runtime.properties import cuda_properties
+
+    name = f"{what} D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
+    if not run.left(name):
+        return
+    device = cuda_properties(torch.cuda.current_device())
+    q, k, v = operands_of(shape)
+    problem, layout = problem_of_shape(shape)
+    calls: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
+    for label, found in made(problem, device):
+        plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
+        launch, out = HopperAttentionLaunch(plan, layout), torch.full_like(q, math.nan)
+        x = Operands(q, k, v, out, 1 / math.sqrt(shape.dim))
+
+        def call(launch: Any = launch, x: Operands = x) -> torch.Tensor:
+            launch(x)
+            return x.out
+
+        calls[label] = call
+    run.row(name, shape.operations, calls, **shape._asdict())
+
+
+def variants(
+    run: Run, what: str = "variants", lengths: Sequence[int] = (512, 2048, 16384),
+    kinds: Sequence[str] = ("turns", "apart"),
+) -> None:  # fmt: skip
+    """Every tile of the plan, with turns and without."""
+
+    def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
+        for variant in kinds:
+            for found in hopper_attention.candidates(
+                problem, device, device.workers, kind="dynamic", variant=variant
+            ):  # fmt: skip
+                yield f"{variant} {found.block[0]}x{found.block[1]}", found
+
+    for shape in (s for s in SHAPES if s.length in lengths):
+        run_shape(run, what, shape, made)
+
+
+def groups(run: Run) -> None:
+    """The plan's tile, with as many heads together as so many bytes hold the keys and values of."""
+
+    def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
+        for room in ROOMS:
+            with patch.object(hopper_attention, "room_of", lambda _, room=room: room):
+                found = list(hopper_attention.candidates(problem, device, device.workers, kind="dynamic"))
+            yield f"{room / 1e6:.0f} MB", min(found, key=lambda one: one.seconds)
+
+    for shape in (s for s in SHAPES if s.length in LENGTHS):
+        run_shape(run, "groups", shape, made)
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "variants": variants,
+    "blocks": functools.partial(variants, what="blocks", lengths=(512, 1024, 2048), kinds=("apart",)),
+    "groups": groups,
+}
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    seconds = float(given[2]) if len(given) > 2 else 300.0
+    run = Run(Path(given[1]) if len(given) > 1 else RESULTS, seconds, "gpu_attention_tiles")
+    for section in (given[0] if given else "variants,groups").split(","):
+        SECTIONS[section](run)
+    run.record.write()
+    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
+
+
+if __name__ == "__main__":
+    main()
