@@ -37,15 +37,39 @@ time.sleep(0.3)
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_interpreter_exits_in_order(program: str) -> None:
-    source = "import threading, time, torch, tilestream as ts\n" + PROGRAMS[program]
+def run_of(program: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    """A process of its own that runs it; ``first`` before anything is imported."""
     paths = [str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [sys.executable, "-c", source],
+    return subprocess.run(
+        [sys.executable, "-c", f"{first}\nimport threading, time, torch, tilestream as ts\n{program}"],
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_interpreter_exits_in_order(program: str) -> None:
+    run = run_of(PROGRAMS[program])
     assert run.returncode == 0, run.stderr
+
+
+def test_a_daemon_thread_goes_no_further() -> None:
+    # Not into its caller's code either, where torch may free what it has returned. It would have the time: what is
+    # registered first is called last.
+    first = "import atexit, time; atexit.register(time.sleep, 0.5)"
+    program = """
+a = torch.randn(500, 500)
+def work():
+    try:
+        while True:
+            ts.matmul(a, a, workers=2)
+    finally:
+        print("went on", flush=True)
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.3)
+"""
+    run = run_of(program, first)
+    assert run.returncode == 0, run.stderr
+    assert (run.stdout, run.stderr) == ("", "")

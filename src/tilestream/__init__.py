@@ -13,6 +13,7 @@ from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
 from tilestream.plan import Plan, attention_plan, plan
 from tilestream.runtime.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
+from tilestream.runtime.exit import call as _inside_at_exit
 
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in
@@ -77,7 +78,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'tilestream' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    with _inside_at_exit():  # a thread that imports torch's modules is inside its C++ code, too
+        value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 

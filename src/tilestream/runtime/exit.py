@@ -3,6 +3,10 @@
 A daemon thread that is inside torch's C++ code when the interpreter goes away is unwound through frames that do not
 allow it, and the process aborts. So whoever runs threads registers here; at exit they are told to stop and waited for,
 each for a bounded time: a producer that is blocked in a caller's own code is left to it, which is harmless.
+
+A caller's daemon thread that comes out of a call then, or into one, goes no further: it would meet the same end in
+torch code of its caller's, and be it where a result is freed, without the GIL. It sleeps until the process is gone, as
+all daemon threads do from Python 3.14 on.
 """
 
 from __future__ import annotations
@@ -54,19 +58,29 @@ def call() -> Iterator[None]:
     Raises
     ------
     TilestreamError
-        If the interpreter exits already.
+        If the interpreter exits already; in a daemon thread nothing is raised, nor returned.
     """
     global _calls
     with _changed:
-        if _exiting.is_set():
-            raise TilestreamError("the interpreter exits; nothing is launched any more")
-        _calls += 1
+        exiting = _exiting.is_set()
+        _calls += not exiting
+    if exiting:
+        _stay_if_left_behind()
+        raise TilestreamError("the interpreter exits; nothing is launched any more")
     try:
         yield
     finally:
         with _changed:
             _calls -= 1
             _changed.notify_all()
+        if _exiting.is_set():
+            _stay_if_left_behind()
+
+
+def _stay_if_left_behind() -> None:
+    """Sleep for good, in a daemon thread: nobody waits for it any more."""
+    if threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def _stop_all() -> None:
