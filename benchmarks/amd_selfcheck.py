@@ -68,6 +68,7 @@ NVIDIA_ONLY = {
     "gpu_arrival": "it looks at TMA, and at the fence before it",
     "gpu_attention": "beside cuDNN and FlashAttention 4; the step speed has attention beside torch's",
     "gpu_attention_portable": "tiles for Hopper, beside cuDNN",
+    "gpu_attention_tiles": "tiles of the Hopper kernel, beside cuDNN",
     "gpu_attention_fp8": "beside cuDNN; 8 bits in the Hopper kernel",
     "gpu_copies": "copies over NVLink, by torch's symmetric memory",
     "gpu_gemm": "plans of the Hopper kernel; the step speed has the shapes",

@@ -168,15 +168,16 @@ def test_what_is_behind_is_counted_by_class(render: ModuleType) -> None:
     rows = [
         dense(64, True, 512, cudnn=400.0, fa4=500.0, ts=450.0), dense(64, False, 1024, cudnn=400.0, ts=300.0),
         dense(64, False, 4096, cudnn=400.0, fa4=500.0, ts=400.0), dense(128, False, 4096, cudnn=400.0, ts=300.0),
-        dense(128, False, 1024, cudnn=400.0, ts=400.0),
+        dense(128, False, 1024, cudnn=400.0, ts=400.0), dense(256, False, 4096, cudnn=400.0, ts=300.0),
     ]  # fmt: skip
     head, text = render.losses(rows)
     assert head == "**Behind the faster peer**, below 0.98:"
-    few, narrow, other = text.splitlines()
+    few, narrow, wide, other = text.splitlines()
     assert few.startswith("- few keys: 2 of 3, down to 0.750 (D 64, full, S 1024, cuDNN): an item has few blocks")
     assert narrow.startswith("- 64 columns: 1 of 3, down to 0.800 (D 64, full, S 4096, FA4): ")
-    assert other == "- others: 1 of 5, down to 0.750 (D 128, full, S 4096, cuDNN): not looked into."
-    assert render.losses(rows[-1:]) == []
+    assert wide.startswith("- 128 columns: 1 of 2, down to 0.750 (D 128, full, S 4096, cuDNN): the tensor cores wait")
+    assert other == "- others: 1 of 6, down to 0.750 (D 256, full, S 4096, cuDNN): not looked into."
+    assert render.losses(rows[-2:-1]) == []
 
 
 def test_heads_that_share_keys_beside_those_that_have_their_own(render: ModuleType) -> None:

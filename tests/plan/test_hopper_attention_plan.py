@@ -204,6 +204,28 @@ def test_small_blocks_where_there_are_few_keys_on_a_diagonal(dim, length):
     assert plan(replace(problem, causal=False)).block[1] == 128
 
 
+@pytest.mark.parametrize("keys", [512, 4096, 32768, 131072])
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_few_queries_keep_large_blocks(keys, batch):
+    # Bound by memory, or split into shares, smaller blocks gain nothing.
+    for causal in (False, True):
+        made = plan(AttentionProblem(batch, 32, 8, 1, keys, 128, causal=causal))
+        assert made.block[1] == 128 or (causal and keys <= policy.FEW_KEYS and made.shares == 1)
+
+
+def test_a_window_does_not_lose_the_shares_of_keys_that_arrive():
+    # They are of all of a tile's blocks, whoever of its consumers does them.
+    late = Incoming(Chunks.uniform(4096, 1024))
+    made = plan(AttentionProblem(1, 16, 16, 4096, 4096, 128, window=(128, 128), keys=late))
+    assert made.shares == 3
+
+
+def test_sides_are_no_wider_than_all_keys():
+    problem = AttentionProblem(1, 2, 2, 100, 300, 64, window=(2**40, 7))
+    assert problem.sides == (400, 7)
+    assert replace(problem, window=(None, 2**31 - 1)).sides == (None, 400)
+
+
 def test_sums_of_256_columns_are_multiplied_in_turns():
     for dim, variant in ((128, "apart"), (256, "turns")):
         assert plan(AttentionProblem(4, 8, 8, 4096, 4096, dim, causal=True)).variant == variant

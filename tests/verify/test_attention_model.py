@@ -58,12 +58,12 @@ def test_cases_say_what_they_are():
             if (case.ring.ordered, case.ring.arriving, case.ring.converting, case.ring.own) == how
         )
         for how in (
-            (True, False, False, False), (False, True, False, False), (False, False, True, False),
-            (True, False, True, False), (True, False, False, True),
+            (True, False, False, ""), (False, True, False, ""), (False, False, True, ""),
+            (True, False, True, ""), (True, False, False, "first"),
         )
     )  # fmt: skip
     assert str(own) == (
-        "attention, 2 consumers, in turns, each with blocks of its own, 2 stages, queries of 1 items, 2 blocks an item"
+        "attention, 2 consumers, in turns, first blocks left out, 2 stages, queries of 1 items, 2 blocks an item"
     )
     assert str(both) == (
         "attention, 2 consumers, in turns, values converted, 2 stages, queries of 1 items, 1 blocks an item"

@@ -185,6 +185,13 @@ class AttentionProblem:
         return self.tokens_q if self.varlen else self.batch * self.seqlen_q
 
     @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """``left`` and ``right``, no wider than it takes to see all keys: kernels add positions to them in 32 bits."""
+        widest = self.seqlen_q + self.seqlen_k
+        left, right = (None if side is None else min(side, widest) for side in (self.left, self.right))
+        return left, right
+
+    @property
     def pairs(self) -> int:
         """Pairs of a query row and a key that it sees, of one head, with every sequence of the longest's extents."""
         shift = self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0

@@ -51,7 +51,7 @@ FEW_KEYS = 1024
 VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
 # benchmarks/gpu_attention_tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
-# mean square); on an H200, where they are chosen from now, to 5 %.
+# mean square). What was measured on an H200 since is 3 % faster than that on average, and 5 % off beside.
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
 #: rounding, and the accumulator's part of the scaling.
 EXPONENTIALS, OPERATIONS, OPERATIONS_A_SCORE = 16, 128, 4.0
@@ -98,7 +98,7 @@ class Tile(NamedTuple):
 #: keys, their weights half of that, the accumulator one for each two columns of V. Blocks are as large as that leaves
 #: room for: of half the keys they are 5 % faster at S = 512, causal, where consumers leave out what their rows do not
 #: see, and 5 to 20 % slower at all else (H200). Three consumers of 64 columns hide each other's
-#: exponentials: 595 TFLOP/s at S = 16384, full, where two do 502; a tile of theirs has the longer diagonal.
+#: exponentials: 587 TFLOP/s at S = 16384, full, where two do 498; a tile of theirs has the longer diagonal.
 TILES = (
     Tile(64, 2, 64, busy=True),
     Tile(64, 2, 128),
@@ -170,7 +170,7 @@ def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
 def variant_of(problem: AttentionProblem, consumers: int) -> str:
     """Whether consumers take turns, where nobody asks for it.
 
-    With sums of 256 columns they are 1 to 5 % faster in turns from 1024 keys on, and as fast below (H200).
+    With sums of 256 columns they are as fast or up to 4 % faster in turns (H200).
     """
     return "turns" if consumers == 3 or columns_of(problem) > 128 else "apart"
 
@@ -332,8 +332,7 @@ def candidates(
     for tile in TILES:
         if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy < busy:
             continue
-        # Smaller blocks than need be are for few keys. Of 256 columns and of 8 bits they were not timed.
-        if tile.busy > busy and (tile.columns > 128 or is_narrow(problem)):
+        if tile.busy > busy and not _are_few(problem, tile):
             continue
         # Three leave the load warp 32 registers, and warps that convert values none.
         if tile.consumers == 3 and (problem.keys is not None or is_narrow(problem)):
@@ -343,7 +342,9 @@ def candidates(
         beside = _ends(problem, tile) / _step(problem, device, tile)
         group = heads_together(problem, kind, rows, pack, room_of(problem), workers, tile.block, beside)
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
-        for shares in shares_of(problem, tiles, _blocks(problem, tile, pack), workers, splits):
+        for shares in shares_of(problem, tiles, _blocks(problem, tile, rows / pack), workers, splits):
+            if shares > 1 and tile.busy > busy:
+                continue
             stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)
             if stages < 2:
                 continue
@@ -355,18 +356,32 @@ def candidates(
             )  # fmt: skip
 
 
-def _blocks(problem: AttentionProblem, tile: Tile, pack: int) -> float:
-    """Key blocks of a tile.
+def _are_few(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether there are so few keys, on a diagonal, that smaller blocks than need be may be faster.
 
-    Of a row on average; and at each masked end what only half of a tile's rows see, and half a block. Consumers leave
-    out blocks that none of their own rows sees, where a tile is so much higher than a block that there are such.
+    With 256 columns, 8 bits, and keys that arrive they were not timed.
     """
-    rows = tile.consumers * ROWS
-    if (tile.consumers - 1) * ROWS // pack >= tile.block:
-        rows = ROWS
+    timed = tile.columns <= 128 and not is_narrow(problem) and problem.keys is None
+    return timed and problem.right is not None and problem.seqlen_k <= FEW_KEYS
+
+
+def _own_positions(problem: AttentionProblem, tile: Tile, pack: int) -> float:
+    """Query positions whose blocks a consumer does: its own, where it leaves out what they do not see.
+
+    That is where a tile is so much higher than a block that there are such: ``OWN`` in the kernel.
+    """
+    own = (tile.consumers - 1) * (ROWS // pack) >= tile.block and not (problem.left is not None and problem.softcap > 0)
+    return ROWS / pack if own else tile.consumers * ROWS / pack
+
+
+def _blocks(problem: AttentionProblem, tile: Tile, positions: float) -> float:
+    """Key blocks of so many query positions.
+
+    Of one on average; and at each masked end what only half of them see, and half a block.
+    """
     keys = cdiv(problem.pairs, max(problem.rows, 1))
     ends = (problem.left is not None) + (problem.right is not None)
-    return (keys + ends * 0.5 * (rows / pack + tile.block)) / tile.block
+    return (keys + ends * 0.5 * (positions + tile.block)) / tile.block
 
 
 def _step(problem: AttentionProblem, device: DeviceProperties, tile: Tile) -> float:
@@ -393,7 +408,7 @@ def _seconds(
 ) -> float:
     """What a launch takes: items in waves, or memory, whichever is the longer; and the launch that joins shares."""
     step, ends = _step(problem, device, tile), _ends(problem, tile)
-    blocks = _blocks(problem, tile, pack) / shares
+    blocks = _blocks(problem, tile, _own_positions(problem, tile, pack)) / shares
     busy = min(workers, items)
     total = (max(blocks, 1.0) * step + ends) * items / busy
     # Items differ: what the last of them leaves undone is on average half of one.

@@ -79,7 +79,7 @@ class AttentionCase:
         ring = self.ring
         how = (", in turns" if ring.ordered else "") + (", keys arriving" if ring.arriving else "")
         how += ", values converted" if ring.converting else ""
-        how += ", each with blocks of its own" if ring.own else ""
+        how += f", {ring.own} blocks left out" if ring.own else ""
         return (
             f"attention, {ring.consumers} consumers{how}, {ring.depth} stages, queries of {ring.queries} items, "
             f"{' or '.join(map(str, self.counts))} blocks an item"
@@ -143,7 +143,8 @@ class AttentionModel(Model):
         if type(op) in (Next, Get):
             return (None, *self.items)
         if type(op) is Own:
-            sides = itertools.product((0, 1), repeat=2)
+            first, last = ((0, 1) if self.case.ring.own in (side, "both") else (0,) for side in ("first", "last"))
+            sides = itertools.product(first, last)
             return [(before, after) for before, after in sides if before + after < k_steps(op.item)]
         return (0, 1) if type(op) in (Ask, Pass, Look) else (0,)
 

@@ -15,7 +15,8 @@
         wait k_empty; expect; load K -> k_full      S is done; arrive k_empty; P V is done; arrive v_empty
         of the block before:                      arrive q_empty
           wait v_empty; expect; load V -> v_full  wait v_full; P V of the last block; arrive v_empty
-                                                  leave out the last ones that none of its rows sees
+                                                  read the slot again; leave out the last ones that none of
+                                                    its rows sees
                                                   read the slot again; finish the item; arrive item_empty[slot]
 
 To leave a block out: wait k_full; arrive k_empty; (wait order; arrive order); wait v_full; arrive v_empty. Consumers
@@ -171,7 +172,8 @@ class AttentionRing:
     converting
         Whether values are converted.
     own
-        Whether consumers leave out blocks that none of their own rows sees.
+        Which blocks consumers leave out, that none of their own rows sees: an item's ``"first"``, its ``"last"``,
+        ``"both"``; empty: none.
     """
 
     depth: int
@@ -181,7 +183,7 @@ class AttentionRing:
     items: int = 2
     arriving: bool = False
     converting: bool = False
-    own: bool = False
+    own: str = ""
 
     def barriers(self) -> dict[Barrier, int]:
         """Each barrier, and how many arrivals complete a phase of it."""
@@ -333,7 +335,10 @@ def math_turn(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
         yield Start("v", stage.at, item, end - 1)
         yield Retire(0)
         yield Arrive(Barrier("v_empty", stage.at))
-        stage, turn = yield from _left_out(ring, who, item, range(end, blocks), stage.next(ring.depth), turn)
+        stage = stage.next(ring.depth)
+        if ring.own in ("last", "both"):
+            yield Get(slot.at)
+            stage, turn = yield from _left_out(ring, who, item, range(end, blocks), stage, turn)
     yield Get(slot.at)
     void = (yield Look(slot.at)) if ring.arriving else 0
     yield Done(item, void)

@@ -385,8 +385,8 @@ def _attentions() -> tuple[SeededBug, ...]:
     deep = tuple((AttentionRing(2, consumers=n), counts) for n, counts in ((1, (1,)), (1, (2,)), (2, (1,))))
     narrow = tuple((AttentionRing(depth, consumers=1, converting=True), (2,)) for depth in (1, 2))
     turns = tuple((AttentionRing(2, consumers=n, ordered=True), counts) for n, counts in product((1, 2), ((2,), (3,))))
-    own = tuple((AttentionRing(depth, own=True), (2,)) for depth in (1, 2))
-    own_turns = tuple((AttentionRing(depth, ordered=True, own=True), (2,)) for depth in (1, 2))
+    own = tuple((AttentionRing(depth, own="both"), (2,)) for depth in (1, 2))
+    own_turns = tuple((AttentionRing(depth, ordered=True, own="both"), (2,)) for depth in (1, 2))
 
     def bug(
         name: str, kind: str, of: object, sizes: tuple[tuple[AttentionRing, tuple[int, ...]], ...] = sizes, **text: Any
@@ -413,7 +413,8 @@ def _attentions() -> tuple[SeededBug, ...]:
         math("slot given back too early", wrong, a.slot_released_too_early),
         math("queries without blocks kept", "deadlock", a.queries_without_blocks_kept),
         math("turn not handed on", "deadlock", a.turn_not_handed_on, turns),
-        math("left out before it is there", "barrier broken", a.left_out_not_awaited, own),
+        math("values left out before they are there", "barrier broken", a.left_out_not_awaited, own),
+        math("keys left out before they are there", "deadlock", a.keys_left_out_not_awaited, own),
         math("turn lost where left out", "deadlock", a.turn_lost_where_left_out, own_turns),
         math("item not finished", wrong, a.item_not_finished),
         load("keys awaited in the other phase", "deadlock", a.keys_awaited_in_the_other_phase),

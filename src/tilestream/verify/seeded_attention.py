@@ -147,6 +147,11 @@ def left_out_not_awaited(ring: AttentionRing, who: int, state: MathPlaces) -> Lo
     return _skipped(math_turn(ring, who, state), "v_full", lambda op: isinstance(op, Leave))
 
 
+def keys_left_out_not_awaited(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
+    """A stage of keys that are left out is given back before it is filled."""
+    return _skipped(math_turn(ring, who, state), "k_full", lambda op: _at(op, Arrive, "k_empty"))
+
+
 def turn_lost_where_left_out(ring: AttentionRing, who: int, state: MathPlaces) -> Loop:
     """A consumer that leaves out a block does not wait for its turn at it, which it hands on."""
     return _skipped(math_turn(ring, who, state), "order", lambda op: _at(op, Arrive, "order"))

@@ -381,8 +381,8 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
     yield AttentionCase(AttentionRing(1, consumers=1, converting=True), (0, 1))
     yield AttentionCase(AttentionRing(2, converting=True), (2,))
     yield AttentionCase(AttentionRing(2, ordered=True, converting=True), (1,))
-    yield AttentionCase(AttentionRing(2, own=True), (2,))
-    yield AttentionCase(AttentionRing(2, ordered=True, own=True), (2,))
+    yield AttentionCase(AttentionRing(2, own="both"), (2,))
+    yield AttentionCase(AttentionRing(2, ordered=True, own="first"), (2,))
     if level == "full":
         yield AttentionCase(AttentionRing(1, 2), (0, 1))
         yield AttentionCase(AttentionRing(2, 1, 3, ordered=True), (2,))
@@ -397,9 +397,9 @@ def attentions(level: Level) -> Iterator[AttentionCase]:
         yield AttentionCase(AttentionRing(2, 2, converting=True), (2,))
         yield AttentionCase(AttentionRing(2, converting=True), (1, 3))
         yield AttentionCase(AttentionRing(2, ordered=True, converting=True), (2,))
-        yield AttentionCase(AttentionRing(2, 2, own=True), (1, 3))
-        yield AttentionCase(AttentionRing(2, 1, 3, ordered=True, own=True), (2,))
-        yield AttentionCase(AttentionRing(2, arriving=True, own=True), (2,))
+        yield AttentionCase(AttentionRing(2, 2, own="both"), (1, 3))
+        yield AttentionCase(AttentionRing(2, 1, 3, ordered=True, own="both"), (2,))
+        yield AttentionCase(AttentionRing(2, arriving=True, own="last"), (2,))
 
 
 def gathers(level: Level) -> Iterator[GatherCase]:

@@ -128,7 +128,7 @@ QUICK = (
 def configurations(what: str) -> Iterator[Configuration]:
     """Those of ``"all"``, of ``"quick"``, or whose name begins so."""
     for dims, (how, more), variant in itertools.product(DIMS, HOWS.items(), ("turns", "apart")):
-        base = {"batch": 4, "heads_q": 8, "heads_kv": 8, "seqlen_q": 2048, "seqlen_k": 2048, **more}
+        base = {"batch": 8, "heads_q": 8, "heads_kv": 8, "seqlen_q": 1024, "seqlen_k": 1024, **more}
         splits = base.pop("splits", 1)
         problem = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
         if hopper_attention.refusal(problem, DEVICE) or (

@@ -41,7 +41,7 @@ OPERANDS = NAMES[: NAMES.index("sequences")]
 
 def make(kind="dynamic", **more: Any) -> AttentionPlan:
     problem = AttentionProblem(B, H, KV, **({"seqlen_q": S, "seqlen_k": S, "head_dim": D} | more))
-    found = next(policy.candidates(problem, H100, 7, kind=kind))
+    found = [one for one in policy.candidates(problem, H100, 7, kind=kind) if one.shares == 1][-1]
     return of_candidate(problem, H100, "hopper", found, "a test's", ())
 
 

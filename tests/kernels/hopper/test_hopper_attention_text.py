@@ -503,6 +503,7 @@ CHANGES = {
         "gl.maximum(first + since, 0)",
         "gl.maximum(at + since, 0)",
     ),
+    "the last row's last key is left out": ("at = first + (POSITIONS - 1)", "at = first + (POSITIONS - 2)"),
     "what is left out is not given back": (
         "mbarrier.arrive(k_empty.index(stage))\n        if ORDERED:",
         "pass\n        if ORDERED:",
@@ -569,6 +570,7 @@ SEEN_BY = (
     NARROW["causal, no scales"],
     same(400, 130, causal=True),  # items without key blocks, and with few
     packed(MIX, causal=True),
+    same(200, 265, causal=True, head_dim=256),  # a last row whose diagonal begins a block
 )
 
 
@@ -715,40 +717,51 @@ def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[i
     return found
 
 
-def own_of(arguments: dict[str, Any]) -> bool:
-    """Whether consumers leave out blocks that none of their rows sees: where a tile may have such."""
+def own_of(arguments: dict[str, Any]) -> str:
+    """Which blocks consumers leave out, as `AttentionRing` says it: where a tile may have such."""
     offset = (arguments["CONSUMERS"] - 1) * (64 // arguments["PACK"])
     masked = (arguments["LEFT"] or arguments["RIGHT"]) and not (arguments["LEFT"] and arguments["CAPPED"])
-    return masked and offset >= arguments["BLOCK"]
+    if not masked or offset < arguments["BLOCK"]:
+        return ""
+    first, last = arguments["RIGHT"], arguments["LEFT"]  # from the last key on
+    if arguments["KEYS"] != "none":
+        first, last = last, first
+    return "both" if first and last else "first" if first else "last"
 
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("left", [200, None])
 @pytest.mark.parametrize("dim", [64, 256])
-def test_loops_do_what_is_explored(dim, left, variant):
+@pytest.mark.parametrize("keys", [(700, 300), (700, 700)])
+def test_loops_do_what_is_explored(keys, dim, left, variant):
     # Of the queries of the second half most see nothing: items without key blocks are among them. Where rows are cut
     # off at the left the load warp takes no item ahead.
-    case = same(700, 300, causal=True, window=(left, None), head_dim=dim)
+    case = same(*keys, causal=True, window=(left, None), head_dim=dim)
     plan = plan_of(case.problem, variant=variant)
     machines: list[Machine] = []
     run(case, plan=plan, machines=machines)
-    machine = machines[0]
-    arguments = machine.arguments
-    own = own_of(arguments)
-    ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], own=own
-    )
-    assert own
-    assert any(max(sides) for who in range(ring.consumers) for sides in left_out(machine, who))
-    blocks = [count - 1 for count in machine.told if count]
-    assert 0 in blocks or len(blocks) == 1
-    assert max(blocks) > 1
-    assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
-    assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
-    for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(
-            math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
+    sides: set[tuple[bool, bool]] = set()
+    for machine in machines:
+        arguments = machine.arguments
+        own = own_of(arguments)
+        ring = AttentionRing(
+            arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], own=own
         )
+        assert own == ("both" if left else "first")
+        blocks = [count - 1 for count in machine.told if count]
+        assert {str(bar): n for bar, n in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
+        assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks)
+        for who in range(ring.consumers):
+            left_by = left_out(machine, who)
+            sides |= {(before > 0, after > 0) for before, after in left_by}
+            assert done_by(machine, who, arguments["PARTS"]) == explored(
+                math_turn, ring, who, blocks=blocks, own=left_by
+            )
+    told = [count for machine in machines for count in machine.told]
+    assert keys == (700, 700) or 1 in told
+    assert max(told) > 2
+    assert (True, False) in sides
+    assert left is None or keys != (700, 700) or (False, True) in sides
 
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])
@@ -778,23 +791,27 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
 
 @pytest.mark.parametrize("variant", ["apart", pytest.param("turns", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("over_at", [None, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4))])
-def test_loops_do_what_is_explored_where_keys_arrive(over_at, variant):
-    # A chunk is a block, so that each block is asked for.
-    case = arriving(same(260, 400, 2, causal=True, head_dim=128))
-    plan = plan_of(case.problem, variant=variant)
-    assert plan.block[1] == 128
+@pytest.mark.parametrize("block", [128, 64])
+def test_loops_do_what_is_explored_where_keys_arrive(block, over_at, variant):
+    # A chunk is a block, so that each block is asked for. Smaller ones are for windows.
+    window = (None, None) if block == 128 else (300, None)
+    case = arriving(same(260, 400, 2, causal=True, head_dim=128, window=window), block)
+    plan = plan_of(case.problem, variant=variant, splits=1)
+    assert plan.block[1] == block
     machines: list[Machine] = []
     run(case, plan=plan, machines=machines, over_at=over_at)
     machine = machines[0]
     arguments = machine.arguments
     ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], arriving=True
-    )
+        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], arriving=True,
+        own=own_of(arguments),
+    )  # fmt: skip
+    assert ring.own == ("both" if block == 64 else "")
     blocks = [count - 1 for count in machine.told if count]
     assert len(blocks) > 1
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks, over_at=over_at)
     for who in range(ring.consumers):
         assert done_by(machine, who, arguments["PARTS"]) == explored(
-            math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
+            math_turn, ring, who, blocks=blocks, own=left_out(machine, who, arriving=True)
         )

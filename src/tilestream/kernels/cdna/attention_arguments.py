@@ -79,7 +79,7 @@ class CdnaAttentionArguments:
         schedule, lse = plan.schedule, s.lse or (0, 0, 0)
         return (
             p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k, p.heads_q // plan.pack,
-            max(1, p.ratio // plan.pack), p.left or 0, p.right or 0, p.pages, *s.q, *s.k, *s.v, *s.out,
+            max(1, p.ratio // plan.pack), *(side or 0 for side in p.sides), p.pages, *s.q, *s.k, *s.v, *s.out,
             *lse, s.table, schedule.queues, schedule.full_tiles, schedule.grid.num_m,
             schedule.grid.num_n, plan.group,
         )  # fmt: skip

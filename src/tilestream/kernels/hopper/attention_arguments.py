@@ -106,7 +106,7 @@ class HopperAttentionArguments:
         lse = s.lse or (0, 0, 0)
         return (
             p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k, columns, max(1, p.ratio // plan.pack),
-            p.left or 0, p.right or 0, rows[0][0], rows[1][0], rows[0][1], rows[1][1], s.table,
+            *(side or 0 for side in p.sides), rows[0][0], rows[1][0], rows[0][1], rows[1][1], s.table,
             lse[0], lse[2], lse[1], plan.schedule.full_tiles, grid.num_m, grid.num_n, plan.group, plan.shares,
         )  # fmt: skip
 

@@ -67,7 +67,7 @@ def peaks(scores, top, scale, MASKED: gl.constexpr, LAZILY: gl.constexpr):
     """
     top_now = gl.maximum(top, gl.max(scores, 1))
     if LAZILY:
-        top_now = gl.where(top_now * scale > top * scale + LAZY, top_now, top)
+        top_now = gl.where((top_now - top) * scale > LAZY, top_now, top)  # no number, between two infinities: stays
     shift = top_now * scale
     if MASKED:
         shift = gl.where(top_now == float("-inf"), 0.0, shift)
@@ -94,14 +94,13 @@ def softmax(scores, top, total, scale, MASKED: gl.constexpr):
 
 @gluon.constexpr_function
 def product_or_nothing(count):
-    """PTX that multiplies a thread's sums by what belongs to each, if one of the warp's rows has another one than 1.
+    """PTX that multiplies a thread's sums in place by what belongs to each, if some row of the warp has another than 1.
 
     A thread has two rows, in turns two columns of the one and two of the other: see `mma_layout`.
     """
     sums = range(count)
     return "\n".join([
         "{ .reg .pred other, any;",
-        *(f"mov.b32 ${i}, ${count + i};" for i in sums),
         f"setp.neu.f32 other, ${2 * count}, 0f3F800000;",
         f"setp.neu.or.f32 other, ${2 * count + 2}, 0f3F800000, other;",
         "vote.sync.any.pred any, other, -1;",
@@ -113,8 +112,8 @@ def product_or_nothing(count):
 
 @gluon.constexpr_function
 def product_operands(count):
-    """Constraints of `product_or_nothing`'s operands: products, sums, factors."""
-    return ",".join(["=f"] * count + ["f"] * (2 * count))
+    """Constraints of `product_or_nothing`'s operands: products, sums (the same registers), factors."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit

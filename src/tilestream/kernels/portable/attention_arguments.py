@@ -90,7 +90,7 @@ class AttentionArguments:
             (0, 1) if problem.keys is None else (problem.keys.chunks.count, problem.keys.chunks.rows_per_chunk or 1)
         )
         packs = max(1, problem.heads_q // plan.pack)
-        left, right = (-1 if side is None else side for side in (problem.left, problem.right))
+        left, right = (-1 if side is None else side for side in problem.sides)
         self._numbers = (
             *chunks, problem.batch, problem.seqlen_q, problem.seqlen_k, problem.tokens_q, problem.tokens_k,
             problem.pages, packs, problem.ratio, left, right, int(problem.alignment == "top_left"),
