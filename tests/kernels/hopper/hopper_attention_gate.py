@@ -177,10 +177,29 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
         "looks": sass.looks(ptx),
         "naps": len(re.findall(r"\bnanosleep\.", ptx)),
         "fences": [len(re.findall(rf"\bfence\.proxy\.async\.{of}", ptx)) for of in ("global", "shared::cta")],
+        "lazily": lazily(ptx),
         "shared": kernel.metadata.shared,
         "reused": sass.reused_barriers(ptx),
         "expected": expected(made),
     }
+
+
+def lazily(ptx: str) -> bool | None:
+    """Whether a thread's sums, where they may be left as they are, are multiplied in place by what is theirs.
+
+    By the order in which `tilestream.kernels.hopper.attention_softmax.product_or_nothing` takes them: two columns of a
+    row, two of the other, and so on, of which each row's is looked at. None where no sums may be left.
+    """
+    texts = re.findall(r"\{ \.reg \.pred other, any;(.*?)DONE: \}", ptx, re.S)
+    found = []
+    for text in texts:
+        looked_at = re.findall(r"setp\.neu(?:\.or)?\.f32 other, ([^,]+),", text)
+        products = re.findall(r"mul\.f32 (\S+), (\S+), (\S+);", text)
+        found.append(
+            len(set(looked_at)) == 2
+            and all(to == of and by == looked_at[i // 2 % 2] for i, (to, of, by) in enumerate(products))
+        )
+    return all(found) if found else None
 
 
 def expected(made: Configuration) -> dict[str, Any]:
@@ -234,6 +253,7 @@ def expected(made: Configuration) -> dict[str, Any]:
         "looks": (4 * arriving, 0),
         "naps": 2 * arriving,
         "fences": [int(arriving), stores + narrow],
+        "lazily": True if columns > 128 else None,
         "shared": shared,
     }  # fmt: skip
 

@@ -39,6 +39,7 @@ def faults(found: dict) -> list[str]:
         "the assembler's notes": not found["notes"],
         "registers": found["registers"] == expected["registers"],
         "instructions of the tensor cores": found["wgmma"] == expected["wgmma"],
+        "sums that are left as they are": found["lazily"] == expected["lazily"],
         "TMA loads": found["loads"] in expected["loads"],
         "TMA stores": found["stores"] == expected["stores"],
         "loops over key blocks": len(loops) == expected["key_loops"]
@@ -127,6 +128,8 @@ _LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0
         ({"stores": 5}, "TMA stores"),
         ({"exponentials": 300}, "exponentials"),
         ({"shared": 240000}, "shared memory"),
+        ({"lazily": False}, "sums that are left as they are"),
+        ({"lazily": None}, "sums that are left as they are"),
         ({"reused": [229376]}, "barriers that something else takes the place of"),
         ({"error": "ValueError: out of memory"}, "ValueError: out of memory"),
     ],
@@ -135,12 +138,14 @@ _LOOP = {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0
 def test_each_rule_is_kept(change, fault):
     right = {
         "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 800,
+        "lazily": True,
         "registers": [48, 120, 224, 232, 256], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 8, "stores": 4,
         "exponentials": 200, "key_loops": [_LOOP] * 2, "looks": [4, 0], "naps": 2, "fences": [1, 4],
         "expected": {
             "registers": [48, 120, 224, 232, 256], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": [8, 10],
             "stores": 4, "exponentials": 196, "shared": 1000, "key_loops": 2, "barriers": 3, "looks": [4, 0], "naps": 2,
             "key_loop": {"gmma": 16, "in_flight": 1, "mbarrier": 4, "rounded": 32, "permuted": 0}, "fences": [1, 4],
+            "lazily": True,
         },
     }  # fmt: skip
     assert not faults(right)
@@ -152,8 +157,8 @@ def test_what_is_known_to_spill_does_it_in_no_loop():
     found = {"triton": known[0], "name": known[1], "spilled": 72, "stack": 24, "local": 22}
     right = {"key_loops": [_LOOP], "expected": {"key_loop": {}, "key_loops": 1, "barriers": 3, "exponentials": 0}}
     rest = dict.fromkeys(("registers", "wgmma", "stores", "naps", "fences", "shared", "exponentials"), 0)  # fmt: skip
-    right["expected"] |= rest | {"loads": [0], "looks": []}
-    found |= rest | {"notes": [], "loads": 0, "looks": [], "reused": [], **right}
+    right["expected"] |= rest | {"lazily": None, "loads": [0], "looks": []}
+    found |= rest | {"lazily": None, "notes": [], "loads": 0, "looks": [], "reused": [], **right}
     assert not faults(found)
     assert faults({**found, "spilled": 76}) == ["spills"]
     assert faults({**found, "key_loops": [_LOOP | {"local": 1}]}) == ["spills"]
@@ -168,3 +173,31 @@ def test_everything_compiles_as_it_should(version, tmp_path):
     assert {one["triton"].split("+")[0] for one in found} == {version}
     check(found, 126, faults)
     assert len(found) == 126
+
+
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        (("", ""), True),
+        (("mul.f32 %r3, %r3, %r9;", "mul.f32 %r3, %r3, %r8;"), False),
+        (("mul.f32 %r3, %r3, %r9;", "mul.f32 %r7, %r3, %r9;"), False),
+        (("other, %r9,", "other, %r8,"), False),
+        (("other, any", "one"), None),
+    ],
+)
+def test_sums_are_multiplied_by_what_is_theirs(change, right):
+    from hopper_attention_gate import lazily
+
+    ptx = """
+    { .reg .pred other, any;
+    setp.neu.f32 other, %r8, 0f3F800000;
+    setp.neu.or.f32 other, %r9, 0f3F800000, other;
+    vote.sync.any.pred any, other, -1;
+    @!any bra.uni DONE;
+    mul.f32 %r1, %r1, %r8;
+    mul.f32 %r2, %r2, %r8;
+    mul.f32 %r3, %r3, %r9;
+    mul.f32 %r4, %r4, %r9;
+    DONE: }
+    """
+    assert lazily(ptx.replace(*change)) is right
