@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +139,7 @@ def flash() -> Callable[..., Any] | None:
 class Run:
     """One run: the record, the time that is left, the peers."""
 
-    def __init__(self, folder: Path, seconds: float, name: str = "gpu_attention") -> None:
+    def __init__(self, folder: Path, seconds: float, name: str) -> None:
         self.record = GpuRecord(name, folder, peers={"fa4": flash() is not None})
         self.end = time.monotonic() + seconds
         self.time, self.flash = Timer(), flash()
@@ -451,19 +451,18 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 }  # fmt: skip
 
 
-def chosen(given: list[str]) -> Iterator[Callable[[Run], None]]:
-    """The sections that are asked for."""
-    for name in (given[0] if given else "dense,lists,heads").split(","):
-        yield SECTIONS[name]
+def run_sections(sections: dict[str, Callable[[Run], None]], usual: str, record: str) -> None:
+    """Those that the command line asks for, or the usual ones, into a record of such a name."""
+    given = sys.argv[1:]
+    run = Run(Path(given[1]) if len(given) > 1 else RESULTS, float(given[2]) if len(given) > 2 else 300.0, record)
+    for name in (given[0] if given else usual).split(","):
+        sections[name](run)
+    run.record.write()
+    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    run = Run(Path(given[1]) if len(given) > 1 else RESULTS, float(given[2]) if len(given) > 2 else 300.0)
-    for section in chosen(given):
-        section(run)
-    run.record.write()
-    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
+    run_sections(SECTIONS, "dense,lists,heads", "gpu_attention")
 
 
 if __name__ == "__main__":

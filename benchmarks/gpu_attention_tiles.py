@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from gpu_attention import SHAPES, Run, Shape, cudnn, operands_of, problem_of_shape
-from harness import RESULTS
+from gpu_attention import SHAPES, Run, Shape, cudnn, operands_of, problem_of_shape, run_sections
 from tilestream.kernels.attention import Operands
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
@@ -64,9 +61,8 @@ def variants(
 
     def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
         for variant in kinds:
-            for found in hopper_attention.candidates(
-                problem, device, device.workers, kind="dynamic", variant=variant
-            ):  # fmt: skip
+            tiles = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
+            for found in tiles:
                 yield f"{variant} {found.block[0]}x{found.block[1]}", found
 
     for shape in (s for s in SHAPES if s.length in lengths):
@@ -94,13 +90,7 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    seconds = float(given[2]) if len(given) > 2 else 300.0
-    run = Run(Path(given[1]) if len(given) > 1 else RESULTS, seconds, "gpu_attention_tiles")
-    for section in (given[0] if given else "variants,groups").split(","):
-        SECTIONS[section](run)
-    run.record.write()
-    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
+    run_sections(SECTIONS, "variants,groups", "gpu_attention_tiles")
 
 
 if __name__ == "__main__":

@@ -170,6 +170,11 @@ class AttentionProblem:
         return self.left is not None or self.right is not None
 
     @property
+    def alike(self) -> bool:
+        """Whether a head's tiles see about as many keys each: all of them, or a window."""
+        return self.right is None or self.left is not None
+
+    @property
     def ratio(self) -> int:
         """Query heads that share a head of keys."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1

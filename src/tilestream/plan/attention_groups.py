@@ -52,8 +52,8 @@ def heads_together(
     positions, heads = rows // pack, problem.batch * problem.heads_q // pack
     most = min(heads_kept(problem, pack, room), heads)
     tiles = cdiv(problem.seqlen_q, positions) * heads
-    alike = problem.right is None or problem.left is not None
-    if kind != "dynamic" or alike or problem.varlen or problem.lengths or not workers < tiles <= _CERTAIN * workers:
+    unknown = problem.varlen or problem.lengths
+    if kind != "dynamic" or problem.alike or unknown or not workers < tiles <= _CERTAIN * workers:
         return most
     unit = _sharing(problem, pack)
     sizes = range(most, most // 2, -unit * cdiv(most, 2 * unit * _SIZES))

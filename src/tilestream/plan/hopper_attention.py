@@ -177,7 +177,7 @@ def variant_of(problem: AttentionProblem, consumers: int) -> str:
 
 def room_of(problem: AttentionProblem) -> float:
     """Bytes of L2 for the keys and values of heads that are taken together."""
-    if problem.keys is None and (problem.right is None or problem.left is not None):
+    if problem.keys is None and problem.alike:
         return L2_BYTES_OF_ALIKE
     return L2_BYTES if problem.seqlen_k > FEW_KEYS else L2_BYTES_OF_FEW
 

@@ -26,7 +26,7 @@ FLOAT16 = Dtype("fp16", 16)
 #: What of other kernels is run as it stands.
 SHARED = (
     attention_load.item_of, cdna_softmax.sees, attention_softmax.peaks, attention_softmax.weighed,
-    attention_softmax.softmax, attention_softmax.finished, attention_list.rows_of, attention_list.place_of,
+    attention_softmax.finished, attention_list.rows_of, attention_list.place_of,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import nothing, reciprocal, settled
-from tilestream.kernels.hopper.attention_softmax import LOG2_E, softmax
+from tilestream.kernels.hopper.attention_softmax import LOG2_E, peaks, weighed
 from tilestream.kernels.portable.epilogue import power_of_2
 
 #: Keys that a lane has of an operand of P V: as many neighbours as it has of the scores.
@@ -97,7 +97,8 @@ def weights_of(
     if MASKED:
         scores = masked(scores, first, mask, PACK, MATH, LEFT, RIGHT)
     PAIR: gl.constexpr = pair_layout(scores.shape[0] // MATH.instr_shape[0])
-    weights, top, _, shrink = softmax(scores, top, top, scale, MASKED)
+    top, shift, shrink = peaks(scores, top, scale, MASKED, False)
+    weights, _ = weighed(scores, top, scale, shift, shrink)
     total = total * gl.convert_layout(shrink, gl.SliceLayout(1, PAIR))[:, None] + halves_of_sum(weights, PAIR)
     weights = gl.convert_layout(narrowed(weights, dtype, MATH.version), gl.DotOperandLayout(0, MATH, KEYS))
     return weights, settled(top), total, shrink

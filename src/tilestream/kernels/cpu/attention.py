@@ -98,8 +98,7 @@ def seen_by(plan: AttentionPlan, tile: Tile, block_n: int) -> Seen:
     problem, s = plan.problem, tile.sequence
     ahead, behind = diagonal(s.queries, s.keys) if problem.alignment == "bottom_right" else (0, 0)
     widest = s.queries + s.keys
-    left = widest if problem.left is None else min(problem.left, widest)
-    right = widest if problem.right is None else min(problem.right, widest)
+    left, right = (widest if side is None else side for side in problem.sides)
     first = tile.block * plan.positions
     last = min(s.queries, first + plan.positions) - 1
     low, _ = seen_keys(first, ahead, behind, left, right, s.keys)

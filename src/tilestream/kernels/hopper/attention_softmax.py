@@ -84,14 +84,6 @@ def weighed(scores, total, scale, shift, shrink):
     return weights, total * shrink + gl.sum(weights, 1)
 
 
-@gluon.jit
-def softmax(scores, top, total, scale, MASKED: gl.constexpr):
-    """``(weights, top, total, shrink)``: `peaks` and `weighed`, where nothing is done in between."""
-    top, shift, shrink = peaks(scores, top, scale, MASKED, False)
-    weights, total = weighed(scores, total, scale, shift, shrink)
-    return weights, top, total, shrink
-
-
 @gluon.constexpr_function
 def product_or_nothing(count):
     """PTX that multiplies a thread's sums in place by what belongs to each, if some row of the warp has another than 1.
