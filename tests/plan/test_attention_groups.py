@@ -66,7 +66,7 @@ def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, shar
     problem = causal(length, heads, sharing, keys=max(0, length + more))
     group = chosen(problem, most)
     widest = min(most, heads) * sharing
-    assert widest / 2 < group <= widest
+    assert widest / 2 <= group <= widest
     assert group % sharing == 0
     assert spent(problem, group) <= spent(problem, widest) + 1e-9
 
@@ -82,6 +82,19 @@ def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, shar
 )
 def test_as_many_as_l2_keeps_where_tiles_are_alike_or_nobody_knows(change):
     assert chosen(replace(causal(8192, 32), **change), 5) == 5
+
+
+def test_of_groups_that_end_as_evenly_the_smaller_one_where_they_are_crowded():
+    # 256 heads of 8 tiles, of 128 columns and 1k keys: 16 did 477 TFLOP/s on an H100, 19 461, 32 458 (472, 469, 472 on
+    # an H200), though by the tiles alone 32 end a little more evenly.
+    problem, room = causal(1024, 256), 32 * 1024 * 512
+
+    def group(crowding):
+        return heads_together(problem, "dynamic", POSITIONS, 1, room, WORKERS, BLOCK, 2.22, crowding)
+
+    assert spent(problem, 32) < spent(problem, 16) < min(spent(problem, 19), spent(problem, 15)) - 0.02
+    assert group(0.02) == 16
+    assert group(0.0) > 16
 
 
 def test_a_tile_a_worker():

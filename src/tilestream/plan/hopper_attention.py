@@ -44,9 +44,9 @@ _STEP, _MOST_STRIDE = 16, 2**40
 #: queries and outputs go through L2 too; and of tiles that are alike, which gain nothing by waiting for other heads.
 #: (An H100's L2 is two halves, and what all SMs read is in both. 24e6 and 4e6, full, in TFLOP/s: 128 columns, 512 keys
 #: 445 and 525, 2k 662 and 684; 256 columns 447 and 538, 744 and 764: benchmarks/results/gpu_attention_groups.json.)
-L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 10e6, 4e6
-#: Keys that are few.
-FEW_KEYS = 1024
+L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 17e6, 4e6
+#: Keys that are few; and the share of a launch that is lost where theirs take all of that room, and not half of it.
+FEW_KEYS, CROWDING = 1024, 0.02
 #: Whether consumers take turns at starting their multiplications.
 VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
@@ -63,8 +63,9 @@ DIAGONAL_SECONDS = 1.6e-6
 #: Seconds of a tile's start and end that nothing hides, and for each column of values; of a launch; of a key block's
 #: barriers.
 TILE_SECONDS, COLUMN_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 3.4e-7, 2e-8, 8e-6, 10e-9
-#: The latter where it has fewer than 128 keys, of 128 columns or fewer: 0.10 and 0.12 us with 128 and 64 (H200).
-SMALL_BLOCK_SECONDS = 1.0e-7
+#: The latter where it has fewer than 128 keys, of 128 columns or fewer; and what a tile saves by them where it has a
+#: diagonal: of 64 columns it takes 0.26 us less than one of 128 keys at S = 512, 0.38 more at 1k (H100; H200: 0.25, 0.4).
+SMALL_BLOCK_SECONDS, SMALL_DIAGONAL_SECONDS = 1.5e-7, 4.5e-7
 #: Seconds of the launch that joins shares of keys.
 MERGE_SECONDS = 4e-6
 #: How much of the memory's bandwidth a worker can have, in units of its fair part.
@@ -332,15 +333,16 @@ def candidates(
     for tile in TILES:
         if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy < busy:
             continue
-        if tile.busy > busy and not _are_few(problem, tile):
-            continue
         # Three leave the load warp 32 registers, and warps that convert values none.
         if tile.consumers == 3 and (problem.keys is not None or is_narrow(problem)):
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
+        if tile.busy > busy and not _are_few(problem, tile, pack):
+            continue
         beside = _ends(problem, tile) / _step(problem, device, tile)
-        group = heads_together(problem, kind, rows, pack, room_of(problem), workers, tile.block, beside)
+        crowding = CROWDING if problem.seqlen_k <= FEW_KEYS else 0.0
+        group = heads_together(problem, kind, rows, pack, room_of(problem), workers, tile.block, beside, crowding)
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
         for shares in shares_of(problem, tiles, _blocks(problem, tile, rows / pack), workers, splits):
             if shares > 1 and tile.busy > busy:
@@ -356,22 +358,28 @@ def candidates(
             )  # fmt: skip
 
 
-def _are_few(problem: AttentionProblem, tile: Tile) -> bool:
+def _are_few(problem: AttentionProblem, tile: Tile, pack: int) -> bool:
     """Whether there are so few keys, on a diagonal, that smaller blocks than need be may be faster.
 
-    With 256 columns, 8 bits, and keys that arrive they were not timed.
+    They are where consumers leave out such blocks: few queries, whose heads are packed, have none. With 256 columns, 8
+    bits, and keys that arrive they were not timed.
     """
     timed = tile.columns <= 128 and not is_narrow(problem) and problem.keys is None
-    return timed and problem.right is not None and problem.seqlen_k <= FEW_KEYS
+    few = problem.right is not None and problem.seqlen_k <= FEW_KEYS
+    return timed and few and problem.seqlen_q > tile.block and _leaves_out(problem, tile, pack)
 
 
-def _own_positions(problem: AttentionProblem, tile: Tile, pack: int) -> float:
-    """Query positions whose blocks a consumer does: its own, where it leaves out what they do not see.
+def _leaves_out(problem: AttentionProblem, tile: Tile, pack: int) -> bool:
+    """Whether a consumer leaves out blocks that its rows do not see.
 
     That is where a tile is so much higher than a block that there are such: ``OWN`` in the kernel.
     """
-    own = (tile.consumers - 1) * (ROWS // pack) >= tile.block and not (problem.left is not None and problem.softcap > 0)
-    return ROWS / pack if own else tile.consumers * ROWS / pack
+    return (tile.consumers - 1) * (ROWS // pack) >= tile.block and not (problem.left is not None and problem.softcap > 0)
+
+
+def _own_positions(problem: AttentionProblem, tile: Tile, pack: int) -> float:
+    """Query positions whose blocks a consumer does: its own, where it leaves out what they do not see."""
+    return ROWS / pack if _leaves_out(problem, tile, pack) else tile.consumers * ROWS / pack
 
 
 def _blocks(problem: AttentionProblem, tile: Tile, positions: float) -> float:
@@ -400,7 +408,11 @@ def _step(problem: AttentionProblem, device: DeviceProperties, tile: Tile) -> fl
 def _ends(problem: AttentionProblem, tile: Tile) -> float:
     """Seconds of a tile's start and end."""
     ends = TILE_SECONDS + COLUMN_SECONDS * columns_of(problem)
-    return ends + DIAGONAL_SECONDS if tile.consumers == 3 and problem.right is not None else ends
+    if problem.right is None:
+        return ends
+    if tile.consumers == 3:
+        return ends + DIAGONAL_SECONDS
+    return ends - SMALL_DIAGONAL_SECONDS if tile.block < 128 and columns_of(problem) <= 128 else ends
 
 
 def _seconds(
