@@ -80,23 +80,23 @@ _START = "    scores = start_scores(q_parts, k_parts, q_at, next_stage, PARTS, B
 BUGS = {
     # Before the multiplication that reads it: just before its end the next copy may come too late to be seen.
     "K's stage is given back too early": Bug(
-        "attention", ((_GIVEN_BACK, ""), (_START, _GIVEN_BACK + _START)), (READS, WRITES, PENDING)
+        "attention_math", ((_GIVEN_BACK, ""), (_START, _GIVEN_BACK + _START)), (READS, WRITES, PENDING)
     ),
     # The multiplication that has just been started still reads what is given back.
     "V's stage is given back too early": Bug(
-        "attention",
+        "attention_math",
         ((_PRODUCT + _V_GIVEN_BACK, _PRODUCT), (_SCORES, _V_GIVEN_BACK + _SCORES)),
         (READS, PENDING),
     ),
     "no wait for K": Bug(
-        "attention", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES, PENDING)
+        "attention_math", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES, PENDING)
     ),
     "V is read behind K's barrier": Bug(
-        "attention",
+        "attention_math",
         (("    mbarrier.wait(v_full.index(stage), phase)\n    factors", "    factors"),),
         (WRITES, PENDING),
     ),
-    "no wait for the store before": Bug("attention", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
+    "no wait for the store before": Bug("attention_math", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
     # As they were copied: the next ones are copied over them.
     "values are given back before they are converted": Bug(
         "attention_convert",
@@ -176,7 +176,7 @@ _SLOTS = {
     "attention": (
         ("    slots = make_slots()\n", "    slots = starts\n"),
         ("        scales = make_slots()\n", "        scales = starts + ITEMS * FIELDS\n"),
-        ("import ITEMS, get,", "import FIELDS, ITEMS, get,"),
+        ("import ITEMS, make_barriers", "import FIELDS, ITEMS, make_barriers"),
     ),
 }  # fmt: skip
 
@@ -193,7 +193,9 @@ def run(kernel: Any, case: AttentionCase) -> None:
         raise SystemExit(f"a wrong answer: {error}") from error
 
 
-ATTENTION = Sanitized(("ring", "attention_load", "attention_convert", "attention"), "attend", CASES, BUGS, run, _SLOTS)
+ATTENTION = Sanitized(
+    ("ring", "attention_load", "attention_convert", "attention_math", "attention"), "attend", CASES, BUGS, run, _SLOTS
+)  # fmt: skip
 
 if __name__ == "__main__":
     main(ATTENTION)

@@ -38,19 +38,16 @@ def readers() -> tuple[Any, ...]:
     """The loops that read the item ring's words: those of the math warps, and of those that convert."""
     import handover
 
-    from tilestream.kernels.hopper import attention, attention_convert, gemm
+    from tilestream.kernels.hopper import attention_convert, attention_math, gemm
 
-    return gemm.math_loop, attention.math_loop, attention_convert.convert_loop, handover.taker
+    return gemm.math_loop, attention_math.math_loop, attention_convert.convert_loop, handover.taker
 
 
 def steps() -> tuple[Any, ...]:
     """What becomes part of such a loop."""
-    from tilestream.kernels.hopper import attention
+    from tilestream.kernels.hopper import attention_math as math
 
-    return (
-        attention.math_step, attention.start_scores, attention.settled, attention.store_strip, attention.own_blocks,
-        attention.leave_out,
-    )  # fmt: skip
+    return math.math_step, math.start_scores, math.settled, math.store_strip, math.own_blocks, math.leave_out
 
 
 def handed_over() -> tuple[HandOver, ...]:

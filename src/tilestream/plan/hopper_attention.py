@@ -64,7 +64,7 @@ DIAGONAL_SECONDS = 1.6e-6
 #: barriers.
 TILE_SECONDS, COLUMN_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 3.4e-7, 2e-8, 8e-6, 10e-9
 #: The latter where it has fewer than 128 keys, of 128 columns or fewer; and what a tile saves by them where it has a
-#: diagonal: of 64 columns it takes 0.26 us less than one of 128 keys at S = 512, 0.38 more at 1k (H100; H200: 0.25, 0.4).
+#: diagonal: of 64 columns it takes 0.26 us less than one of 128 keys at S = 512, 0.38 more at 1k (H100).
 SMALL_BLOCK_SECONDS, SMALL_DIAGONAL_SECONDS = 1.5e-7, 4.5e-7
 #: Seconds of the launch that joins shares of keys.
 MERGE_SECONDS = 4e-6
@@ -174,6 +174,17 @@ def variant_of(problem: AttentionProblem, consumers: int) -> str:
     With sums of 256 columns they are as fast or up to 4 % faster in turns (H200).
     """
     return "turns" if consumers == 3 or columns_of(problem) > 128 else "apart"
+
+
+def leaves_out(problem: AttentionProblem, consumers: int, block: int, pack: int) -> bool:
+    """Whether a tile has whole key blocks that some consumer's rows do not see, and consumers leave those out.
+
+    Of 128 keys, two consumers' tiles seldom do, and to look for them took 2 % of a launch at 1024 keys. A cap and a
+    window leave no registers for that.
+    """
+    if (problem.left is not None and problem.softcap > 0) or (problem.left is None and problem.right is None):
+        return False
+    return (consumers - 1) * (ROWS // pack) >= block
 
 
 def room_of(problem: AttentionProblem) -> float:
@@ -366,20 +377,12 @@ def _are_few(problem: AttentionProblem, tile: Tile, pack: int) -> bool:
     """
     timed = tile.columns <= 128 and not is_narrow(problem) and problem.keys is None
     few = problem.right is not None and problem.seqlen_k <= FEW_KEYS
-    return timed and few and problem.seqlen_q > tile.block and _leaves_out(problem, tile, pack)
-
-
-def _leaves_out(problem: AttentionProblem, tile: Tile, pack: int) -> bool:
-    """Whether a consumer leaves out blocks that its rows do not see.
-
-    That is where a tile is so much higher than a block that there are such: ``OWN`` in the kernel.
-    """
-    return (tile.consumers - 1) * (ROWS // pack) >= tile.block and not (problem.left is not None and problem.softcap > 0)
+    return timed and few and problem.seqlen_q > tile.block and leaves_out(problem, tile.consumers, tile.block, pack)
 
 
 def _own_positions(problem: AttentionProblem, tile: Tile, pack: int) -> float:
     """Query positions whose blocks a consumer does: its own, where it leaves out what they do not see."""
-    return ROWS / pack if _leaves_out(problem, tile, pack) else tile.consumers * ROWS / pack
+    return ROWS / pack if leaves_out(problem, tile.consumers, tile.block, pack) else tile.consumers * ROWS / pack
 
 
 def _blocks(problem: AttentionProblem, tile: Tile, positions: float) -> float:

@@ -42,9 +42,9 @@ writes and its consumers' multiplications, the load loop between a chunk that it
 and a math loop between a strip of the output that it writes and its store, which is part of *Done*: strips go through
 buffers of the consumer's own, as `tilestream.verify.buffers` has it for the GEMM.
 
-That is `tilestream.kernels.hopper.attention` with `attention_load` and `attention_convert`: a test runs their text and
-compares. An item may have no blocks. The slot is kept until the item's end, so the load loop is one item ahead at most,
-and each consumer has room for the queries of ``queries`` items.
+That is `tilestream.kernels.hopper.attention` with `attention_load`, `attention_math` and `attention_convert`: a test
+runs their text and compares. An item may have no blocks. The slot is kept until the item's end, so the load loop is one
+item ahead at most, and each consumer has room for the queries of ``queries`` items.
 """
 
 from __future__ import annotations

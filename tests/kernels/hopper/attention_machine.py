@@ -27,6 +27,7 @@ from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Po
 from tilestream.kernels.hopper import attention as text
 from tilestream.kernels.hopper import attention_convert as convert_text
 from tilestream.kernels.hopper import attention_load as load_text
+from tilestream.kernels.hopper import attention_math as math_text
 from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
@@ -39,8 +40,9 @@ from tilestream.schedule import integers, raster, ring
 
 #: What of the kernel is run as it stands.
 TEXTS = (
-    text.attend, text.math_loop, text.math_step, text.own_blocks, text.leave_out, text.start_scores, text.settled,
-    text.store_strip,
+    text.attend,
+    math_text.math_loop, math_text.math_step, math_text.own_blocks, math_text.leave_out, math_text.start_scores,
+    math_text.settled, math_text.store_strip,
     convert_text.convert_loop,
     load_text.load_loop, load_text.load_block, load_text.fill_stage, load_text.item_of, load_text.place,
     softmax_text.peaks, softmax_text.weighed, softmax_text.masked, softmax_text.finished, softmax_text.capped,
@@ -185,7 +187,7 @@ class Machine:
             where=lambda condition, x, y: Integer(x if condition else y),
         )  # fmt: skip
         return {
-            "gl": gl, "tl": tl, "range": range, "len": len, "ROWS": text.ROWS.value, "ITEMS": text.ITEMS.value,
+            "gl": gl, "tl": tl, "range": range, "len": len, "ROWS": math_text.ROWS.value, "ITEMS": text.ITEMS.value,
             "BEYOND": load_text.BEYOND.value, "LANES": softmax_text.LANES.value,
             "LOG2_E": softmax_text.LOG2_E.value, "LN_2": softmax_text.LN_2.value,
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),

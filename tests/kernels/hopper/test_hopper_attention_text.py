@@ -433,7 +433,7 @@ def test_consumers_in_any_order(variant, seed):
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("keys", [(700, 700), (300, 420), (420, 300), (37, 200)])
+@pytest.mark.parametrize("keys", [(700, 700), (300, 420), (420, 300), (70, 200)])
 def test_every_tile(keys, dim, variant):
     case = same(*keys, causal=True, head_dim=dim)
     made = list(policy.candidates(case.problem, H100, 3, kind="dynamic", variant=variant, splits=1))

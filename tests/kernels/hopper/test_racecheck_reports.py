@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilestream.kernels.hopper import attention, attention_convert, attention_load, epilogue, gemm, ring
+from tilestream.kernels.hopper import attention_convert, attention_load, attention_math, epilogue, gemm, ring
 from tilestream.kernels.portable import schedule
 
 
@@ -40,9 +40,9 @@ def report(*sides):
 PUT = ("Write", at(ring.put, ".store("))
 GET = ("Read", at(ring.get, ".load("))
 #: Where the compiler puts reads of the words of attention in 8 bits (Triton 3.7.1).
-MOVED = ("Read", at(attention.math_loop, "mbarrier.wait(k_full.index(stage), phase)"))
+MOVED = ("Read", at(attention_math.math_loop, "mbarrier.wait(k_full.index(stage), phase)"))
 #: And on an H100 (Triton 3.6.0), where it is known only now which query buffer an item's is.
-STEP = ("Read", at(attention.start_scores, "warpgroup_mma("))
+STEP = ("Read", at(attention_math.start_scores, "warpgroup_mma("))
 HEAD = ("Read", at(gemm.gemm, "def gemm("))
 PARTS = ("Write", at(gemm.gemm, "gl.warp_specialize("))
 
