@@ -11,8 +11,10 @@ number) where such a hand-over has them:
 
 - of the words: written in `ring.put`, nowhere else. Read in `ring.get`, and, since the compiler moves reads and gives
   them the line of what they then stand beside, in the texts of the loops that call it and of attention's steps; but not
-  at lines of these that load something else. A race of another read there with the store of a word would be let pass,
-  too: the table has places, not what lies there.
+  at lines of these that load something else. Where a loop stands in another file than its kernel, as attention's does,
+  the compiler gives such a read the line of the kernel's ``def`` (8 bits: by the machine code, reads of the ring's
+  words and of its scales). A race of another read there with the store of a word would be let pass, too: the table has
+  places, not what lies there.
 - of what is to be run: read and written where a kernel begins; written where its warps part.
 """
 
@@ -57,6 +59,7 @@ def handed_over() -> tuple[HandOver, ...]:
     from tilestream.kernels.hopper import attention, gemm, ring
 
     moved = {at for one in (*readers(), *steps()) for at, line in _lines(one) if ".load(" not in line}
+    moved |= _where(attention.attend, "def attend(")
     found = [HandOver(_where(ring.get, ".load(") | moved, _where(ring.put, ".store("))]
     for entry in (gemm.gemm, attention.attend, handover.handed):
         head = frozenset(at for at, line in _lines(entry) if line.startswith("def "))

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilestream.kernels.hopper import attention_convert, attention_load, attention_math, epilogue, gemm, ring
+from tilestream.kernels.hopper import attention, attention_convert, attention_load, attention_math, epilogue, gemm, ring
 from tilestream.kernels.portable import schedule
 
 
@@ -43,6 +43,8 @@ GET = ("Read", at(ring.get, ".load("))
 MOVED = ("Read", at(attention_math.math_loop, "mbarrier.wait(k_full.index(stage), phase)"))
 #: And on an H100 (Triton 3.6.0), where it is known only now which query buffer an item's is.
 STEP = ("Read", at(attention_math.start_scores, "warpgroup_mma("))
+#: And on an H200, of a loop that stands in another file than its kernel.
+HOME = ("Read", at(attention.attend, "def attend("))
 HEAD = ("Read", at(gemm.gemm, "def gemm("))
 PARTS = ("Write", at(gemm.gemm, "gl.warp_specialize("))
 
@@ -52,6 +54,7 @@ KNOWN = {
     "several words": (GET, PUT, PUT),
     "a word whose read was moved": (MOVED, PUT),
     "a word whose read was moved into a step": (PUT, STEP, STEP),
+    "a word whose read was moved to the kernel's head": (PUT, STEP, HOME),
     "a word that the warps that convert read": (("Read", at(attention_convert.convert_loop, "get(slots")), PUT),
     "what warps are told to run": (HEAD, PARTS),
     "the same, by a line before": (HEAD, ("Write", at(gemm.gemm, "gl.warp_specialize(", -1))),
@@ -65,6 +68,8 @@ RACES = {
     "a reader who knows where": (("Read", ""), PUT),
     "a line behind the loop": (("Read", at(gemm.math_loop, "tma.store_wait(0)", 1)), PUT),
     "the same line of another file": (("Read", "other.py:" + GET[1].partition(":")[2]), PUT),
+    "a line behind the kernel's head": (("Read", at(attention.attend, "def attend(", 1)), PUT),
+    "what is to be run, and a word, at once": (HOME, PUT, ("Write", at(attention.attend, "gl.warp_specialize("))),
     "a word that somebody else writes": (GET, ("Write", at(epilogue.finish_strip, "buffer.store("))),
     "a word that somebody else writes, too": (GET, PUT, ("Write", at(epilogue.finish_strip, "buffer.store("))),
     "two who write a word": (PUT, PUT),
