@@ -4,7 +4,8 @@
 
 Sections: ``variants`` (16k tokens at few lengths, each tile, with turns and without, beside cuDNN: what the cost model
 is fitted to), ``blocks`` (the same at short ones, without turns), ``groups`` (the plan's tile, by the bytes of keys and
-values that heads which are taken together may have). Timed and checked as `gpu_attention` does it.
+values that heads which are taken together may have), ``sizes`` (causal ones, by how many heads these are). Timed and
+checked as `gpu_attention` does it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 
 #: Lengths at which groups are timed, and their bytes: those between which the plan chooses, and less.
 LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
+
+#: Bytes of keys and values that so many heads are timed with, about, and how often they have all workers' tiles.
+BYTES, ROUNDS = (2e6, 4e6, 8e6, 10e6, 13e6, 16e6, 20e6, 24e6, 32e6), (1, 2, 3)
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -82,10 +86,33 @@ def groups(run: Run) -> None:
         run_shape(run, "groups", shape, made)
 
 
+def sizes_of(shape: Shape) -> list[int]:
+    """How many heads a group is timed with: by bytes, by tiles of 128 rows a worker of 132, and powers of two."""
+    heads, bytes_of_head = shape.batch * shape.heads, 4 * shape.length * shape.dim
+    found = {int(room / bytes_of_head) for room in BYTES}
+    found |= {rounds * 132 * 128 // shape.length for rounds in ROUNDS}
+    found |= {2**power for power in range(11) if min(BYTES) <= 2**power * bytes_of_head <= max(BYTES)}
+    return sorted(size for size in found if 0 < size <= heads)
+
+
+def sizes(run: Run) -> None:
+    """The plan's tile, with so many heads together."""
+
+    def made(problem: Any, device: Any, sizes: Sequence[int]) -> Iterable[tuple[str, AttentionCandidate]]:
+        for size in sizes:
+            with patch.object(hopper_attention, "heads_together", lambda *_, size=size: size):
+                found = list(hopper_attention.candidates(problem, device, device.workers, kind="dynamic"))
+            yield f"{size} heads", min(found, key=lambda one: one.seconds)
+
+    for shape in (s for s in SHAPES if s.causal and s.length in (*LENGTHS, 4096)):
+        run_shape(run, "sizes", shape, functools.partial(made, sizes=sizes_of(shape)))
+
+
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "variants": variants,
     "blocks": functools.partial(variants, what="blocks", lengths=(512, 1024, 2048), kinds=("apart",)),
     "groups": groups,
+    "sizes": sizes,
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import render_attention_sizes as group_sizes
 from gemm_shapes import geomean
 from render_attention_why import behind
 from render_gemm import table
@@ -19,9 +20,9 @@ TITLES = {
     "gpu_attention_groups": "Attention, groups of heads",
     "gpu_attention_tiles": "Attention, every tile",
     "gpu_attention_arrival": "Attention, keys that arrive, in shares",
-    "gpu_attention_calls": "Attention, calls",
+    "gpu_attention_arrival_whole": "Attention, keys that arrive, tiles whole",
     "gpu_attention_fp8": "Attention in 8 bits",
-    "gpu_attention_split": "Attention, few queries, and keys that arrive",
+    "gpu_attention_sizes": "Attention, how many heads are taken together",
 }
 #: The columns of a table of 8 bits, by what a row calls them.
 _NARROW = {"cudnn": "cuDNN, bfloat16", "hopper": "Hopper", "portable": "portable"}
@@ -76,6 +77,9 @@ def plots(results: Path, images: Path) -> None:
     }
     for name in drawn(found).values():
         plot(found[name], images / _picture(found[name]))
+    for data in found.values():
+        if group_sizes.rows_of(data):
+            group_sizes.plot(data, images / group_sizes.picture(suffix_of(data["device"])))
 
 
 def plot(data: Record, path: Path) -> None:
@@ -189,6 +193,7 @@ def section(data: Record, name: str) -> str:
             table(list(row["us"]), [[f"{value:.1f}" for value in row["us"].values()]]),
         ]
     parts += _chosen(data["rows"], where)
+    parts += group_sizes.section(data, where, suffix_of(data["device"]))
     parts += _narrow(data["rows"], where)
     parts += _beside(data["rows"], where)
     parts += [text for row in lists for text in packed(row, data["rows"])]

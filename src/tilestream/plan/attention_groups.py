@@ -6,9 +6,9 @@ group has what heads are left, and with few of them its tiles are one a worker: 
 tiles in groups of 5 leave 2, and 5 % of the time; of 32 tiles, whose work is half as long, 13 %. In groups of 4 nobody
 waits. So it is where a queue hands out the tiles; a static grid has other troubles.
 
-Which sizes end evenly is followed on a model of the queue. Of 33 that were timed on an H100 and an H200, at 512 to 4k
-keys, it puts those that lose 4 % and more in their place; between the others powers of two, where a group has about as
-many tiles as there are workers or a few times as many, were among the fastest, so they are always looked at.
+Which sizes end evenly is followed on a model of the queue. Of 208 that were timed on an H100 and an H200, at 512 to 4k
+keys (``benchmarks/results/gpu_attention_sizes.json``), it puts those that lose 4 % and more in their place; between the
+others powers of two were among the fastest nearly everywhere, so they are always looked at.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ _STEP, _MOST_STRIDE = 16, 2**40
 #: how long it takes, and many heads make an even end; with so few keys that they are read a few times only, while
 #: queries and outputs go through L2 too; and of tiles that are alike, which gain nothing by waiting for other heads.
 #: (An H100's L2 is two halves, and what all SMs read is in both. 24e6 and 4e6, full, in TFLOP/s: 128 columns, 512 keys
-#: 445 and 525, 2k 662 and 684; 256 columns 447 and 538, 744 and 764: benchmarks/results/gpu_attention_groups.json.)
+#: 447 and 523, 2k 672 and 690; 256 columns 441 and 530, 753 and 770: benchmarks/results/gpu_attention_groups.json. For
+#: how many heads end evenly, and what groups that take all of L2 lose: gpu_attention_sizes.json.)
 L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 17e6, 4e6
 #: Keys that are few; and the share of a launch that is lost where theirs take all of that room, and not half of it.
 FEW_KEYS, CROWDING = 1024, 0.02

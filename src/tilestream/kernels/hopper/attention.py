@@ -33,9 +33,9 @@ same: see `tilestream.kernels.hopper.attention_load`.
 H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
 
     columns  causal                     full
-    64       242/249  409/386  573/474  390/375  522/461  590/500
-    128      345/322  592/503  737/640  516/507  680/649  737/692
-    256      354/327  648/533  830/663  529/504  757/690  840/757
+    64       252/248  406/386  569/474  391/374  524/461  587/499
+    128      344/320  587/501  727/632  524/501  683/646  729/684
+    256      360/324  641/530  822/653  556/502  764/683  839/749
 
 Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see
