@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilestream as ts
 from harness import GPU_PEAK, RESULTS, GpuRecord
+from tilestream.kernels.attention import Operands
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention import AttentionProblem
 
@@ -125,6 +126,16 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=k.shape[2] != q.shape[2]
         )
     return out.transpose(1, 2)
+
+
+def launched(launch: Callable[[Operands], None], x: Operands) -> Callable[[], torch.Tensor]:
+    """A call of a launch that is prepared, on operands that have an output."""
+
+    def call() -> torch.Tensor:
+        launch(x)
+        return x.out
+
+    return call
 
 
 def flash() -> Callable[..., Any] | None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tilestream as ts
-from gpu_attention import Run, Shape, cudnn, problem_of_shape
+from gpu_attention import Run, Shape, cudnn, launched, problem_of_shape
 from harness import GPU_PEAK, RESULTS, errors
 from tilestream.kernels.attention import Operands
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
@@ -115,13 +115,8 @@ def measure(run: Run, shape: Shape, device: DeviceProperties) -> None:
     given = numbers(shape)
     calls: Calls = {"cudnn": lambda: cudnn(*given.wide, shape.causal)}
     for backend, (plan, layout) in launches(shape, device).items():
-        launch, x = launch_of(plan, layout), given.operands._replace(out=torch.full_like(given.wide[0], math.nan))
-
-        def call(launch: Any = launch, x: Operands = x) -> torch.Tensor:
-            launch(x)
-            return x.out
-
-        calls[backend] = call
+        x = given.operands._replace(out=torch.full_like(given.wide[0], math.nan))
+        calls[backend] = launched(launch_of(plan, layout), x)
     kept, found = checked(run, name, shape, given, calls)
     rates = {what: round(shape.operations / ms * 1e-9, 1) for what, ms in run.time(kept).items()}
     for what in [what for what, rate in rates.items() if rate > PEAK]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_attention import SHAPES, Run, Shape, cudnn, operands_of, problem_of_shape
+from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from harness import RESULTS
 from tilestream.kernels.attention import Operands
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
@@ -94,12 +94,7 @@ def main() -> None:
             launch = AttentionLaunch(plan, problem_of_shape(shape)[1])
             launch._arguments.options["maxnreg"] = variant.registers
             x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
-
-            def call(launch: AttentionLaunch = launch, x: Operands = x) -> torch.Tensor:
-                launch(x)
-                return x.out
-
-            calls[variant.name] = call
+            calls[variant.name] = launched(launch, x)
         run.row(name, shape.operations, calls, **shape._asdict())
     run.record.write()
     print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")

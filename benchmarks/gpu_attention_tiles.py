@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from gpu_attention import SHAPES, Run, Shape, cudnn, operands_of, problem_of_shape, run_sections
+from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape, run_sections
 from tilestream.kernels.attention import Operands
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
@@ -46,14 +46,8 @@ def run_shape(run: Run, what: str, shape: Shape, made: Callable[..., Iterable[tu
     calls: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
     for label, found in made(problem, device):
         plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
-        launch, out = HopperAttentionLaunch(plan, layout), torch.full_like(q, math.nan)
-        x = Operands(q, k, v, out, 1 / math.sqrt(shape.dim))
-
-        def call(launch: Any = launch, x: Operands = x) -> torch.Tensor:
-            launch(x)
-            return x.out
-
-        calls[label] = call
+        x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
+        calls[label] = launched(HopperAttentionLaunch(plan, layout), x)
     run.row(name, shape.operations, calls, **shape._asdict())
 
 
