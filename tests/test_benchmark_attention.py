@@ -225,3 +225,35 @@ def test_a_device_has_one_plot_of_the_record_with_most_peers(render: ModuleType,
     render.plots(tmp_path, tmp_path / "images")
     pictures = sorted(path.name for path in (tmp_path / "images").iterdir())
     assert pictures == ["gpu_attention.png", "gpu_attention_h200.png"]
+
+
+def test_the_sizes_of_groups_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tiles = importlib.import_module("gpu_attention_tiles")
+    shape = importlib.import_module("gpu_attention").Shape(128, 16, 1024, True)
+    sizes = tiles.sizes_of(shape)
+    assert sizes == sorted(set(sizes))
+    assert {4, 8, 16, 32, 16896 // 1024, 61} <= set(sizes)  # 61 heads of 512 KB are 32 MB
+    # Never more than there are.
+    assert max(tiles.sizes_of(shape._replace(length=16384, heads=2))) == 2
+
+
+def test_groups_by_the_heads_in_them_are_drawn(render: ModuleType, tmp_path: Path) -> None:
+    row = {"dim": 128, "length": 1024, "causal": True, "name": "sizes D128 causal S1024"}
+    data = {
+        "device": "NVIDIA H200", "torch": "t", "triton": "t", "commit": "c", "date": "d", "dtype": "bfloat16",
+        "note": "By hand.",
+        "rows": [
+            {**row, "tflops": {"cudnn": 400.0, "15 heads": 450.0, "16 heads": 500.0}},
+            {**row, "length": 512, "tflops": {"cudnn": 400.0, "8 heads": 300.0}},
+        ],
+    }  # fmt: skip
+    text = render.section(data, "gpu_attention_sizes_h200")
+    assert text.startswith("## Attention, how many heads are taken together, NVIDIA H200\n")
+    assert "3 sizes of 2 shapes" in text
+    assert "loses 0% to 10%. By hand." in text
+    (tmp_path / "gpu_attention_sizes_h200.json").write_text(json.dumps(data), encoding="utf-8")
+    render.plots(tmp_path, tmp_path / "images")
+    (picture,) = (tmp_path / "images").iterdir()
+    assert f"(images/{picture.name})" in text
+    assert picture.read_bytes()[:4] == b"\x89PNG"
