@@ -59,7 +59,7 @@ PORTABLE = (
 HOPPER_ATTENTION = (
     "128-128 causal apart 2x128", "64-64 full turns 3x128", "128-128 arriving turns 2x128", "256-256 worst turns 2x32",
 )  # fmt: skip
-PORTABLE_ATTENTION = ("bfloat16 128 128x64 causal", "bfloat16 128 128x64 arriving")
+PORTABLE_ATTENTION = ("bfloat16 128 128x64 causal", "bfloat16 128 128x32 arriving")
 
 
 def untraced(folder: Path, *texts: ModuleType) -> ModuleType:
@@ -140,7 +140,9 @@ def hopper_attention(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     text, build = hopper_attention_gate, hopper_gate.build
     struck = untraced(folder, hopper_load_text, hopper_math_text, hopper_attention_text).attend
     for name in HOPPER_ATTENTION[: 1 if what == "quick" else None]:
-        for made in text.configurations(name):
+        found = list(text.configurations(name))
+        assert found, f"the gate has no {name}"
+        for made in found:
             layout = text.layout_of(made.plan.problem)
             options, filled = text.fill(made.plan, layout)
             off, _ = build(options, filled, kernel=text.attend)
@@ -165,7 +167,7 @@ def compared(name: str, off: Any, on: Any, without: Any, found: dict[str, Any]) 
 def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """The same of the portable kernel."""
     struck, kernel = untraced(folder, portable_text).gemm, gate.gemm
-    names = PORTABLE[: 1 if what == "quick" else None]
+    names = list(PORTABLE[: 1 if what == "quick" else None])
     for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
         if name not in names:
             continue
@@ -175,13 +177,15 @@ def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
             portable_arguments.Arguments = lambda plan, layout, trace=trace: _Logged(plan, layout, trace)
             built.append(gate.build(plan, layout, aligned, "sm_90a"))
         gate.gemm, portable_arguments.Arguments = kernel, Arguments
+        names.remove(name)
         yield compared_portable(name, *built)
+    assert not names, f"the gate has no {names}"
 
 
 def portable_attention(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """The same of the portable attention."""
     struck, kernel = untraced(folder, portable_attention_text).attention, attention_gate.attention
-    names = PORTABLE_ATTENTION[: 1 if what == "quick" else None]
+    names = list(PORTABLE_ATTENTION[: 1 if what == "quick" else None])
     for name, plan, layout in attention_gate.configurations("sm_90a", "all"):
         if name not in names:
             continue
@@ -190,7 +194,9 @@ def portable_attention(folder: Path, what: str) -> Iterator[dict[str, Any]]:
             attention_gate.attention = text
             built.append(attention_gate.build(plan, layout, "sm_90a", trace))
         attention_gate.attention = kernel
+        names.remove(name)
         yield compared_portable(name, *built)
+    assert not names, f"the gate has no {names}"
 
 
 def compared_portable(
