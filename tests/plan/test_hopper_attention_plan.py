@@ -137,6 +137,21 @@ def test_heads_are_grouped_so_that_their_keys_stay_in_l2():
     assert plan(replace(DENSE, heads_kv=2, seqlen_k=65536, seqlen_q=65536)).group == 8
 
 
+@pytest.mark.parametrize(("heads", "heads_kv"), [(32, 1), (48, 1), (64, 4), (96, 2)])
+@pytest.mark.parametrize("keys", [512, 1024, 4096])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_heads_that_share_keys_are_in_one_group(heads, heads_kv, keys, dim):
+    for batch, made in ((b, plan(AttentionProblem(b, heads, heads_kv, keys, keys, dim, causal=True))) for b in (1, 8)):
+        assert made.group * made.pack % (heads // heads_kv) == 0, batch
+
+
+def test_small_blocks_cost_what_they_did_where_there_is_no_choice():
+    # One query with a cap, over 512 keys: a second launch, that joins shares, is not worth it.
+    for softcap, window in ((30.0, (None, None)), (30.0, (256, None)), (0.0, (256, None))):
+        problem = AttentionProblem(1, 32, 1, 1, 512, 64, causal=True, softcap=softcap, window=window)
+        assert plan_attention(problem, device=FASTEST).shares == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "heads", "pack"),
     [(4096, (16, 2), 1), (16, (16, 2), 8), (33, (16, 2), 2), (1, (64, 1), 64), (1, (6, 1), 2)],
@@ -206,7 +221,7 @@ def test_of_64_columns_the_tile_that_was_measured_faster(length, causal, device)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("length", [512, 1024, 2048])
 def test_small_blocks_where_there_are_few_keys_on_a_diagonal(dim, length, device):
-    # Measured: 5 % faster at 512 keys, causal; slower at all else.
+    # Measured: 3 to 6 % faster at 512 keys, causal; slower at all else.
     problem = AttentionProblem(16384 // length, 2048 // dim, 2048 // dim, length, length, dim, causal=True)
     assert plan_attention(problem, device=device).block[1] == (64 if length == 512 else 128)
     assert plan_attention(replace(problem, causal=False), device=device).block[1] == 128
@@ -221,7 +236,7 @@ def test_small_blocks_where_there_are_few_keys_on_a_diagonal(dim, length, device
     ],
 )  # fmt: skip
 def test_causal_heads_go_in_groups_that_were_measured_fast(dim, length, among, device):
-    # Of those that were timed, the ones within 2 % of the fastest on an H100 and an H200.
+    # Of those that were timed, ones that were within 3.1 % of the fastest on an H100 and an H200.
     problem = AttentionProblem(16384 // length, 2048 // dim, 2048 // dim, length, length, dim, causal=True)
     assert plan_attention(problem, device=device).group in among
 

@@ -6,9 +6,10 @@ group has what heads are left, and with few of them its tiles are one a worker: 
 tiles in groups of 5 leave 2, and 5 % of the time; of 32 tiles, whose work is half as long, 13 %. In groups of 4 nobody
 waits. So it is where a queue hands out the tiles; a static grid has other troubles.
 
-Which sizes end evenly is followed on a model of the queue. Of 208 that were timed on an H100 and an H200, at 512 to 4k
-keys (``benchmarks/results/gpu_attention_sizes.json``), it puts those that lose 4 % and more in their place; between the
-others powers of two were among the fastest nearly everywhere, so they are always looked at.
+Which sizes end evenly is followed on a model of the queue. Of sizes that were timed on an H100 and an H200, 512 to 4k keys
+(``benchmarks/results/gpu_attention_sizes.json``), it puts those that lose 4 % and more in their place, but for
+those that crowd L2, on an H100 from 16 MB on: what these lose is for the caller to say. Powers of two are always looked
+at: most of those between 8 and 17 MB were within 2 % of the fastest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from tilestream.schedule.integers import cdiv
 from tilestream.schedule.raster import longest_first
 from tilestream.schedule.schedule import Kind
 
-#: Share of a launch that is not worth a smaller group; sizes that are looked at, at most; tiles a worker that are
-#: followed, the last ones; and with how many the longest are no matter: each is twice the average.
+#: Share of a launch that is not worth a smaller group; sizes that are looked at beside powers of two, at most; tiles a
+#: worker that are followed, the last ones; and with how many the longest are no matter: each is twice the average.
 _LITTLE, _SIZES, _FOLLOWED, _CERTAIN = 0.01, 6, 24, 200
 
 
@@ -43,7 +44,7 @@ def heads_together(
     """How many columns make a group: `heads_kept`, or some fewer, at least half.
 
     The former where no queue hands out the tiles, and where they are alike, or nobody knows: sequences with lengths of
-    their own.
+    their own. If groups can be crowded, what half of the room holds then.
 
     Parameters
     ----------
@@ -54,37 +55,39 @@ def heads_together(
     block, beside
         Keys of a block; what a tile costs beside its blocks, in blocks.
     crowding
-        Share of a launch that is lost where a group's keys take all of the room, and not half of it. Without any, a
-        smaller group has to be worth it.
+        Share of a launch that is lost where a group's keys take all of the room, and not half of it or less. Without
+        any, a smaller group has to be worth it.
     """
     positions, heads = rows // pack, problem.batch * problem.heads_q // pack
-    most = min(heads_kept(problem, pack, room), heads)
+    kept = heads_kept(problem, pack, room)
+    most = min(kept, heads)
     tiles = cdiv(problem.seqlen_q, positions) * heads
     unknown = problem.varlen or problem.lengths
     if kind != "dynamic" or problem.alike or unknown or not workers < tiles <= _CERTAIN * workers:
-        return most
-    unit = _sharing(problem, pack)
-    sizes = _sizes(most, unit)
+        return min(heads_kept(problem, pack, room / 2), heads) if crowding else most
+    sizes = _sizes(most, _sharing(problem, pack))
     if len(sizes) < 2:
         return most
     costs = [blocks + beside for blocks in _blocks(problem, positions, block)]
     whole = heads * sum(costs) / workers
-    margin = 0.0 if crowding else _LITTLE
     best, least = most, float("inf")
-    for group in sizes:
-        lost = _lost(costs, heads, group, workers) / whole + crowding * (2 * group / most - 1)
-        if lost < least - margin:
-            best, least = group, lost
-        if least < margin:
+    # Each is followed for up to some milliseconds. Crowded ones go last: then crowding alone may rule them out.
+    for group in reversed(sizes) if crowding else sizes:
+        crowded = crowding * max(0.0, 2 * group / kept - 1)
+        if crowded > least if crowding else least < _LITTLE:
             break
+        lost = _lost(costs, heads, group, workers) / whole + crowded
+        if lost <= least if crowding else lost < least - _LITTLE:
+            best, least = group, lost
     return best
 
 
 def _sizes(most: int, unit: int) -> list[int]:
-    """Sizes of groups, the largest first: some between ``most`` and half of it, and powers of two."""
-    spaced = range(most, most // 2, -unit * cdiv(most, 2 * unit * _SIZES))
-    power = unit << (most // unit).bit_length() - 1
-    return sorted({*spaced, power, power // 2} & set(range(cdiv(most, 2), most + 1)), reverse=True)
+    """Sizes of groups of so many units, the largest first: some between ``most`` and half of it, and powers of two."""
+    units = most // unit
+    power = 1 << units.bit_length() - 1
+    found = {*range(units, units // 2, -cdiv(units, 2 * _SIZES)), power, power // 2}
+    return sorted((unit * size for size in found if units <= 2 * size), reverse=True)
 
 
 def _sharing(problem: AttentionProblem, pack: int) -> int:

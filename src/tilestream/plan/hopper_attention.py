@@ -64,9 +64,11 @@ DIAGONAL_SECONDS = 1.6e-6
 #: Seconds of a tile's start and end that nothing hides, and for each column of values; of a launch; of a key block's
 #: barriers.
 TILE_SECONDS, COLUMN_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 3.4e-7, 2e-8, 8e-6, 10e-9
-#: The latter where it has fewer than 128 keys, of 128 columns or fewer; and what a tile saves by them where it has a
-#: diagonal: of 64 columns it takes 0.26 us less than one of 128 keys at S = 512, 0.38 more at 1k (H100).
-SMALL_BLOCK_SECONDS, SMALL_DIAGONAL_SECONDS = 1.5e-7, 4.5e-7
+#: The latter where it has fewer than 128 keys, of 128 columns or fewer: 0.10 and 0.12 us with 128 and 64 (H200).
+SMALL_BLOCK_SECONDS = 1.0e-7
+#: The same where it need not have fewer (`_are_few`), and what a tile saves by them: a fit to both widths on both GPUs.
+#: With 64 columns a tile takes 0.14 us less so at S = 512, 0.40 more at 1k; with 128 0.25 less, 0.63 more (H200).
+FEW_BLOCK_SECONDS, FEW_DIAGONAL_SECONDS = 1.5e-7, 4.5e-7
 #: Seconds of the launch that joins shares of keys.
 MERGE_SECONDS = 4e-6
 #: How much of the memory's bandwidth a worker can have, in units of its fair part.
@@ -98,7 +100,7 @@ class Tile(NamedTuple):
 
 #: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
 #: keys, their weights half of that, the accumulator one for each two columns of V. Blocks are as large as that leaves
-#: room for: of half the keys they are 5 % faster at S = 512, causal, where consumers leave out what their rows do not
+#: room for: of half the keys they are 4 % faster at S = 512, causal, where consumers leave out what their rows do not
 #: see, and 5 to 20 % slower at all else (H200). Three consumers of 64 columns hide each other's
 #: exponentials: 587 TFLOP/s at S = 16384, full, where two do 498; a tile of theirs has the longer diagonal.
 TILES = (
@@ -193,6 +195,12 @@ def room_of(problem: AttentionProblem) -> float:
     if problem.keys is None and problem.alike:
         return L2_BYTES_OF_ALIKE
     return L2_BYTES if problem.seqlen_k > FEW_KEYS else L2_BYTES_OF_FEW
+
+
+def crowding_of(problem: AttentionProblem) -> float:
+    """Share of a launch that is lost where they take all of `room_of`."""
+    alike = problem.keys is None and problem.alike
+    return 0.0 if alike or problem.seqlen_k > FEW_KEYS else CROWDING
 
 
 def shared_bytes(
@@ -341,23 +349,23 @@ def candidates(
     keys = parts_of(problem) * width(problem)
     # Keys' columns take no registers, but shared memory: more than 128 of them leave room for small blocks alone.
     columns = max(columns_of(problem), keys if keys > 128 else 0)
-    busy = problem.left is not None or problem.softcap > 0
     for tile in TILES:
-        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy < busy:
+        if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy < _is_busy(problem):
             continue
         # Three leave the load warp 32 registers, and warps that convert values none.
         if tile.consumers == 3 and (problem.keys is not None or is_narrow(problem)):
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
-        if tile.busy > busy and not _are_few(problem, tile, pack):
+        if _is_smaller(problem, tile) and not _are_few(problem, tile, pack):
             continue
         beside = _ends(problem, tile) / _step(problem, device, tile)
-        crowding = CROWDING if problem.seqlen_k <= FEW_KEYS else 0.0
-        group = heads_together(problem, kind, rows, pack, room_of(problem), workers, tile.block, beside, crowding)
+        group = heads_together(
+            problem, kind, rows, pack, room_of(problem), workers, tile.block, beside, crowding_of(problem)
+        )  # fmt: skip
         tiles = schedule_of(problem, rows // pack, pack, group, kind, workers).grid.tiles
         for shares in shares_of(problem, tiles, _blocks(problem, tile, rows / pack), workers, splits):
-            if shares > 1 and tile.busy > busy:
+            if shares > 1 and _is_smaller(problem, tile):
                 continue
             stages = stages_of(problem, tile.consumers, tile.block, device.shared, shares)
             if stages < 2:
@@ -368,6 +376,16 @@ def candidates(
                 variant or variant_of(problem, tile.consumers), (rows, tile.block), schedule, seconds, pack, 4, stages,
                 shares,
             )  # fmt: skip
+
+
+def _is_busy(problem: AttentionProblem) -> bool:
+    """Whether scores are capped, or masked at both ends."""
+    return problem.left is not None or problem.softcap > 0
+
+
+def _is_smaller(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether the tile's blocks are smaller than they need be."""
+    return tile.busy and not _is_busy(problem)
 
 
 def _are_few(problem: AttentionProblem, tile: Tile, pack: int) -> bool:
@@ -405,7 +423,9 @@ def _step(problem: AttentionProblem, device: DeviceProperties, tile: Tile) -> fl
     columns = parts_of(problem) * width(problem) * ITEMSIZE[problem.dtype] // 2 + columns_of(problem)
     multiply = 2 * rows * tile.block * columns / (rate * EFFICIENCY)
     softmax = rows * tile.block * (1 / EXPONENTIALS + OPERATIONS_A_SCORE / OPERATIONS) / clock
-    beside = SMALL_BLOCK_SECONDS if tile.block < 128 and columns_of(problem) <= 128 else BLOCK_SECONDS
+    beside = BLOCK_SECONDS
+    if tile.block < 128 and columns_of(problem) <= 128:
+        beside = FEW_BLOCK_SECONDS if _is_smaller(problem, tile) else SMALL_BLOCK_SECONDS
     return max(multiply, softmax) + NOT_HIDDEN[tile.consumers] * min(multiply, softmax) + beside
 
 
@@ -416,7 +436,7 @@ def _ends(problem: AttentionProblem, tile: Tile) -> float:
         return ends
     if tile.consumers == 3:
         return ends + DIAGONAL_SECONDS
-    return ends - SMALL_DIAGONAL_SECONDS if tile.block < 128 and columns_of(problem) <= 128 else ends
+    return ends - FEW_DIAGONAL_SECONDS if _is_smaller(problem, tile) else ends
 
 
 def _seconds(
