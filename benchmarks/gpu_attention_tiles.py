@@ -23,7 +23,7 @@ from tilestream.kernels.attention import Operands
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 
-#: Lengths at which groups are timed, and their bytes: those between which the plan chooses, and less.
+#: Lengths at which groups are timed, and the room that they are given; where keys are few they may take half of it.
 LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
 
 #: Bytes of keys and values that so many heads are timed with, about, and how often they have all workers' tiles.

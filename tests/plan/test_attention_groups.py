@@ -68,7 +68,7 @@ def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, shar
     problem = causal(length, heads, sharing, keys=max(0, length + more))
     group = chosen(problem, most, crowding=crowding)
     widest = min(most, heads) * sharing
-    assert min(max(1, most // 2), heads) * sharing <= group <= widest
+    assert max(1, min(most, heads) // 2) * sharing <= group <= widest
     assert crowding or widest / 2 <= group
     assert group % sharing == 0
     assert spent(problem, group) <= spent(problem, widest) + crowding + 1e-9

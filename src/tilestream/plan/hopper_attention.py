@@ -100,9 +100,9 @@ class Tile(NamedTuple):
 
 #: Registers of a thread are 232 with two consumers, 160 with three. Scores of 64 rows take a register for each two
 #: keys, their weights half of that, the accumulator one for each two columns of V. Blocks are as large as that leaves
-#: room for: of half the keys they are 4 % faster at S = 512, causal, where consumers leave out what their rows do not
-#: see, and 5 to 20 % slower at all else (H200). Three consumers of 64 columns hide each other's
-#: exponentials: 587 TFLOP/s at S = 16384, full, where two do 498; a tile of theirs has the longer diagonal.
+#: room for: of half the keys they are 3 to 4 % faster at S = 512, causal, where consumers leave out what their rows do
+#: not see, and 5 to 20 % slower at all else (H200). Three consumers of 64 columns hide each other's exponentials: 587
+#: TFLOP/s at S = 16384, full, where two do 498; a tile of theirs has the longer diagonal.
 TILES = (
     Tile(64, 2, 64, busy=True),
     Tile(64, 2, 128),
