@@ -379,7 +379,7 @@ def candidates(
 
 
 def _is_busy(problem: AttentionProblem) -> bool:
-    """Whether scores are capped, or masked at both ends."""
+    """Whether scores are capped, or cut off at the left too."""
     return problem.left is not None or problem.softcap > 0
 
 
