@@ -85,7 +85,10 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     if problem.keys is not None:
         rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows)
     if itemsize == 1 and not has_fp8_units(device.arch):
-        rows = rows[1:]  # q and k are converted in registers, of which there are too few for the largest
+        # q and k are converted in registers, of which there are too few for the largest, and for large blocks.
+        rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows[1:])
+    if device.arch == "gfx942" and not problem.aligned:  # more of each address are in vector registers there
+        rows = tuple(row._replace(block_n=_LEAST_KEYS) for row in rows)
     if device.arch.startswith("gfx"):
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     ring = 2 * size * itemsize
