@@ -83,13 +83,17 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     itemsize = ITEMSIZE[problem.dtype]
     rows = (TILES if problem.aligned else UNALIGNED)[size, max(2, itemsize)]
     if problem.keys is not None:
-        rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows)
-    if itemsize == 1 and not has_fp8_units(device.arch):
-        # q and k are converted in registers, of which there are too few for the largest, and for large blocks.
-        rows = tuple(row._replace(block_n=max(_LEAST_KEYS, row.block_n // 2)) for row in rows[1:])
-    if device.arch == "gfx942" and not problem.aligned:  # more of each address are in vector registers there
-        rows = tuple(row._replace(block_n=_LEAST_KEYS) for row in rows)
-    if device.arch.startswith("gfx"):
+        rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)
+    hip = device.arch.startswith("gfx")
+    masked = {problem.head_dim, problem.head_dim_v} != {size}  # columns that are not there
+    # AMD's registers are too few for large blocks of 8 bits, or of an address an element: see the compile gate.
+    if itemsize == 1 and not has_fp8_units(device.arch):  # q and k are converted in registers
+        rows = tuple(_of_keys(row, row.block_n // 2) for row in rows[1:])
+    elif hip and itemsize == 1 and (masked or size == 256):
+        rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)
+    if hip and not problem.aligned:
+        rows = tuple(_of_keys(row, _LEAST_KEYS) for row in rows)
+    if hip:
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     ring = 2 * size * itemsize
     # The ring, and a tile of queries or output beside it.
@@ -97,6 +101,11 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
         row._replace(stages=max(1, min(row.stages, (device.shared - row.block_m * ring // 2) // (row.block_n * ring))))
         for row in rows
     )
+
+
+def _of_keys(row: AttentionTile, keys: int) -> AttentionTile:
+    """The row with blocks of so many keys, or of as few as there may be."""
+    return row._replace(block_n=max(_LEAST_KEYS, keys))
 
 
 def candidates(
