@@ -25,7 +25,6 @@ from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 
 #: Lengths at which groups are timed, and the room that they are given; where keys are few they may take half of it.
 LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
-
 #: Bytes of keys and values that so many heads are timed with, about, and how often they have all workers' tiles.
 BYTES, ROUNDS = (2e6, 4e6, 8e6, 10e6, 13e6, 16e6, 20e6, 24e6, 32e6), (1, 2, 3)
 
@@ -67,15 +66,21 @@ def variants(
         run_shape(run, what, shape, made)
 
 
-def groups(run: Run) -> None:
-    """The plan's tile, with as many heads together as so many bytes hold the keys and values of."""
+def chosen_where(function: str, values: dict[str, float]) -> Callable[..., Iterable[tuple[str, AttentionCandidate]]]:
+    """What the plan chooses where a function of its policy gives each of these values."""
 
     def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
-        for room in ROOMS:
-            with patch.object(hopper_attention, "room_of", lambda _, room=room: room):
+        for label, value in values.items():
+            with patch.object(hopper_attention, function, lambda *_, value=value: value):
                 found = list(hopper_attention.candidates(problem, device, device.workers, kind="dynamic"))
-            yield f"{room / 1e6:.0f} MB", min(found, key=lambda one: one.seconds)
+            yield label, min(found, key=lambda one: one.seconds)
 
+    return made
+
+
+def groups(run: Run) -> None:
+    """The plan's tile, with as many heads together as so many bytes hold the keys and values of."""
+    made = chosen_where("room_of", {f"{room / 1e6:.0f} MB": room for room in ROOMS})
     for shape in (s for s in SHAPES if s.length in LENGTHS):
         run_shape(run, "groups", shape, made)
 
@@ -91,15 +96,8 @@ def sizes_of(shape: Shape) -> list[int]:
 
 def sizes(run: Run) -> None:
     """The plan's tile, with so many heads together."""
-
-    def made(problem: Any, device: Any, sizes: Sequence[int]) -> Iterable[tuple[str, AttentionCandidate]]:
-        for size in sizes:
-            with patch.object(hopper_attention, "heads_together", lambda *_, size=size: size):
-                found = list(hopper_attention.candidates(problem, device, device.workers, kind="dynamic"))
-            yield f"{size} heads", min(found, key=lambda one: one.seconds)
-
     for shape in (s for s in SHAPES if s.causal and s.length in (*LENGTHS, 4096)):
-        run_shape(run, "sizes", shape, functools.partial(made, sizes=sizes_of(shape)))
+        run_shape(run, "sizes", shape, chosen_where("heads_together", {f"{n} heads": n for n in sizes_of(shape)}))
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {

@@ -59,13 +59,18 @@ def handed_over() -> tuple[HandOver, ...]:
     from tilestream.kernels.hopper import attention, gemm, ring
 
     moved = {at for one in (*readers(), *steps()) for at, line in _lines(one) if ".load(" not in line}
-    moved |= _where(attention.attend, "def attend(")
+    moved |= _head(attention.attend)
     found = [HandOver(_where(ring.get, ".load(") | moved, _where(ring.put, ".store("))]
     for entry in (gemm.gemm, attention.attend, handover.handed):
-        head = frozenset(at for at, line in _lines(entry) if line.startswith("def "))
+        head = _head(entry)
         # The line before is that of the branch that a kernel's warps may part in alone.
         found.append(HandOver(head, head | _where(entry, "gl.warp_specialize(", 1)))
     return tuple(found)
+
+
+def _head(function: Any) -> frozenset[Place]:
+    """Where its ``def`` is."""
+    return frozenset(at for at, line in _lines(function) if line.startswith("def "))
 
 
 def _lines(function: Any) -> list[tuple[Place, str]]:

@@ -83,7 +83,7 @@ def _untraced(text: ModuleType, folder: Path, texts: tuple[ModuleType, ...]) -> 
             indent = " " * node.col_offset
             lines[node.lineno - 1 : node.end_lineno] = [f"{indent}pass"] * (node.end_lineno - node.lineno + 1)
             struck += 1
-    assert struck, f"{path} has no `if TRACE:`"
+    assert struck >= (2 if len(texts) == 1 else 1), f"{path} has no `if TRACE:`"  # in each of a kernel's modules
     source = "\n".join(lines) + "\n"
     for other in texts:
         source = source.replace(f"from {other.__name__} import", f"from {_name(other)} import")

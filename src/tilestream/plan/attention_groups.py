@@ -74,10 +74,12 @@ def heads_together(
     # Each is followed for up to some milliseconds. Crowded ones go last: then crowding alone may rule them out.
     for group in reversed(sizes) if crowding else sizes:
         crowded = crowding * max(0.0, 2 * group / kept - 1)
-        if crowded > least if crowding else least < _LITTLE:
+        enough = crowded > least if crowding else least < _LITTLE
+        if enough:
             break
         lost = _lost(costs, heads, group, workers) / whole + crowded
-        if lost <= least if crowding else lost < least - _LITTLE:
+        better = lost <= least if crowding else lost < least - _LITTLE
+        if better:
             best, least = group, lost
     return best
 

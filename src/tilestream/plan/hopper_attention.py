@@ -192,15 +192,19 @@ def leaves_out(problem: AttentionProblem, consumers: int, block: int, pack: int)
 
 def room_of(problem: AttentionProblem) -> float:
     """Bytes of L2 for the keys and values of heads that are taken together."""
-    if problem.keys is None and problem.alike:
+    if _are_alike(problem):
         return L2_BYTES_OF_ALIKE
     return L2_BYTES if problem.seqlen_k > FEW_KEYS else L2_BYTES_OF_FEW
 
 
 def crowding_of(problem: AttentionProblem) -> float:
     """Share of a launch that is lost where they take all of `room_of`."""
-    alike = problem.keys is None and problem.alike
-    return 0.0 if alike or problem.seqlen_k > FEW_KEYS else CROWDING
+    return 0.0 if _are_alike(problem) or problem.seqlen_k > FEW_KEYS else CROWDING
+
+
+def _are_alike(problem: AttentionProblem) -> bool:
+    """Whether tiles take as long as each other: they see as many keys, and wait for none."""
+    return problem.keys is None and problem.alike
 
 
 def shared_bytes(

@@ -433,11 +433,12 @@ def test_consumers_in_any_order(variant, seed):
 
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("keys", [(700, 700), (300, 420), (420, 300), (70, 200)])
+@pytest.mark.parametrize("keys", [(700, 700), (300, 420), (420, 300), (70, 200), (37, 200)])
 def test_every_tile(keys, dim, variant):
     case = same(*keys, causal=True, head_dim=dim)
     made = list(policy.candidates(case.problem, H100, 3, kind="dynamic", variant=variant, splits=1))
-    assert len(made) == {64: 3, 128: 2, 256: 1}[dim]
+    # Where there are fewer queries than a small block has keys, such a block is no choice.
+    assert len(made) == {64: 3, 128: 2, 256: 1}[dim] - (dim < 256 and keys[0] <= 64)
     for found in made:
         check(case, plan=of_candidate(case.problem, H100, "hopper", found, "a test's", ()))
 
