@@ -17,6 +17,7 @@ from tilestream.kernels.gate import (
     chunk_numbers,
     copy_constants,
 )
+from tilestream.kernels.hopper.parts import Config
 from tilestream.kernels.portable.arguments import Layout
 from tilestream.plan.hopper import MOST_PARTS, widest, widths
 from tilestream.plan.plan import Plan
@@ -122,7 +123,7 @@ class Arguments:
             # Two consumers with half of a tile's rows each both count its columns.
             self._published = problem.publishes.chunks.rows_per_chunk, grid.num_n * (self._halves if swapped else 1)
         self._chained = _CHAINED and plan.gate is None
-        self._constants = tuple(self._made(probe, trace).values())
+        self._constants = (Config(**self._made(probe, trace)),)
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from tilestream.kernels.hopper.arguments import Map
+from tilestream.kernels.hopper.parts import AttentionConfig
 from tilestream.kernels.portable.attention_arguments import (
     NO_KEY_GATE,
     AttentionLayout,
@@ -94,7 +95,7 @@ class HopperAttentionArguments:
         *given, scale, inner = operands
         keys = self.plan.problem.keys
         chunks = (1, 0) if keys is None else (keys.chunks.rows_per_chunk or 1, keys.chunks.count)
-        return (*given, *self._extents(), scale, inner, *gate, *chunks, *self._constants().values())
+        return (*given, *self._extents(), scale, inner, *gate, *chunks, AttentionConfig(**self._constants()))
 
     def _extents(self) -> tuple[int, ...]:
         plan, p, s = self.plan, self.plan.problem, self.layout
