@@ -257,7 +257,7 @@ def machine() -> dict[str, Any]:
     import tilestream as ts
     from harness import gpu_about
     from tilestream.cli.doctor import BACKENDS, backend
-    from tilestream.plan.ask import device_properties
+    from tilestream.plan.api import device_properties
 
     if not torch.cuda.is_available():
         return {"error": "torch sees no GPU here: nothing to check"}
@@ -296,9 +296,9 @@ def isa() -> dict[str, Any]:
     """The report of the kernels that this device's arch has."""
     from dataclasses import asdict
 
-    from tilestream.isa import report
-    from tilestream.isa.kernels import KERNELS, Question
-    from tilestream.plan.ask import device_properties
+    from tilestream.plan.api import device_properties
+    from tilestream_tools.isa import report
+    from tilestream_tools.isa.kernels import KERNELS, Question
 
     arch = device_properties("cuda").arch
     arch = "sm_90a" if arch == "sm_90" else arch

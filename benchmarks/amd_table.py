@@ -30,7 +30,7 @@ class Published(NamedTuple):
     Attributes
     ----------
     device
-        By its name in `tilestream.plan.known`.
+        By its name in `tilestream.core.gpu_specs`.
     compiled, busy
         Registers and LDS; the share of the main loop's cycles that the matrix units work, measured: where published.
     """
@@ -86,8 +86,8 @@ PUBLISHED_ATTENTION = (
 
 def questions() -> Iterator[tuple[str, Any]]:
     """``(kernel, question)``: of each kernel what its plan picks, of the portable one the other large tiles, too."""
-    from tilestream.isa.kernels import KERNELS, Question
-    from tilestream.plan.portable import CDNA, fp8_units
+    from tilestream.plan.policy.portable import CDNA, fp8_units
+    from tilestream_tools.isa.kernels import KERNELS, Question
 
     for arch in ("gfx942", "gfx950"):
         for name, entry in KERNELS.items():
@@ -111,7 +111,7 @@ def questions() -> Iterator[tuple[str, Any]]:
 def record() -> dict[str, Any]:
     """Compile all of it, each in a process of its own."""
     from harness import gpu_about
-    from tilestream.isa.report import of
+    from tilestream_tools.isa.report import of
 
     about = {key: value for key, value in gpu_about("amd_isa").items() if key not in ("device", "dtype", "date")}
     rows = []
@@ -181,7 +181,7 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 def theirs() -> str:
     """What others publish, measured."""
-    from tilestream.plan.known import named
+    from tilestream.core.gpu_specs import named
 
     rows = []
     for one in PUBLISHED + PUBLISHED_ATTENTION:

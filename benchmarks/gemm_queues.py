@@ -54,8 +54,8 @@ def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:
 def queues_row(bench: Bench, shape: Shape) -> Row:
     """One shape: microseconds of each way, idle and beside a neighbour, which all have launched before."""
     from tilestream.runtime.properties import cuda_properties
-    from tilestream.sweep.run import StreamClock
-    from tilestream.sweep.takers import Neighbour
+    from tilestream_tools.sweep.contention import Neighbour
+    from tilestream_tools.sweep.run import StreamClock
 
     a, w = operands(shape, bench.device)
     b = w.t()

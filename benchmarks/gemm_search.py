@@ -10,7 +10,7 @@ import torch
 from gemm_bench import Bench, Row, compile_ahead, operands, plan_fields, rounded, space
 from gemm_shapes import SEARCH, VARIANTS, Shape, refuse_impossible
 from gpu_clock import Call, Check
-from tilestream.sweep.tune import right
+from tilestream_tools.sweep.tune import right
 
 #: Plans that are measured once more, side by side with the plan's own choice.
 FINALISTS = 8

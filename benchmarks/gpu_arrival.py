@@ -10,7 +10,7 @@ the next GPU: the fence is what the memory model asks for. It is published eithe
 the looks a second. Then so many workers that `WAITING` SMs are taken, and our matmul on the others: what it loses to
 those that look and not only hold their SMs (`ASLEEP`). A worker of ours and one of cuBLAS's take all of an SM's
 registers: neither runs beside a poller on the same one. The kernels' own pauses grow from the shortest to the longest
-that `tilestream.kernels.portable.clock` names.
+that `tilestream.kernels.device.clock` names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import tilestream as ts
 from harness import RESULTS, GpuRecord, errors
 from order_kernels import COLUMNS, ROWS, SLOTS, consume, poll
-from tilestream.kernels.portable.clock import LONGEST, SHORTEST
+from tilestream.kernels.device.clock import LONGEST, SHORTEST
 from tilestream.runtime.driver import copy_in, stream_write
 
 ROUNDS = 100_000

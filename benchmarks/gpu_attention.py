@@ -30,9 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilestream as ts
 from harness import GPU_PEAK, RESULTS, GpuRecord
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.plan.attention import AttentionProblem
+from tilestream.launch.attention import Operands
+from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.plan.attention_problem import AttentionProblem
 
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -340,7 +340,7 @@ def arrival(run: Run) -> None:
 def neighbour(run: Run) -> None:
     """Beside a kernel that holds 16 SMs: the share of the idle GPU's rate that is left, of what is proportional."""
     from tilestream.runtime.properties import cuda_properties
-    from tilestream.sweep.takers import taker
+    from tilestream_tools.sweep.contention import taker
 
     held, device = 16, cuda_properties(torch.cuda.current_device())
     for shape in (Shape(128, 16, 2048, True), Shape(128, 16, 8192, True), Shape(64, 32, 8192, False)):

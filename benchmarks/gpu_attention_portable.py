@@ -20,10 +20,10 @@ import torch
 
 from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from harness import RESULTS
-from tilestream.kernels.attention import Operands
+from tilestream.core.device import DeviceProperties
+from tilestream.launch.attention import Operands
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
-from tilestream.plan.device import DeviceProperties
-from tilestream.plan.portable_attention import candidates
+from tilestream.plan.policy.portable_attention import candidates
 
 
 class Variant(NamedTuple):
@@ -77,7 +77,7 @@ def plans(shape: Shape, device: DeviceProperties) -> Iterator[tuple[Variant, Att
 
 def main() -> None:
     """Every variant beside cuDNN, at few lengths."""
-    from tilestream.kernels.portable.attention_launch import AttentionLaunch
+    from tilestream.launch.portable.attention_launch import AttentionLaunch
     from tilestream.runtime.properties import cuda_properties
 
     given = sys.argv[1:]

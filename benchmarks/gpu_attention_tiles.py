@@ -19,9 +19,9 @@ from unittest.mock import patch
 import torch
 
 from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape, run_sections
-from tilestream.kernels.attention import Operands
-from tilestream.plan import hopper_attention
+from tilestream.launch.attention import Operands
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
+from tilestream.plan.policy import hopper_attention
 
 #: Lengths at which groups are timed, and the room that they are given; where keys are few they may take half of it.
 LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
@@ -33,7 +33,7 @@ Calls = dict[str, Callable[[], Any]]
 
 def run_shape(run: Run, what: str, shape: Shape, made: Callable[..., Iterable[tuple[str, AttentionCandidate]]]) -> None:
     """A row: cuDNN, and the Hopper kernel as each of the candidates that ``made`` names for a problem and a device."""
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.runtime.properties import cuda_properties
 
     name = f"{what} D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"

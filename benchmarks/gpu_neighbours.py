@@ -1,4 +1,4 @@
-"""GEMM when the GPU is not all ours: `tilestream.sweep` over the shapes and neighbours that docs/performance.md shows.
+"""GEMM beside other kernels: `tilestream_tools.sweep` over the shapes and neighbours of docs/performance.md.
 
     PYTHONPATH=src python benchmarks/gpu_neighbours.py SECTION[,SECTION...] FOLDER [--budget SECONDS]
 
@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 import torch
 
 from harness import device_suffix
-from tilestream.sweep import run as sweeping
-from tilestream.sweep.beside import sweep_beside
-from tilestream.sweep.record import Sweep
-from tilestream.sweep.run import Runner, Way, ways
-from tilestream.sweep.suite import Shape, Suite
-from tilestream.sweep.takers import taker
+from tilestream_tools.sweep import run as sweeping
+from tilestream_tools.sweep.collective_overlap import sweep_beside
+from tilestream_tools.sweep.contention import taker
+from tilestream_tools.sweep.record import Sweep
+from tilestream_tools.sweep.run import Runner, Way, ways
+from tilestream_tools.sweep.suite import Shape, Suite
 
 
 class Section(NamedTuple):

@@ -21,8 +21,8 @@ import torch
 
 import tilestream as ts
 from tilestream.plan import cpu_properties
-from tilestream.plan.ask import device_properties
-from tilestream.sweep.check import errors as errors
+from tilestream.plan.api import device_properties
+from tilestream_tools.sweep.check import errors as errors
 
 RESULTS = Path(__file__).parent / "results"
 #: Dense bf16 of an H100 or H200, TFLOP/s, rounded up: see `gpu_peak`.

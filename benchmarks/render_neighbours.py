@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gemm_shapes import geomean
 from render_gemm import table
-from tilestream.sweep.plot import draw
-from tilestream.sweep.record import Point, Sweep, read
+from tilestream_tools.sweep.plot import draw
+from tilestream_tools.sweep.record import Point, Sweep, read
 
 #: By whom points are shown, in this order.
 WAYS = ("torch", "quack", "quack-dynamic", "static", "dynamic", "stream_k")

@@ -15,8 +15,8 @@ import heapq
 import sys
 from pathlib import Path
 
+from tilestream.core.schedule import Kind, Take
 from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, take
-from tilestream.schedule.schedule import Kind, Take
 from tilestream.trace.draw import draw
 from tilestream.trace.perfetto import load
 from tilestream.trace.record import LaunchTrace, Span

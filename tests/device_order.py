@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from tilestream.arrival import Gate
+from tilestream.core.schedule import Peek, Ready, Take
 from tilestream.schedule import Cursor, Schedule, WorkItem, take
-from tilestream.schedule.schedule import Peek, Ready, Take
 
 TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = range(7)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tilestream.arrival.chunks import Chunks
+from tilestream.core.chunks import Chunks
 from tilestream.schedule import Grid, Raster, Schedule, table_raster
 
 TOP = 2**31 - 1

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from tilestream.plan.cdna_attention import TILES
-from tilestream.plan.known import named
-from tilestream.plan.portable import CDNA
+from tilestream.core.gpu_specs import named
+from tilestream.plan.policy.cdna_attention import TILES
+from tilestream.plan.policy.portable import CDNA
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilestream as ts
-from tilestream.plan.known import named
+from tilestream.core.gpu_specs import named
 from tilestream.trace import LaunchTrace, export
 from tilestream.trace.record import Span
 

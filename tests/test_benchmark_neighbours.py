@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from tilestream.sweep.record import Point, Sweep
 from tilestream.trace import faults
+from tilestream_tools.sweep.record import Point, Sweep
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {

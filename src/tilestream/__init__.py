@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tilestream import distributed, trace
 from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
+from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 from tilestream.plan import Plan, attention_plan, plan
-from tilestream.runtime.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
-from tilestream.runtime.exit import call as _inside_at_exit
+from tilestream.runtime.shutdown import call as _inside_at_exit
 
 if TYPE_CHECKING:
     from tilestream.arrival.stream import Stream, stream_in

@@ -20,12 +20,12 @@ import tilestream as ts
 import tilestream.arrival.landing
 from fake_cuda import DEVICE, FakeCuda, Until
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.copy_items import CopyArguments
 from tilestream.arrival.device import DeviceSignals, GateWords
 from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import TensorSource
 from tilestream.arrival.stream import Stream
-from tilestream.kernels.launch import Incoming, Launch
+from tilestream.core.copy_items import CopyArguments
+from tilestream.launch.launch import Incoming, Launch
 
 ROWS, K, PER_CHUNK = 10, 8, 4
 

@@ -11,7 +11,7 @@ import tilestream as ts
 from tilestream.cli.demo import machine, report
 from tilestream.cli.demo.check import Verdict
 from tilestream.cli.demo.measure import Result, Timings
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.device import DeviceProperties
 
 RIGHT = Verdict(16, 524288, 0, 0.01, 0.01, 0.03, 1.0, 1.0, 2.5)
 GPU = DeviceProperties(

@@ -1,7 +1,7 @@
 import pytest
 
-from tilestream import verify as checker
-from tilestream.verify import report as reports
+from tilestream_tools import verify as checker
+from tilestream_tools.verify import report as reports
 
 VIOLATION = checker.Violation(
     "deadlock", "worker 0 waits for worker 1", "static, 2 workers", ("worker 0: Poll", "worker 1: Poll")

@@ -11,16 +11,16 @@ from fake_ranks import Member, Memory, look, pretend
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart
+from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record, op_number
 from tilestream.distributed import copy_engines, protocol
 from tilestream.distributed.copy_engines import Gatherer
+from tilestream.distributed.gathered import Whole
 from tilestream.distributed.shards import Shards
-from tilestream.distributed.whole import Whole
 from tilestream.runtime.channel import Channel
-from tilestream.runtime.record import EXPIRED, FIELDS, RECORDS, Record, op_number
 
 
 def report(channel: Channel, signals, chunk: int) -> None:
-    """What a kernel writes that gives up: see `tilestream.kernels.portable.gate.end_launch`."""
+    """What a kernel writes that gives up: see `tilestream.kernels.device.gate.end_launch`."""
     number = int(channel.claims[0])
     channel.claims[0] += 1
     at = number % RECORDS * FIELDS

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from fake_cuda import FakeCuda, Until
-from tilestream.distributed import copy_engines, protocol, sums, turns
-from tilestream.distributed.turns import Turns
-from tilestream.distributed.words import LINE, RankWords
-from tilestream.runtime.errors import GroupBroken
+from tilestream.core.errors import GroupBroken
+from tilestream.distributed import call_queue as turns
+from tilestream.distributed import copy_engines, protocol
+from tilestream.distributed import gpu_reduce_scatter as sums
+from tilestream.distributed.call_queue import Turns
+from tilestream.distributed.host_flags import LINE, RankWords
 
 
 class Memory:

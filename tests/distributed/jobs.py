@@ -226,7 +226,7 @@ def forgets(rank, world):
     import gc
     import weakref
 
-    from tilestream.distributed import members
+    from tilestream.distributed import group_state as members
 
     group = dist.new_group(list(range(world)))
     tsd.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), group=group, form="fused")

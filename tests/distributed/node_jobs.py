@@ -120,7 +120,7 @@ def loses(rank, world, nodes):
 
 def meshes_of_one(rank, world):
     """A mesh of one dimension, or with one node, or with one rank a node, is its one group."""
-    from tilestream.distributed.members import groups_of
+    from tilestream.distributed.group_state import groups_of
 
     a, b = torch.full((4, 8), float(rank)), torch.ones(8, 6)
     expected = 8 * torch.arange(world).repeat_interleave(4).float()
@@ -148,8 +148,8 @@ def layers(rank, world, nodes):
 
 def exchanges(rank, world):
     """Two tensors a step, and one without elements, step by step; got in another order than they were put."""
-    from tilestream.distributed.between import _ByNccl
-    from tilestream.distributed.members import member_of
+    from tilestream.distributed.group_state import member_of
+    from tilestream.distributed.internode import _ByNccl
 
     def sent(source, step):
         first = torch.full((2, 3), 10.0 * source + step).t()

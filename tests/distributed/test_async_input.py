@@ -10,8 +10,8 @@ import torch
 import torch.distributed._symmetric_memory  # defines the op
 
 from error_rule import Maths, check, nans, rand
+from tilestream.core.errors import ArrivalTimeout
 from tilestream.distributed import async_input
-from tilestream.runtime.errors import ArrivalTimeout
 
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestream.distributed import collective
-from tilestream.distributed.whole import Whole
+from tilestream.distributed.gathered import Whole
 
 
 class Work:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 import tilestream.arrival.device
 from fake_cuda import DEVICE, fake_cuda
-from tilestream.distributed import copy_engines, dispatch, protocol, turns
+from tilestream.core.errors import ArrivalTimeout, GroupBroken
+from tilestream.distributed import call_queue as turns
+from tilestream.distributed import copy_engines, dispatch, protocol
+from tilestream.distributed.gathered import Whole
 from tilestream.distributed.shards import Shards
-from tilestream.distributed.whole import Whole
-from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
 #: Of each world, shapes whose chunks are others' from call to call.
 SHARDS = {

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilestream.distributed.async_tp import AsyncTP
-from tilestream.distributed.left_over import Look, places
+from tilestream.distributed.unfused_report import Look, places
 
 module = importlib.import_module("tilestream.distributed.async_tp")  # the package has the function by that name
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

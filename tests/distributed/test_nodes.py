@@ -12,7 +12,8 @@ import node_jobs
 import pytest
 import torch
 
-from tilestream.distributed import between, hierarchy
+from tilestream.distributed import hierarchy
+from tilestream.distributed import internode as between
 from tilestream.distributed.dispatch import table
 from tilestream.distributed.nodes import NIC, NVLINK, NodeModel, columns_to_hide, model
 

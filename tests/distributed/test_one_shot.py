@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
-from tilestream.distributed import one_shot, protocol, sums
+from tilestream.core.errors import ArrivalTimeout, GroupBroken
+from tilestream.distributed import gpu_reduce_scatter as sums
+from tilestream.distributed import one_shot, protocol
 from tilestream.distributed.one_shot import Reducer
 from tilestream.kernels.portable import add
-from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
 #: Rows and columns of a partial sum.
 SHAPES = ((1, 8), (3, 4), (5, 2))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilestream.distributed.greeting import GREETING_BYTES, differ, greeting
+from tilestream.distributed.handshake import GREETING_BYTES, differ, greeting
 from tilestream.distributed.shards import Shards
 
 shards = st.builds(

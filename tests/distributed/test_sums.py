@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
-from tilestream.distributed import protocol, reduce_scatter, sum_protocol, sums
+from tilestream.core.errors import ArrivalTimeout, GroupBroken
+from tilestream.distributed import gpu_reduce_scatter as sums
+from tilestream.distributed import protocol, reduce_scatter, sum_protocol
+from tilestream.distributed.gpu_reduce_scatter import Scatterer
 from tilestream.distributed.shards import Shards
-from tilestream.distributed.sums import Scatterer
 from tilestream.kernels.portable import add
 from tilestream.ops import publish
-from tilestream.runtime.errors import ArrivalTimeout, GroupBroken
 
 
 class Publication:

@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 
-from tilestream.distributed import symmetric, words
+from tilestream.distributed import host_flags as words
+from tilestream.distributed import symmetric
 
 BF16 = torch.empty(2, 2, dtype=torch.bfloat16)
 GPU = torch.device("cuda", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tilestream.distributed import turns
+from tilestream.distributed import call_queue as turns
 
 
 class Calls:

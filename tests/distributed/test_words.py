@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tilestream.distributed import words
-from tilestream.distributed.words import LINE, GroupWords, offer, size_of, withdraw
+from tilestream.distributed import host_flags as words
+from tilestream.distributed.host_flags import LINE, GroupWords, offer, size_of, withdraw
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

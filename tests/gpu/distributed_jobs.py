@@ -13,10 +13,10 @@ import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
-from tilestream.distributed.members import member_of
+from tilestream.distributed.group_state import member_of
 from tilestream.distributed.protocol import SLOTS
 from tilestream.runtime.properties import cuda_properties
-from tilestream.sweep.takers import Neighbour
+from tilestream_tools.sweep.contention import Neighbour
 
 BF16 = torch.bfloat16
 

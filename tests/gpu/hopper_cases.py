@@ -16,17 +16,17 @@ import torch
 from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
 
 from error_rule import Maths
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.portable.arguments import Layout
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.core.schedule import Kind
+from tilestream.launch.portable.arguments import Layout
 from tilestream.ops import gpu
-from tilestream.plan import hopper
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties
-from tilestream.plan.hopper import REGISTERS, TILES, Tile
 from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import hopper
+from tilestream.plan.policy.hopper import REGISTERS, TILES, Tile
 from tilestream.plan.problem import Incoming, Problem, dtype_name
-from tilestream.schedule.schedule import Kind
 
 #: Where an output lies: in rows that begin at multiples of 16 bytes; without a gap; in columns; in rows of odd strides;
 #: every second column; at an odd address. TMA stores the first three, where rows (columns) are whole multiples of 16

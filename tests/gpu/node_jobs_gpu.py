@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
-from tilestream.distributed.members import groups_of, member_of
+from tilestream.distributed.group_state import groups_of, member_of
 from tilestream.distributed.protocol import SLOTS
 
 

@@ -11,7 +11,7 @@ from distributed_jobs import raised, random, told
 
 import tilestream as ts
 from tilestream import distributed as tsd
-from tilestream.distributed.members import member_of
+from tilestream.distributed.group_state import member_of
 from tilestream.distributed.protocol import SLOTS
 
 

@@ -18,7 +18,7 @@ from gpu_cases import BOUNDS_N, KINDS, K, M, N, arrivals
 import tilestream as ts
 from device_order import check_gates, check_order
 from error_rule import Maths, check
-from tilestream.kernels.epilogue import Epilogue
+from tilestream.launch.epilogue import Epilogue
 from tilestream.ops.flat import FlatArrival
 from tilestream.runtime.streams import lend_to
 
@@ -224,9 +224,9 @@ def test_many_epochs_of_one_arrival():
 @launch_first
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
-    from tilestream.kernels.launch import Incoming, Probe
-    from tilestream.kernels.portable.arguments import Layout
-    from tilestream.kernels.portable.launch import GemmLaunch
+    from tilestream.launch.launch import Incoming, Probe
+    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.portable.launch import GemmLaunch
 
     source, b = pinned(M, K), weight()
     for chunking in ("uniform", "ragged"):

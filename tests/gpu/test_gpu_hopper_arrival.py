@@ -22,9 +22,9 @@ import tilestream as ts
 from device_order import check_gates, check_order
 from error_rule import Maths, check
 from tilestream.arrival.device import Apart
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.hopper.launch import GemmLaunch
-from tilestream.kernels.launch import Incoming, Probe
+from tilestream.launch.epilogue import Epilogue
+from tilestream.launch.hopper.launch import GemmLaunch
+from tilestream.launch.launch import Incoming, Probe
 from tilestream.ops.flat import FlatArrival
 from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.streams import lend_to

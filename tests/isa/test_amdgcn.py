@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from loops import gemm, text
 
-from tilestream.isa import amdgcn
-from tilestream.isa.amdgcn import Instruction, Mfma, parse
+from tilestream_tools.isa import amdgcn
+from tilestream_tools.isa.amdgcn import Instruction, Mfma, parse
 
 
 def one(written: str) -> Instruction:

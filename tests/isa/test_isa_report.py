@@ -11,12 +11,12 @@ from loops import gemm, text
 
 pytest.importorskip("triton", exc_type=ImportError)
 
-from tilestream.isa import kernels, report
-from tilestream.isa.kernels import KERNELS, Question
-from tilestream.isa.report import of, of_amdgcn
-from tilestream.plan import portable
-from tilestream.plan.known import named
-from tilestream.runtime.errors import TilestreamError
+from tilestream.core.errors import TilestreamError
+from tilestream.core.gpu_specs import named
+from tilestream.plan.policy import portable
+from tilestream_tools.isa import kernels, report
+from tilestream_tools.isa.kernels import KERNELS, Question
+from tilestream_tools.isa.report import of, of_amdgcn
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def test_text_is_read_without_torch_and_triton():
     code = """
 import sys
 sys.modules.update(torch=None, triton=None)
-from tilestream.isa import report, sass
-from tilestream.isa.kernels import KERNELS, Question
+from tilestream_tools.isa import report, sass
+from tilestream_tools.isa.kernels import KERNELS, Question
 print(report.of_amdgcn(sys.stdin.read()).cycles["binds"], Question("gfx942").problem.m, len(KERNELS))
 """
     run = subprocess.run(
@@ -121,7 +121,7 @@ def _asked(question):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_the_plans_efficiencies_are_the_estimates(arch):
-    """Each row of `tilestream.plan.portable.CDNA`, by the Triton that is here: within a fifth, or two points."""
+    """Each row of `tilestream.plan.policy.portable.CDNA`, by the Triton that is here: within a fifth, or two points."""
     wrong = {}
     own, other = ("float8_e4m3fnuz", "float8_e4m3fn")[:: 1 if arch == "gfx942" else -1]
     for kind, rows in portable.CDNA[arch].items():

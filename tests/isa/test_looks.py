@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.isa import sass
+from tilestream_tools.isa import sass
 
 LANE = """
 mov.u32 %r1, %tid.x;

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from loops import gemm, text
 
-from tilestream.isa.amdgcn import Mfma, parse
-from tilestream.isa.model import estimate, occupancy
-from tilestream.isa.rates import RATES, passes
-from tilestream.plan.known import PER_CYCLE
+from tilestream.core.gpu_specs import PER_CYCLE
+from tilestream_tools.isa.amdgcn import Mfma, parse
+from tilestream_tools.isa.model import estimate, occupancy
+from tilestream_tools.isa.rates import RATES, passes
 
 #: AMD, gfx950-gluon-tutorials, docs/tcp_bound_tile_model.md, section 3: in float16 with K steps of 64, share of the
 #: main loop's cycles that the matrix units are busy, measured. 256 x 64 and 64 x 256: 0.55 and 0.57.

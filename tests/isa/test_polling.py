@@ -6,7 +6,7 @@ import pytest
 from loops import text
 
 from polling import polling_faults
-from tilestream.isa import amdgcn
+from tilestream_tools.isa import amdgcn
 
 #: One lane of the wave looks, and hands round what it saw.
 FIRST_LANE = [

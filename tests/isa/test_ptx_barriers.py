@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilestream.isa import sass
+from tilestream_tools.isa import sass
 
 MADE = """
 	mov.b32 	%r172, global_smem;

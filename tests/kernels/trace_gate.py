@@ -28,15 +28,15 @@ import hopper_attention_gate
 import hopper_gate
 import triton
 
-from tilestream.isa.sass import disassembled
 from tilestream.kernels.hopper import attention as hopper_attention_text
 from tilestream.kernels.hopper import attention_load as hopper_load_text
 from tilestream.kernels.hopper import attention_math as hopper_math_text
 from tilestream.kernels.hopper import gemm as hopper_text
-from tilestream.kernels.portable import arguments as portable_arguments
 from tilestream.kernels.portable import attention as portable_attention_text
 from tilestream.kernels.portable import gemm as portable_text
-from tilestream.kernels.portable.arguments import Arguments
+from tilestream.launch.portable import arguments as portable_arguments
+from tilestream.launch.portable.arguments import Arguments
+from tilestream_tools.isa.sass import disassembled
 
 #: Of Hopper: tile, swapped, inputs, how, layout, as `hopper_gate` has them.
 HOPPER = (

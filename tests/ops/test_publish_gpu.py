@@ -13,7 +13,7 @@ import torch
 from error_rule import Maths, check, nans, rand
 from fake_cuda import DEVICE
 from tilestream.arrival.device import DeviceSignals
-from tilestream.kernels.epilogue import Epilogue
+from tilestream.launch.epilogue import Epilogue
 from tilestream.ops import publish as module
 from tilestream.ops.flat import FlatArrival
 

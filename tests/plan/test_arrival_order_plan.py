@@ -7,7 +7,7 @@ import re
 import pytest
 
 import tilestream as ts
-from tilestream.plan.choose import plan_problem
+from tilestream.plan.planner import plan_problem
 
 ROWS = ts.Arrival.uniform(256, 16)
 

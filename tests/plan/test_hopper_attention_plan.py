@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.plan import hopper_attention as policy
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import attention_plan, plan_attention
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.attention_planner import attention_plan, plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
 
 H100 = DeviceProperties(

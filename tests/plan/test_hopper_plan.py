@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilestream import Arrival, plan
-from tilestream.plan import DeviceProperties, Problem, hopper, plan_problem, search_space, tma
+from tilestream.core.grid import Grid
+from tilestream.core.order import Raster
+from tilestream.plan import DeviceProperties, Problem, plan_problem, search_space, tma
+from tilestream.plan.policy import hopper
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming
 from tilestream.schedule import Schedule
-from tilestream.schedule.grid import Grid
-from tilestream.schedule.order import Raster
 
 HZ = 1.8e9
 H100 = DeviceProperties(

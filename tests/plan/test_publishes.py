@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 import tilestream as ts
-from tilestream.arrival.chunks import Chunks, chunk_of, rows_in
-from tilestream.kernels.hopper.arguments import Arguments
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan import hopper
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.chunks import Chunks, chunk_of, rows_in
+from tilestream.core.device import DeviceProperties
+from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import of_candidate
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import hopper
 from tilestream.plan.problem import Incoming, Problem
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.sweep.record import Point, Sweep
+from tilestream_tools.sweep.record import Point, Sweep
 
 SHAPES = {"8192x8192x8192": "", "4096x8192x28672": "Llama-3 70B down"}
 RATES = {"static": 0.6, "dynamic": 0.99, "torch": 0.9}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilestream.sweep import beside
-from tilestream.sweep.run import ways
-from tilestream.sweep.suite import Shape, Suite
+from tilestream_tools.sweep import collective_overlap as beside
+from tilestream_tools.sweep.run import ways
+from tilestream_tools.sweep.suite import Shape, Suite
 
 SUITE = Suite("small", "float32", (Shape(32, 48, 64),))
 

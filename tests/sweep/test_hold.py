@@ -16,7 +16,7 @@ GATES = Path(__file__).parents[1] / "kernels"
 CODE = """
 import json, hopper_gate
 from gate import Pointer
-from tilestream.sweep.hold import PIECE, hold
+from tilestream_tools.sweep.sm_hog import PIECE, hold
 words = [Pointer("int32") for _ in range(3)]
 kernel, said = hopper_gate.build({"num_warps": 4}, (*words, Pointer("int64"), 30_000_000_000, 232448 // PIECE), hold)
 ptx = kernel.asm["ptx"]

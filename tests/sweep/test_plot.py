@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tilestream.sweep import plot
-from tilestream.sweep.record import Sweep
+from tilestream_tools.sweep import plot
+from tilestream_tools.sweep.record import Sweep
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tilestream.sweep import record
+from tilestream_tools.sweep import record
 
 
 def test_what_is_written_is_read(swept, make_point, tmp_path):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tilestream.plan import DeviceProperties
-from tilestream.sweep import run
-from tilestream.sweep.record import Sweep
-from tilestream.sweep.run import CpuClock, Runner, Way, ways
-from tilestream.sweep.suite import Shape, Suite
+from tilestream_tools.sweep import run
+from tilestream_tools.sweep.record import Sweep
+from tilestream_tools.sweep.run import CpuClock, Runner, Way, ways
+from tilestream_tools.sweep.suite import Shape, Suite
 
 SUITE = Suite("small", "float32", (Shape(96, 80, 64, "one"), Shape(40, 50, 60)))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.sweep import suite
-from tilestream.sweep.suite import Shape
+from tilestream_tools.sweep import suite
+from tilestream_tools.sweep.suite import Shape
 
 yaml = pytest.importorskip("yaml")
 

@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("triton")
 
 from tilestream.plan import DeviceProperties
-from tilestream.sweep import takers
-from tilestream.sweep.takers import BusyCores, GreenContext, Neighbour
+from tilestream_tools.sweep import contention as takers
+from tilestream_tools.sweep.contention import BusyCores, GreenContext, Neighbour
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 
@@ -36,7 +36,7 @@ class FakeGpu:
         monkeypatch.setattr(takers, "lend_to", lambda *_: stream)
         monkeypatch.setattr(takers, "stream_write", self.write)
         monkeypatch.setattr(takers, "_memory", self.memory)
-        monkeypatch.setitem(sys.modules, "tilestream.sweep.hold", SimpleNamespace(PIECE=32768, hold=self))
+        monkeypatch.setitem(sys.modules, "tilestream_tools.sweep.sm_hog", SimpleNamespace(PIECE=32768, hold=self))
 
     def memory(self, units, _):
         self.words = torch.zeros(1 + 2 * units, dtype=torch.int32)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tilestream.plan import DeviceProperties, Problem, plan_problem, tuned
-from tilestream.sweep import tune
-from tilestream.sweep.check import Check
-from tilestream.sweep.clock import Timing
+from tilestream_tools.sweep import tune
+from tilestream_tools.sweep.check import Check
+from tilestream_tools.sweep.clock import Timing
 
 HZ = 1.83e9
 H100 = DeviceProperties(

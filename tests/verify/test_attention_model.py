@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 
-from tilestream.verify import attention, attention_protocol, sweep
-from tilestream.verify.attention import AttentionCase
-from tilestream.verify.attention_protocol import AttentionRing
-from tilestream.verify.search import search
+from tilestream_tools.verify import attention, attention_protocol, sweep
+from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.attention_protocol import AttentionRing
+from tilestream_tools.verify.search import search
 
 #: Small, and whole: searched in seconds; and larger ones.
 CASES = list(sweep.attentions("quick"))

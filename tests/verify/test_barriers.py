@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tilestream.schedule import WorkItem
-from tilestream.verify.barriers import RingMemory, arrived, blocks, fresh
-from tilestream.verify.faults import Fault
-from tilestream.verify.protocol import Barrier, Expect, Get, Load, Mma, Place, Put, Retire, Ring
+from tilestream_tools.verify.barriers import RingMemory, arrived, blocks, fresh
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.protocol import Barrier, Expect, Get, Load, Mma, Place, Put, Retire, Ring
 
 ITEM = WorkItem(1, 0, 0, 0, 0, 3)
 

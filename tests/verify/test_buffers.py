@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tilestream.schedule import WorkItem
-from tilestream.verify.barriers import RingMemory
-from tilestream.verify.buffers import MEANING, Buffers
-from tilestream.verify.faults import Fault
-from tilestream.verify.protocol import Drain, Fence, Fill, Ring, Settle, Store, store
-from tilestream.verify.report import explore
-from tilestream.verify.ring import RingCase, RingModel
+from tilestream_tools.verify.barriers import RingMemory
+from tilestream_tools.verify.buffers import MEANING, Buffers
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.protocol import Drain, Fence, Fill, Ring, Settle, Store, store
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.ring import RingCase, RingModel
 
 ITEM, NEXT = WorkItem(0, 0, 0, 0, 0, 1), WorkItem(1, 0, 0, 0, 0, 1)
 PART = WorkItem(2, 0, 0, 0, 0, 1, 0, 2)
@@ -151,7 +151,7 @@ class TestChecksAreChecks:
     def test_an_operation_that_does_nothing(self, name, kind, monkeypatch):
         meaning = {op: perform for op, perform in MEANING.items() if perform.__name__ != name}
         idle = {op: lambda self, op, consumer, m: None for op, perform in MEANING.items() if perform.__name__ == name}
-        monkeypatch.setattr("tilestream.verify.barriers.MEANING", meaning | idle)
+        monkeypatch.setattr("tilestream_tools.verify.barriers.MEANING", meaning | idle)
         assert self.kind() == kind
 
     def test_both_answers_to_a_settle_are_explored(self):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.verify import configurations, explore, seeded_bugs
-from tilestream.verify.search import search
-from tilestream.verify.shared_ring import Copy, SharedCase, SharedRing, direct, staged
+from tilestream_tools.verify import configurations, explore, seeded_bugs
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.shared_ring import Copy, SharedCase, SharedRing, direct, staged
 
 BUGS = [bug for bug in seeded_bugs() if bug.model == "shared"]
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tilestream import verify
-from tilestream.verify.one_shot import OneShotCase
-from tilestream.verify.search import search
-from tilestream.verify.seeded import seeded_bugs
-from tilestream.verify.seeded_one_shot import reduces_in_one_slot
+from tilestream_tools import verify
+from tilestream_tools.verify.one_shot import OneShotCase
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.seeded import seeded_bugs
+from tilestream_tools.verify.seeded_one_shot import reduces_in_one_slot
 
 
 @pytest.mark.parametrize("case", verify.configurations("reduce", "quick"), ids=str)

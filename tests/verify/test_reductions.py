@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream import verify
-from tilestream.verify.gather import GatherCase
-from tilestream.verify.processes import LEFT, NotAlikeError
-from tilestream.verify.product import ProductCase
-from tilestream.verify.protocol import Ring
-from tilestream.verify.ring import RingCase
-from tilestream.verify.search import search
-from tilestream.verify.sums import SumCase
-from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
-from tilestream.verify.workers import WorkersModel
+from tilestream_tools import verify
+from tilestream_tools.verify.gather import GatherCase
+from tilestream_tools.verify.processes import LEFT, NotAlikeError
+from tilestream_tools.verify.product import ProductCase
+from tilestream_tools.verify.protocol import Ring
+from tilestream_tools.verify.ring import RingCase
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.sums import SumCase
+from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, matmul
+from tilestream_tools.verify.workers import WorkersModel
 
 #: States without reductions up to which a bug's cases are compared, and how many of them: the quick tests, and all.
 FEW, MANY = (4_000, 1), (15_000, 6)

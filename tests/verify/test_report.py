@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tilestream import verify
-from tilestream.verify import Report, Result, Violation
-from tilestream.verify.seeded import seeded_bugs
-from tilestream.verify.sweep import matmul
+from tilestream_tools import verify
+from tilestream_tools.verify import Report, Result, Violation
+from tilestream_tools.verify.seeded import seeded_bugs
+from tilestream_tools.verify.sweep import matmul
 
 VIOLATION = Violation("deadlock", "worker 0 at wait", "two workers", tuple(f"step {n}" for n in range(10)))
 
@@ -45,7 +45,7 @@ def test_report_that_does_not():
 def test_run_stops_a_model_at_its_smallest_failing_size(monkeypatch):
     bug = next(b for b in seeded_bugs() if b.name == "pivot not in the signal")
     cases = {"workers": list(bug.cases), "ring": verify.configurations("ring", "quick")[:1]}
-    monkeypatch.setattr("tilestream.verify.report.configurations", lambda model, level: cases[model])
+    monkeypatch.setattr("tilestream_tools.verify.report.configurations", lambda model, level: cases[model])
     told = []
     report = verify.run("quick", lambda result, done, total: told.append(result), models=("workers", "ring"))
     assert not report.ok

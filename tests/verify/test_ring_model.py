@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.verify.barriers import RingMemory
-from tilestream.verify.product import ProductCase, ProductModel
-from tilestream.verify.protocol import (
+from tilestream_tools.verify.barriers import RingMemory
+from tilestream_tools.verify.product import ProductCase, ProductModel
+from tilestream_tools.verify.protocol import (
     LoadState,
     MathState,
     Place,
@@ -18,10 +18,10 @@ from tilestream.verify.protocol import (
     math_turn,
     voided,
 )  # fmt: skip
-from tilestream.verify.report import explore
-from tilestream.verify.ring import NUMBERS, RingCase, RingModel
-from tilestream.verify.search import search
-from tilestream.verify.sweep import matmul
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.ring import NUMBERS, RingCase, RingModel
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.sweep import matmul
 
 CASE = RingCase(Ring(2, 2), (1, 2))
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tilestream.verify.faults import KINDS, Fault, Violation
-from tilestream.verify.model import Model
-from tilestream.verify.processes import LEFT, Locals, NotAlikeError, Process
-from tilestream.verify.search import check, search
+from tilestream_tools.verify.faults import KINDS, Fault, Violation
+from tilestream_tools.verify.model import Model
+from tilestream_tools.verify.processes import LEFT, Locals, NotAlikeError, Process
+from tilestream_tools.verify.search import check, search
 
 
 class Step(NamedTuple):

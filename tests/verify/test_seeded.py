@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tilestream import verify
-from tilestream.kernels import loop
-from tilestream.verify import (
+from tilestream.core import loop
+from tilestream_tools import verify
+from tilestream_tools.verify import (
     copies,
     seeded_attention,
     seeded_buffers,
@@ -26,11 +26,11 @@ from tilestream.verify import (
     seeded_workers,
     sweep,
 )
-from tilestream.verify.attention import AttentionCase
-from tilestream.verify.gather import GatherCase
-from tilestream.verify.report import explore
-from tilestream.verify.sums import SumCase
-from tilestream.verify.workers import WorkersCase
+from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.gather import GatherCase
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.sums import SumCase
+from tilestream_tools.verify.workers import WorkersCase
 
 BUGS = {bug.name: bug for bug in verify.seeded_bugs()}
 

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from tilestream.kernels.loop import Add, AddUp, Look, Restore, Write, work_through
-from tilestream.verify import sweep
-from tilestream.verify.partials import Partials
-from tilestream.verify.report import explore
-from tilestream.verify.search import search
-from tilestream.verify.seeded import seeded_bugs
-from tilestream.verify.sweep import matmul
-from tilestream.verify.words import Words
+from tilestream.core.loop import Add, AddUp, Look, Restore, Write, work_through
+from tilestream_tools.verify import sweep
+from tilestream_tools.verify.partials import Partials
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.seeded import seeded_bugs
+from tilestream_tools.verify.sweep import matmul
+from tilestream_tools.verify.words import Words
 
 SIZES = ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 2, 0), (4, 3, 2, 2), (2, 1, 3, 3))
 TWO = matmul("stream_k", 2, 1, k=2, drain="poison", settled=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream import verify
-from tilestream.verify import sweep
-from tilestream.verify.attention import AttentionCase
-from tilestream.verify.copies import CopyCase
-from tilestream.verify.gather import GatherCase
-from tilestream.verify.one_shot import OneShotCase
-from tilestream.verify.product import ProductCase
-from tilestream.verify.publish import PublishCase
-from tilestream.verify.ring import RingCase
-from tilestream.verify.sums import SumCase
-from tilestream.verify.workers import WorkersCase
+from tilestream_tools import verify
+from tilestream_tools.verify import sweep
+from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.copies import CopyCase
+from tilestream_tools.verify.gather import GatherCase
+from tilestream_tools.verify.one_shot import OneShotCase
+from tilestream_tools.verify.product import ProductCase
+from tilestream_tools.verify.publish import PublishCase
+from tilestream_tools.verify.ring import RingCase
+from tilestream_tools.verify.sums import SumCase
+from tilestream_tools.verify.workers import WorkersCase
 
 #: Of these models the quick level takes long: it is swept in so many parts, of which one is among the quick tests.
 PARTS = {"workers": 3, "ring": 3, "product": 3}
@@ -28,7 +28,7 @@ SWEPT = [
 @pytest.mark.parametrize(("model", "part"), SWEPT)
 def test_quick_sweep_finds_no_violation(model, part, monkeypatch):
     cases = verify.configurations(model, "quick")[part :: PARTS.get(model, 1)]
-    monkeypatch.setattr("tilestream.verify.report.configurations", lambda model, level: cases)
+    monkeypatch.setattr("tilestream_tools.verify.report.configurations", lambda model, level: cases)
     seen = []
     report = verify.run("quick", lambda result, done, total: seen.append((done, total)), models=[model])
     assert report.ok, str(report)
@@ -46,7 +46,7 @@ def test_full_sweep_finds_no_violation():
 
 def test_jobs_explore_the_same(monkeypatch):
     few = {"workers": [sweep.matmul("dynamic", 2, n, bounds=sweep.LAYOUTS[n][0]) for n in (1, 2, 3)]}
-    monkeypatch.setattr("tilestream.verify.report.configurations", lambda model, level: few[model])
+    monkeypatch.setattr("tilestream_tools.verify.report.configurations", lambda model, level: few[model])
     alone = verify.run("quick", models=["workers"])
     shared = verify.run("quick", models=["workers"], jobs=2)
     assert [(r.configuration, r.states) for r in alone.results] == [(r.configuration, r.states) for r in shared.results]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tilestream.arrival.gate import Gate, See
-from tilestream.kernels.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
-from tilestream.verify.oracle import Oracle
-from tilestream.verify.partials import Partials
-from tilestream.verify.report import explore
-from tilestream.verify.search import search
-from tilestream.verify.seeded import seeded_bugs
-from tilestream.verify.sweep import LAYOUTS, UNREAD, matmul
-from tilestream.verify.workers import WorkersModel
+from tilestream.core.gate import Gate, See
+from tilestream.core.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
+from tilestream_tools.verify.oracle import Oracle
+from tilestream_tools.verify.partials import Partials
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.seeded import seeded_bugs
+from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, matmul
+from tilestream_tools.verify.workers import WorkersModel
 
 BUGS = {bug.name: bug for bug in seeded_bugs()}
 

@@ -7,8 +7,8 @@ import operator
 from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
-from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.signals import Signals
+from tilestream.core.chunks import Chunks
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """A stream's copies, offered to the kernel that reads them: who makes them, and when.
 
 Nothing is copied before somebody reads. The first launch of an epoch that can takes the copies (`KernelCopies.take`)
-and makes them itself, see `tilestream.arrival.copy_items`; launches after it in the same stream find all there, and
+and makes them itself, see `tilestream.core.copy_items`; launches after it in the same stream find all there, and
 those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). Whoever reads and
 cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
 
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_bytes, word_dtype
+from tilestream.core.chunks import Chunks
+from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_bytes, word_dtype
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
@@ -68,7 +68,7 @@ class KernelCopies:
     Raises
     ------
     ValueError
-        If a chunk is too large: see `tilestream.arrival.copy_items.Pieces`.
+        If a chunk is too large: see `tilestream.core.copy_items.Pieces`.
     """
 
     def __init__(

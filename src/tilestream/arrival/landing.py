@@ -16,9 +16,9 @@ from tilestream.runtime.driver import copy_in
 from tilestream.runtime.streams import lend_to
 
 if TYPE_CHECKING:
-    from tilestream.arrival.chunks import Chunks
     from tilestream.arrival.device import DeviceSignals
     from tilestream.arrival.signals import Signals
+    from tilestream.core.chunks import Chunks
 
 
 class Landing:

@@ -19,7 +19,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from enum import Enum, auto
 from typing import ClassVar
 
-from tilestream.runtime.errors import ProducerStopped
+from tilestream.core.errors import ProducerStopped
 
 #: How often a caller's own signal words are looked at: at first, and at the least after a long time of nothing.
 POLL_SECONDS = (0.0002, 0.004)

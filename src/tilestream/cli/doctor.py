@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tilestream._version import __version__
 from tilestream.cli import ui
-from tilestream.plan.unrun import to_ask
+from tilestream.plan.experimental import to_ask
 
 #: Extras of the package, and what each is for.
 EXTRAS = (

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import typer
 from rich.console import Console
 
-from tilestream.runtime.errors import TilestreamError
+from tilestream.core.errors import TilestreamError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -44,7 +44,7 @@ def verify(
 
 
 def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -> bool:
-    from tilestream import verify as checker
+    from tilestream_tools import verify as checker
 
     level: checker.Level = "quick" if quick else "full"
     with _bar(console) as tell:
@@ -76,7 +76,7 @@ def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -
 
 
 def _seeded(console: Console, models: list[str] | None) -> bool:
-    from tilestream import verify as checker
+    from tilestream_tools import verify as checker
 
     for name in models or ():
         if name not in checker.MODELS:

@@ -1,6 +1,6 @@
 """Operations across GPUs, and across processes on the CPU, that overlap what they send with what they compute.
 
-The public names. The protocols of this package, which `tilestream.verify` explores, and its decisions import no torch.
+The public names. The protocols of this package, which `tilestream_tools.verify` explores, import no torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tilestream.runtime.errors import GroupBroken
+from tilestream.core.errors import GroupBroken
 
 if TYPE_CHECKING:
     from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul

@@ -13,14 +13,14 @@ from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
 from tilestream.distributed.collective import gather_whole
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.members import Group, Member, groups_of, member_of, name_of
+from tilestream.distributed.gathered import Product, Whole
+from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
-from tilestream.distributed.whole import Product, Whole
 from tilestream.ops.flat import check_deadline
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
-from tilestream.runtime import exit
+from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 
 OP: Op = "all_gather_matmul"
@@ -221,7 +221,7 @@ def run(
     member.check()
     seconds = checks.seconds_of(deadline, member, a_shard.device.type)
     call = prepare(member, a_shard, operands, dim, scale_a, out_dtype, fast_accum, form, into)
-    with exit.call(), member.call(), torch.no_grad(), torch.autocast(a_shard.device.type, enabled=False):
+    with shutdown.call(), member.call(), torch.no_grad(), torch.autocast(a_shard.device.type, enabled=False):
         if a_shard.is_cuda:
             from tilestream.distributed.symmetric import reach
 

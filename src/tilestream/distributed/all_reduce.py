@@ -18,14 +18,14 @@ from tilestream.distributed import checks
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import all_reduce, reduced
 from tilestream.distributed.dispatch import Form, Op
+from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.hierarchy import Hierarchy, of_name
-from tilestream.distributed.members import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.reduce_scatter import check_one, check_reduce_op, rehearse
 from tilestream.ops.flat import check_deadline
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
-from tilestream.runtime import exit
+from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 
 OP: Op = "matmul_all_reduce"
@@ -158,7 +158,7 @@ def run(
     wide = travels if a.is_cuda else torch.promote_types(travels, torch.float32)
     more: dict[str, Any] = {"travels": str(travels), "reduce_op": reduce_op}
     options = Options(OP, out_dtype=travels, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum)
-    with exit.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+    with shutdown.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         if isinstance(group, Member) and a.is_cuda:
             with group.call():
                 total = _one_shot(group, a, b, options, travels, bias, form, deadline, more)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from tilestream.distributed import async_input
 from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
-from tilestream.distributed.members import member_of, resolve
+from tilestream.distributed.group_state import member_of, resolve
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
 
 if TYPE_CHECKING:
-    from tilestream.distributed.left_over import Place
+    from tilestream.distributed.unfused_report import Place
 
 _KEYS = ("CPU", "CUDA", "Meta")
 
@@ -179,7 +179,7 @@ def _install() -> None:
         async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
-    from tilestream.distributed.left_over import Look
+    from tilestream.distributed.unfused_report import Look
 
     inductor.post_grad_custom_post_pass = Look(_tell, inductor.post_grad_custom_post_pass)
 
@@ -199,7 +199,7 @@ def _close(name: str, handle: AsyncTP) -> None:
         if not _open and _library is not None:
             import torch._inductor.config as inductor
 
-            from tilestream.distributed.left_over import Look
+            from tilestream.distributed.unfused_report import Look
 
             inductor._micro_pipeline_tp = _pass_before
             look = inductor.post_grad_custom_post_pass

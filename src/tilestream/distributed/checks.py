@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tilestream.distributed.dispatch import FORMS
-from tilestream.distributed.members import Member
+from tilestream.distributed.group_state import Member
 from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, multiply
 from tilestream.plan.problem import dtype_name

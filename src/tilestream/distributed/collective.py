@@ -12,10 +12,10 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
-from tilestream.distributed.greeting import GREETING_BYTES, differ
-from tilestream.distributed.members import Member
+from tilestream.distributed.gathered import Whole
+from tilestream.distributed.group_state import Member
+from tilestream.distributed.handshake import GREETING_BYTES, differ
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.whole import Whole
 
 
 def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:

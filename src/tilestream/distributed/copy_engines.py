@@ -32,17 +32,17 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart, PeerSignals
+from tilestream.core.errors import ArrivalTimeout
 from tilestream.distributed import protocol as p
+from tilestream.distributed.call_queue import Turns, Underway, answer, nothing
 from tilestream.distributed.collective import agree
-from tilestream.distributed.members import Member
+from tilestream.distributed.gathered import Product, Whole
+from tilestream.distributed.group_state import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
-from tilestream.distributed.turns import Turns, Underway, answer, nothing
-from tilestream.distributed.whole import Product, Whole
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
-from tilestream.runtime.errors import ArrivalTimeout
 
 #: Arrivals that are kept, of as many shapes and slots. More than calls under way: an expiry is known by their keys.
 _MOST_ARRIVALS = 128

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tilestream.distributed.greeting import GREETING_BYTES, differ
-from tilestream.distributed.members import Member
-from tilestream.runtime import exit
-from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout, GroupBroken, TilestreamError
+from tilestream.core.errors import NO_ITEM, ArrivalTimeout, GroupBroken, TilestreamError
+from tilestream.distributed.group_state import Member
+from tilestream.distributed.handshake import GREETING_BYTES, differ
+from tilestream.runtime import shutdown
 
 #: Messages of ours; of greetings; and of nobody: what is waited for in order to time out.
 _DATA, _GREETING, _NOTHING = 0x74731, 0x74732, 0x74733
@@ -64,7 +64,7 @@ class Exchange:
     op
         For messages.
     greeting
-        Of this rank: see `tilestream.distributed.greeting`.
+        Of this rank: see `tilestream.distributed.handshake`.
     seconds
         Until everything must be there.
     """
@@ -84,7 +84,7 @@ class Exchange:
 
     def start(self) -> None:
         """Greet everybody, and go on in threads."""
-        exit.register(self)
+        shutdown.register(self)
         peers = [(self._member.rank + x) % self._member.world for x in range(1, self._member.world)]
         try:
             for peer in peers:
@@ -125,7 +125,7 @@ class Exchange:
         self.join()
 
     def stop_at_exit(self, timeout: float) -> None:
-        """See `tilestream.runtime.exit`."""
+        """See `tilestream.runtime.shutdown`."""
         for thread in self._threads:
             thread.join(timeout)
 

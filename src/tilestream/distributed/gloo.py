@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.core.errors import ArrivalTimeout, GroupBroken, TilestreamError
 from tilestream.distributed.exchange import Exchange, Receive
-from tilestream.distributed.members import Member
+from tilestream.distributed.gathered import Product, Whole
+from tilestream.distributed.group_state import Member
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Shards
-from tilestream.distributed.whole import Product, Whole
-from tilestream.runtime.errors import ArrivalTimeout, GroupBroken, TilestreamError
 
 
 class _Gathering:

@@ -26,11 +26,11 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tilestream.distributed import all_gather, checks, reduce_scatter
-from tilestream.distributed.between import Steps, over_nodes
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import sum_of_parts
 from tilestream.distributed.dispatch import Form
-from tilestream.distributed.members import Member, member_by_name, member_names
+from tilestream.distributed.group_state import Member, member_by_name, member_names
+from tilestream.distributed.internode import Steps, over_nodes
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.ops.library import result_dtype
 from tilestream.ops.operands import Options, multiply

@@ -11,8 +11,8 @@ import torch
 
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.checks import Operands
+from tilestream.distributed.group_state import world_of
 from tilestream.distributed.hierarchy import Hierarchy, of_name, sum_of_shards
-from tilestream.distributed.members import world_of
 from tilestream.ops.library import _activation_backward, _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import worker_limit as limited
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tilestream.distributed.all_gather import all_gather_matmul
-from tilestream.distributed.members import Group, place_of
+from tilestream.distributed.group_state import Group, place_of
 from tilestream.distributed.reduce_scatter import matmul_reduce_scatter
 
 

@@ -21,11 +21,11 @@ import torch
 
 from tilestream.distributed import one_shot_protocol as text
 from tilestream.distributed import protocol as p
+from tilestream.distributed.call_queue import answer
 from tilestream.distributed.collective import agree
-from tilestream.distributed.members import Member
+from tilestream.distributed.gpu_reduce_scatter import Marks, Scatterer
+from tilestream.distributed.group_state import Member
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.sums import Marks, Scatterer
-from tilestream.distributed.turns import answer
 from tilestream.ops.publish import Publication
 from tilestream.runtime.driver import stream_wait, stream_write
 

@@ -21,7 +21,7 @@ before the last is under way, and none at all in a group that it knows to be bro
 *Giving up.* The matmul waits for nobody. The watchdog counts the deadline from its end, and makes this call's sum, and
 every later one, NaN before it lets the stream go.
 
-`tilestream.verify.one_shot` explores this text for two and three ranks over several calls.
+`tilestream_tools.verify.one_shot` explores this text for two and three ranks over several calls.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 
 from tilestream.distributed import nodes as over_nodes
 from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on_trial, table_hash
-from tilestream.distributed.greeting import greeting
-from tilestream.distributed.members import Member
+from tilestream.distributed.group_state import Member
+from tilestream.distributed.handshake import greeting
 from tilestream.distributed.protocol import Way
 from tilestream.plan.plan import Refusal
 from tilestream.plan.problem import dtype_name
@@ -64,7 +64,7 @@ class DistributedPlan:
     refused
         Why not fused, where it is not.
     agreed
-        What the ranks compare: see `tilestream.distributed.greeting`.
+        What the ranks compare: see `tilestream.distributed.handshake`.
     nodes
         How often this is done, once for each node's rows: ``case`` is of the ranks of one.
     """

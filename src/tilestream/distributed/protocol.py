@@ -43,8 +43,8 @@ same slot has done so before the kernels of that call had ended well.
 No operation waits for one that is issued after it: the kernel is issued behind the side stream's part, and a stream's
 waits come behind everything that they are for.
 
-`tilestream.verify.gather` explores these texts for two and three ranks over several epochs, with ranks that are late,
-give up or are lost. The way back, a sum, is in `tilestream.distributed.sum_protocol`.
+`tilestream_tools.verify.gather` explores these texts for two and three ranks over several epochs, with ranks that
+are late, give up or are lost. The way back, a sum, is in `tilestream.distributed.sum_protocol`.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import reduce_parts
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.members import Group, Member, groups_of, member_of, name_of
+from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
 from tilestream.ops.flat import check_deadline
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.ops.scales import canonical_scales
-from tilestream.runtime import exit
+from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 
 OP: Op = "matmul_reduce_scatter"
@@ -177,7 +177,7 @@ def run(
     wide = torch.float64 if travels == torch.float64 else torch.float32
     scales, of_b = canonical_scales(OP, scale_a, scale_b, a.shape[:-1], (), (rows, b.shape[-1]))
 
-    with exit.call(), member.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+    with shutdown.call(), member.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         if a.is_cuda:
             from tilestream.distributed.symmetric import reach
 
@@ -221,7 +221,7 @@ def _pulled(
     bias: torch.Tensor | None, seconds: float,
 ) -> torch.Tensor:  # fmt: skip
     """By copy engines, while the rest is computed."""
-    from tilestream.distributed.sums import matmul_scatter
+    from tilestream.distributed.gpu_reduce_scatter import matmul_scatter
     from tilestream.ops.publish import Publication, matmul_published
 
     # A view, unless rows lie otherwise in memory: as torch's compiler has what was gathered along a later dimension.

@@ -25,8 +25,8 @@ issued before the host knew. So the host runs ahead by `AHEAD` calls and no more
 
 No operation waits for one that is issued after it: the kernel is issued before the side stream's part.
 
-What a sum has in common with a gather is in `tilestream.distributed.protocol`. `tilestream.verify.sums` explores these
-texts, as `tilestream.verify.gather` does those.
+What a sum has in common with a gather is in `tilestream.distributed.protocol`. `tilestream_tools.verify.sums`
+explores these texts, as `tilestream_tools.verify.gather` does those.
 """
 
 from __future__ import annotations

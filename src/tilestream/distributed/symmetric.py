@@ -1,8 +1,8 @@
 """Memory of a group's GPUs that each of them can reach: slots, signals and flags (torch's symmetric memory).
 
 What is in it, of each rank: `SLOTS` slots, into which peers push, or out of which they pull; and for each slot signals,
-which whoever copies into it writes. Beside it are words in the host's memory (`tilestream.distributed.words`): a flag a
-peer, which that peer writes; and an abort word, which any peer may write. What it is for, and in which order:
+which whoever copies into it writes. Beside it are words in the host's memory (`tilestream.distributed.host_flags`):
+a flag a peer, which that peer writes; and an abort word, which any peer may write. What it is for, and in which order:
 `tilestream.distributed.protocol`.
 
 No barrier of symmetric memory's own is used (a kernel that spins without a bound), and no multicast.
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilestream.distributed import words
+from tilestream.core.errors import TilestreamError
+from tilestream.distributed import host_flags as words
 from tilestream.distributed.collective import agree, exchange_bytes
-from tilestream.distributed.members import Member
+from tilestream.distributed.group_state import Member
+from tilestream.distributed.host_flags import RankWords
 from tilestream.distributed.protocol import SLOTS
-from tilestream.distributed.words import RankWords
-from tilestream.runtime.errors import TilestreamError
 
 if TYPE_CHECKING:
     from tilestream.distributed.plan import DistributedPlan

@@ -34,9 +34,9 @@ from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import clear_signals_op
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, refuse_tangents
-from tilestream.plan.attention import AttentionLayout
-from tilestream.plan.attention_choose import ATTENTION_SCHEDULES, check_splits
-from tilestream.runtime import exit
+from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
+from tilestream.plan.attention_problem import AttentionLayout
+from tilestream.runtime import shutdown
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = Sequence[int | None] | None
@@ -226,7 +226,7 @@ def attention(
     if torch.compiler.is_compiling():
         result, lse = _call(t, s, arrival, deadline, into)
     else:
-        with exit.call():
+        with shutdown.call():
             result, lse = _call(t, s, arrival, deadline, into)
     answer = out if out is not None else result.transpose(1, 2) if layout == "bhsd" else result
     if key is not None:

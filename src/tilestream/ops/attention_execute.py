@@ -7,17 +7,17 @@ from itertools import pairwise
 
 import torch
 
-from tilestream.arrival.gate import RowGate
-from tilestream.kernels.attention import Operands
+from tilestream.core.gate import RowGate
+from tilestream.core.grid import WorkItem
 from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, seen_by
-from tilestream.kernels.cpu.launch import Awaited, Launch
+from tilestream.launch.attention import Operands
+from tilestream.launch.cpu.launch import Awaited, Launch
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.ops.execute import run_inline, see_all
 from tilestream.ops.flat import FlatArrival
-from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.plan.attention_planner import plan_attention
 from tilestream.runtime.workspace import workspace
-from tilestream.schedule.grid import WorkItem
 from tilestream.trace.record import current as current_recorder
 
 

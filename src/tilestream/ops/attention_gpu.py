@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
-from tilestream.kernels.attention import Operands
+from tilestream.launch.attention import Operands
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.ops.flat import FlatArrival
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.hopper_attention import refuse_strides
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.policy.hopper_attention import refuse_strides
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.cdna.attention_launch import CdnaAttentionLaunch
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
-    from tilestream.kernels.portable.attention_arguments import AttentionLayout
-    from tilestream.kernels.portable.attention_launch import AttentionLaunch, IncomingKeys
+    from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
+    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.launch.portable.attention_arguments import AttentionLayout
+    from tilestream.launch.portable.attention_launch import AttentionLaunch, IncomingKeys
     from tilestream.plan.attention_plan import AttentionPlan
 
     AnyLaunch: TypeAlias = AttentionLaunch | CdnaAttentionLaunch | HopperAttentionLaunch
@@ -60,7 +60,7 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
     launch = find(operands, t, s, keys, limit)
     incoming = None
     if keys is not None:
-        from tilestream.kernels.portable.attention_launch import IncomingKeys
+        from tilestream.launch.portable.attention_launch import IncomingKeys
 
         signals = cast("DeviceSignals", keys.signals("attention", device))
         if signals.by_matmul:  # on whose stream they were allocated
@@ -80,7 +80,7 @@ def _issue(launch: AnyLaunch, operands: Operands, incoming: IncomingKeys | None)
     if recorder is None:
         launch(operands, incoming)
         return
-    from tilestream.kernels.spans import traced, untraced
+    from tilestream.launch.trace import traced, untraced
 
     if why := untraced(launch.plan.backend):
         logger.warning("attention: %s", why)
@@ -125,21 +125,21 @@ def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit:
 def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> AnyLaunch:
     """The launch of a plan's backend. ``aligned``: whether the output's address is a multiple of 16."""
     if plan.backend == "cdna":
-        from tilestream.kernels.cdna.attention_launch import CdnaAttentionLaunch
+        from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
 
         return CdnaAttentionLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
-        from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+        from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 
         return HopperAttentionLaunch(plan, layout)
-    from tilestream.kernels.portable.attention_launch import AttentionLaunch
+    from tilestream.launch.portable.attention_launch import AttentionLaunch
 
     return AttentionLaunch(plan, layout)
 
 
 def layout_of(x: Operands) -> AttentionLayout:
     """The strides of canonical operands."""
-    from tilestream.kernels.portable.attention_arguments import AttentionLayout
+    from tilestream.launch.portable.attention_arguments import AttentionLayout
 
     lse = None
     if x.lse is not None:  # [B, H, S], packed [T, H]

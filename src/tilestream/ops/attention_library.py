@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.kernels.attention import Operands
+from tilestream.launch.attention import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_backward import gradients
 from tilestream.ops.attention_execute import execute

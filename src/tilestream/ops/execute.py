@@ -13,20 +13,20 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Outcome, Signals
+from tilestream.core.errors import NO_ITEM, ArrivalTimeout
+from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.gemm import GemmBody
-from tilestream.kernels.cpu.launch import Awaited, Body, Launch
-from tilestream.kernels.cpu.publish import Publisher
-from tilestream.kernels.epilogue import ACTIVATIONS, Epilogue
+from tilestream.launch.cpu.launch import Awaited, Body, Launch
+from tilestream.launch.cpu.publish import Publisher
+from tilestream.launch.epilogue import ACTIVATIONS, Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtype
 from tilestream.plan import limit as limits
-from tilestream.plan.ask import SCALES
+from tilestream.plan.api import SCALES
 from tilestream.plan.problem import Incoming, Problem, Scales, dtype_name
-from tilestream.runtime.errors import NO_ITEM, ArrivalTimeout
 from tilestream.runtime.workspace import workspace
-from tilestream.schedule.schedule import Schedule
 from tilestream.trace.record import current as current_recorder
 
 if TYPE_CHECKING:

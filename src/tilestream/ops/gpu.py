@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tilestream.kernels.epilogue import Epilogue
+from tilestream.launch.epilogue import Epilogue
 from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
-from tilestream.plan.choose import plan_problem
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming as Published
 from tilestream.plan.problem import Problem, dtype_name
 from tilestream.runtime.channel import check_device
@@ -20,8 +20,8 @@ from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.launch import Incoming, Launch
-    from tilestream.kernels.portable.arguments import Layout
+    from tilestream.launch.launch import Incoming, Launch
+    from tilestream.launch.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def issue(
     if recorder is None:
         launch(a, b, out, epilogue, incoming)
         return
-    from tilestream.kernels.spans import traced, untraced
+    from tilestream.launch.trace import traced, untraced
 
     if why := untraced(launch.plan.backend):
         logger.warning("%s: %s", op, why)
@@ -151,7 +151,7 @@ def _make(
     publishes: Published | None,
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
-    from tilestream.kernels.portable.arguments import Layout, is_aligned
+    from tilestream.launch.portable.arguments import Layout, is_aligned
 
     residual = epilogue.residual
     layout = Layout(
@@ -189,17 +189,17 @@ def _make(
             f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"
         )
     if plan.backend == "cdna":
-        from tilestream.kernels.cdna.launch import GemmLaunch as CdnaLaunch
+        from tilestream.launch.cdna.launch import GemmLaunch as CdnaLaunch
 
         if why := _no_vectors(a, b, layout):
             raise ValueError(f"plan.run: {why}; take backend='portable'")
         aligned = out.data_ptr() % 16 == 0, residual is None or residual.data_ptr() % 16 == 0
         return CdnaLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
-        from tilestream.kernels.hopper.launch import GemmLaunch as HopperLaunch
+        from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 
         return HopperLaunch(plan, layout, out.data_ptr() % 16 == 0)
-    from tilestream.kernels.portable.launch import GemmLaunch
+    from tilestream.launch.portable.launch import GemmLaunch
 
     return GemmLaunch(plan, layout)
 
@@ -222,7 +222,7 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
 
 def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
     """What of A and B cannot be read in vectors of 16 bytes, as the plan has it; empty if both can."""
-    from tilestream.kernels.portable.arguments import is_aligned
+    from tilestream.launch.portable.arguments import is_aligned
 
     for name, operand, strides in (("a", a, layout.a), ("b", b, layout.b)):
         rows, columns = operand.shape[-2:]
@@ -236,7 +236,7 @@ def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
 def _incoming(
     device: torch.device, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str
 ) -> Incoming:
-    from tilestream.kernels.launch import Incoming
+    from tilestream.launch.launch import Incoming
 
     words = [None if flat is None else cast("DeviceSignals", flat.signals(op, device)) for flat in (rows, columns)]
     return Incoming(words[0], words[1], deadline, op)

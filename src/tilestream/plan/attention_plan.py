@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.device import DeviceProperties
+from tilestream.core.grid import Grid
+from tilestream.core.integers import cdiv
+from tilestream.core.order import Raster
+from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.plan import Refusal
-from tilestream.schedule.grid import Grid
-from tilestream.schedule.integers import cdiv
-from tilestream.schedule.order import Raster
-from tilestream.schedule.schedule import Kind, Schedule
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilestream.schedule.schedule import Schedule
+from tilestream.core.schedule import Schedule
 
 
 @dataclass(frozen=True)

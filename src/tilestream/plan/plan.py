@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.gate import Gate
+from tilestream.core.device import DeviceProperties
+from tilestream.core.gate import Gate
+from tilestream.core.schedule import Schedule
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.copies import COPIERS, Copies, copied_operand
-from tilestream.plan.device import DeviceProperties
 from tilestream.plan.explain import explain
-from tilestream.plan.floor import Floor
 from tilestream.plan.problem import Problem, gate_of
-from tilestream.schedule.schedule import Schedule
+from tilestream.plan.roofline import Floor
 
 if TYPE_CHECKING:
     import torch

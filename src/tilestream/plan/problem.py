@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.gate import Gate
+from tilestream.core.chunks import Chunks
+from tilestream.core.gate import Gate
 
 #: The kinds of 8 bits: OCP's, and those that AMD's gfx942 has matrix units for. They have another exponent, no infinity
 #: and no negative zero: of the same bits the value is half.

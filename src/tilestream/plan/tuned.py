@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilestream._version import __version__
+from tilestream.core.device import DeviceProperties
 from tilestream.plan.candidate import Candidate
-from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import Problem
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language")
 
-from tilestream.kernels.attention import Operands
+from tilestream.core.gpu_specs import named
 from tilestream.kernels.cdna.attention import attend
-from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
-from tilestream.kernels.cdna.attention_launch import CdnaAttentionLaunch
 from tilestream.kernels.cdna.attention_softmax import narrowed
-from tilestream.kernels.portable.attention_launch import AttentionLaunch, IncomingKeys
+from tilestream.launch.attention import Operands
+from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
+from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
+from tilestream.launch.portable.attention_launch import AttentionLaunch, IncomingKeys
 from tilestream.ops.attention_gpu import launch_of, layout_of
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.known import named
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.runtime.device_workspace import Words
 
 NAMES = attend.arg_names

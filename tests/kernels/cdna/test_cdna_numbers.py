@@ -16,16 +16,16 @@ pytest.importorskip("triton.experimental.gluon.language")
 
 from emulated import BEHIND, BFLOAT16, FLOAT32, FP8, INT32, Machine, Memory, Pointer
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.cdna.arguments import Arguments
-from tilestream.kernels.gate import GateArguments
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.core.grid import Grid, WorkItem
+from tilestream.core.order import Raster
+from tilestream.core.schedule import Schedule
+from tilestream.launch.cdna.arguments import Arguments
+from tilestream.launch.gate import GateArguments
+from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import Incoming, Problem
-from tilestream.schedule.grid import Grid, WorkItem
-from tilestream.schedule.order import Raster
-from tilestream.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ pytest.importorskip("triton")
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart, GateWords
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.gate import GateArguments
-from tilestream.kernels.hopper import launch as launching
-from tilestream.kernels.hopper.arguments import Arguments, Map
 from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
-from tilestream.kernels.hopper.launch import GemmLaunch, described_by
-from tilestream.kernels.launch import Incoming, Probe
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.kernels.spans import SpanLog
+from tilestream.launch.epilogue import Epilogue
+from tilestream.launch.gate import GateArguments
+from tilestream.launch.hopper import launch as launching
+from tilestream.launch.hopper.arguments import Arguments, Map
+from tilestream.launch.hopper.launch import GemmLaunch, described_by
+from tilestream.launch.launch import Incoming, Probe
+from tilestream.launch.launcher import VARIES, Descriptor
+from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
-from tilestream.plan import hopper as policy
 from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.policy import hopper as policy
 from tilestream.plan.problem import Incoming as Arriving
 from tilestream.runtime.channel import channel
-from tilestream.runtime.launcher import VARIES, Descriptor
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 M, N, K = 1000, 520, 264

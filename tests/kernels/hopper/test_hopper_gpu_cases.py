@@ -38,7 +38,7 @@ def test_every_case_has_a_plan_of_its_own(cases):
 
 
 def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
-    from tilestream.kernels.hopper.arguments import Arguments
+    from tilestream.launch.hopper.arguments import Arguments
 
     seen = Counter()
     for case in cases.CASES:
@@ -53,7 +53,7 @@ def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
 
 
 def test_rows_that_stand_apart_do_where_it_says(cases):
-    from tilestream.kernels.hopper.arguments import Arguments
+    from tilestream.launch.hopper.arguments import Arguments
 
     seen = Counter()
     for case, first, height, period, there in cases.APART:

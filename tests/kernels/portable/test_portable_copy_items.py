@@ -11,16 +11,16 @@ import torch
 from interpreted import DEVICE, KINDS, Copied, crossed, nan_like, run, small_tiles
 
 from error_rule import Maths, check, rand
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.copy_items import COUNTERS, Pieces
-from tilestream.kernels.launch import Incoming
-from tilestream.plan.choose import plan_problem
+from tilestream.core.chunks import Chunks
+from tilestream.core.copy_items import COUNTERS, Pieces
+from tilestream.core.errors import ArrivalTimeout, TilestreamError
+from tilestream.launch.launch import Incoming
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming as Chunked
 from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
-from tilestream.runtime.errors import ArrivalTimeout, TilestreamError
 
 CPU = torch.device("cpu")
 CHUNKS = {
@@ -113,7 +113,7 @@ def test_words_of_every_width(word):
 
 
 def test_more_words_than_a_round_has(monkeypatch):
-    monkeypatch.setattr("tilestream.arrival.copy_items.WORDS_A_THREAD", 1)  # 128 words a round
+    monkeypatch.setattr("tilestream.core.copy_items.WORDS_A_THREAD", 1)  # 128 words a round
     words = offered(rand(70, 100), CHUNKS["one"], per_chunk=2, word=4)
     b = rand(100, 16)
     out = nan_like(words.target, b)
@@ -184,7 +184,7 @@ def test_a_captured_launch_copies_anew_at_each_replay_and_leaves_all_words_at_ze
     plan = plan_for(70, 17, 24, kind, rows=words)
     own, space = captured_words(CPU, plan.schedule, plan.block), DeviceWorkspace(CPU)
     monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
     for seed in range(3):
         words.source.copy_(rand(70, 24, seed=seed))
         words.target.fill_(float("nan"))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tilestream.cli import ui
 from tilestream.cli.demo.machine import load_average, versions
-from tilestream.plan.device import cpu_properties
+from tilestream.core.device import cpu_properties
 
 if TYPE_CHECKING:
     from pathlib import Path

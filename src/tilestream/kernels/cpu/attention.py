@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import torch
 
-from tilestream.kernels.attention import Operands
+from tilestream.core.attention import diagonal, key_blocks, seen_keys
+from tilestream.core.grid import WorkItem
+from tilestream.core.integers import cdiv
+from tilestream.core.raster import longest_first
 from tilestream.kernels.cpu.convert import widened
+from tilestream.launch.attention import Operands
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.workspace import Workspace
-from tilestream.schedule.attention import diagonal, key_blocks, seen_keys
-from tilestream.schedule.grid import WorkItem
-from tilestream.schedule.integers import cdiv
-from tilestream.schedule.raster import longest_first
 
 
 class SequenceRows(NamedTuple):
@@ -115,7 +115,7 @@ class AttentionBody:
         self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
 
     def compute(self, item: WorkItem) -> None:
-        """See `tilestream.kernels.cpu.launch.Body`."""
+        """See `tilestream.launch.cpu.launch.Body`."""
         tile = self._tiles.of(item)
         if tile is None:
             return
@@ -178,11 +178,11 @@ class AttentionBody:
         top.copy_(new)
 
     def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
-        """See `tilestream.kernels.cpu.launch.Body`: a tile's keys are not split here."""
+        """See `tilestream.launch.cpu.launch.Body`: a tile's keys are not split here."""
         raise AssertionError("a part of a tile, from a schedule that makes none")
 
     def poison(self, item: WorkItem) -> None:
-        """See `tilestream.kernels.cpu.launch.Body`."""
+        """See `tilestream.launch.cpu.launch.Body`."""
         tile = self._tiles.of(item)
         if tile is not None:
             out, lse = self._outputs(tile)

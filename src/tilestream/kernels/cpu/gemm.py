@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
+from tilestream.core.grid import WorkItem
+from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.convert import widened
 from tilestream.kernels.cpu.epilogue import apply
-from tilestream.kernels.epilogue import Epilogue
+from tilestream.launch.epilogue import Epilogue
 from tilestream.runtime.workspace import Workspace
-from tilestream.schedule.grid import WorkItem
-from tilestream.schedule.schedule import Schedule
 
 
 class GemmBody:

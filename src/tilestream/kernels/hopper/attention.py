@@ -39,7 +39,7 @@ H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (o
 
 Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see
-`tilestream.schedule.attention`.
+`tilestream.core.attention`.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def attend(
     Parameters
     ----------
     lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table
-        As of `tilestream.kernels.attention.Operands`, each of them or None.
+        As of `tilestream.launch.attention.Operands`, each of them or None.
     log
-        A record an item, where ``TRACE``: see `tilestream.kernels.portable.spans`.
+        A record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
     starts, order_of, sequences
-        The list that `tilestream.kernels.portable.attention_list` makes where queries are packed.
+        The list that `tilestream.kernels.device.varlen` makes where queries are packed.
     rows_q, rows_k
         Rows of the packed tensors.
     queries, keys
@@ -106,7 +106,7 @@ def attend(
     scale, inner
         Of scores, in base 2: ``softcap`` and ``scale / softcap``, where there is a cap.
     signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
-        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.portable.attention_gate`.
+        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.device.attention_gate`.
     PACK
         Query heads side by side in a tile's rows.
     PARTS

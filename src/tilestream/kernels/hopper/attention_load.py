@@ -8,7 +8,7 @@ two bring the address back, one by ``BEYOND`` steps that wrap around 64 bits, th
 Triton's `triton.tools.ragged_tma`.
 
 Where keys arrive (``KEYS``), the load warp asks the gate before a block whose chunks it does not know to be there,
-inside of the item, and takes blocks from the first key on. It is told "over" (`tilestream.kernels.portable.gate`)
+inside of the item, and takes blocks from the first key on. It is told "over" (`tilestream.kernels.device.gate`)
 with stages still to fill that consumers will wait for: those it fills with nothing, and says so in the item's slot
 before the last of them, so that nobody takes the result for one. Items after that have no blocks.
 
@@ -30,17 +30,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tilestream.core import attention
+from tilestream.kernels.device.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
+from tilestream.kernels.device.clock import present
+from tilestream.kernels.device.gate import is_over
+from tilestream.kernels.device.schedule import LINE, add, cdiv, enter, leave, longest_first, look, take
+from tilestream.kernels.device.trace import begin_span, chunk_span, ready_span
+from tilestream.kernels.device.varlen import place_of, rows_of
 from tilestream.kernels.hopper.compat import boxes, device, tma_load
 from tilestream.kernels.hopper.gate import Watch, fenced
 from tilestream.kernels.hopper.queues import EARLY, ask, told
 from tilestream.kernels.hopper.ring import ITEMS, put, step
-from tilestream.kernels.portable.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
-from tilestream.kernels.portable.attention_list import place_of, rows_of
-from tilestream.kernels.portable.clock import present
-from tilestream.kernels.portable.gate import is_over
-from tilestream.kernels.portable.schedule import LINE, add, cdiv, enter, leave, longest_first, look, take
-from tilestream.kernels.portable.spans import begin_span, chunk_span, ready_span
-from tilestream.schedule import attention
 
 diagonal = device(attention.diagonal)
 share_of_keys = device(attention.share_of_keys)
@@ -55,7 +55,7 @@ VOID: gl.constexpr = gl.constexpr(15)
 
 
 class Arriving(NamedTuple):
-    """What the kernel is told of keys that arrive: see `tilestream.kernels.portable.attention_arguments.KeyGate`."""
+    """What the kernel is told of keys that arrive: see `tilestream.launch.portable.attention_arguments.KeyGate`."""
 
     signals: Any
     quarantine: Any
@@ -243,23 +243,27 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
     while found != 0:
         found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
             worker, workers, ticket, source, zero, zero, zero,
-            work.counters, work.base, one, one, work.num_m, work.num_n, one, work.tiles, zero, zero, None, work.group, zero, one, zero,
-            None, zero, zero, C.KIND, "items", False, C.ORDER, False, False, asked,
+            work.counters, work.base, one, one, work.num_m, work.num_n, one, work.tiles, zero, zero, None,
+            work.group, zero, one, zero, None, zero, zero, C.KIND, "items", False, C.ORDER, False, False, asked,
             told if ASKS else add, look,
         )  # fmt: skip
         (
             found, batch, first, head, share, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
             plain_end, end, until, since,
         ) = item_of(
-            found, pm, pn, source_of.starts, source_of.order_of, source_of.sequences, source_of.cu_queries, source_of.cu_keys, source_of.lengths, source_of.rows_q, source_of.rows_k,
-            source_of.queries, source_of.keys, source_of.columns, source_of.shares, work.group, source_of.batch_rows_k, source_of.batch_rows_v, source_of.left, source_of.right,
+            found, pm, pn, source_of.starts, source_of.order_of, source_of.sequences, source_of.cu_queries,
+            source_of.cu_keys, source_of.lengths, source_of.rows_q, source_of.rows_k,
+            source_of.queries, source_of.keys, source_of.columns, source_of.shares, work.group,
+            source_of.batch_rows_k, source_of.batch_rows_v, source_of.left, source_of.right,
             POSITIONS, C.BLOCK, C.SPLIT, C.TOP_LEFT, C.LEFT, C.RIGHT,
         )  # fmt: skip
         if AHEAD:
             if late != 0:
                 v_stage, v_phase = fill_stage(
-                    source_of.v_map, ring.v_full, ring.v_empty, v_boxes, v_stage, v_phase, over, v_batch, v_origin, v_keys, v_first,
-                    v_head, source_of.table, source_of.table_stride, source_of.page_rows_v, V_BYTES, C.BLOCK, COLUMNS, C.STAGES, C.PAGE, C.RAGGED_K,
+                    source_of.v_map, ring.v_full, ring.v_empty, v_boxes, v_stage, v_phase, over, v_batch, v_origin,
+                    v_keys, v_first,
+                    v_head, source_of.table, source_of.table_stride, source_of.page_rows_v, V_BYTES, C.BLOCK,
+                    COLUMNS, C.STAGES, C.PAGE, C.RAGGED_K,
                 )  # fmt: skip
             late = zero
         if C.TRACE:
@@ -292,7 +296,13 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
         put(items.slots, slot, 9, to_batch, 1)
         put(items.slots, slot, 10, to_row, 1)
         put(items.slots, slot, 11, own_queries, 1)
-        put(items.slots, slot, 12, to_batch * source_of.stride_lb + to_row * source_of.stride_lr + head * C.PACK * source_of.stride_lh, 1)
+        put(
+            items.slots,
+            slot,
+            12,
+            to_batch * source_of.stride_lb + to_row * source_of.stride_lr + head * C.PACK * source_of.stride_lh,
+            1,
+        )
         put(items.slots, slot, 13, source_of.stride_lr, 1)
         put(items.slots, slot, 14, source_of.stride_lh, 1)
         if C.KEYS != "none":
@@ -308,9 +318,13 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                 if source_of.scale_q is not None:
                     factor = factor * gl.load(source_of.scale_q + of * C.SCALES[0] + head * C.SCALES[1])
                 if source_of.scale_k is not None:
-                    factor = factor * gl.load(source_of.scale_k + of * C.SCALES[2] + head // source_of.shared_by * C.SCALES[3])
+                    factor = factor * gl.load(
+                        source_of.scale_k + of * C.SCALES[2] + head // source_of.shared_by * C.SCALES[3]
+                    )
                 if source_of.scale_v is not None:
-                    of_values = gl.load(source_of.scale_v + of * C.SCALES[4] + head // source_of.shared_by * C.SCALES[5])
+                    of_values = gl.load(
+                        source_of.scale_v + of * C.SCALES[4] + head // source_of.shared_by * C.SCALES[5]
+                    )
             put(items.scales, slot, 0, factor.to(gl.int32, bitcast=True), 1)
             put(items.scales, slot, 1, of_values.to(gl.int32, bitcast=True), 1)
         mbarrier.arrive(items.full.index(slot))
@@ -323,7 +337,8 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                 mbarrier.expect(ring.q_full.index(q_at), Q_BYTES)
                 for part in gl.static_range(C.PARTS):
                     at = place(
-                        batch, origin, own_queries, first + who * (ROWS // C.PACK), head * C.PACK, part * WIDTH, C.RAGGED_Q
+                        batch, origin, own_queries, first + who * (ROWS // C.PACK), head * C.PACK, part * WIDTH,
+                        C.RAGGED_Q
                     )  # fmt: skip
                     tma_load(source_of.q_map, at, ring.q_full.index(q_at), q_boxes.index(q_at * C.PARTS + part))
             q_stage, q_phase = step(q_stage, q_phase, C.QUERIES)
@@ -364,26 +379,35 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                     behind = first_key + C.BLOCK
                 if j < end:
                     stage, phase = fill_stage(
-                        source_of.k_map, ring.k_full, ring.k_empty, k_boxes, stage, phase, over, batch, origin_k, own_keys, first_key,
-                        head // source_of.shared_by, source_of.table, source_of.table_stride, source_of.page_rows_k, K_BYTES, C.BLOCK, C.PARTS * WIDTH, C.STAGES,
-                        C.PAGE, C.RAGGED_K,
+                        source_of.k_map, ring.k_full, ring.k_empty, k_boxes, stage, phase, over, batch, origin_k,
+                        own_keys, first_key,
+                        head // source_of.shared_by, source_of.table, source_of.table_stride, source_of.page_rows_k,
+                        K_BYTES, C.BLOCK, C.PARTS * WIDTH, C.STAGES, C.PAGE, C.RAGGED_K,
                     )  # fmt: skip
                 if j > begin:
                     v_stage, v_phase = fill_stage(
-                        source_of.v_map, ring.v_full, ring.v_empty, v_boxes, v_stage, v_phase, over, batch, origin_v, own_keys, behind,
-                        head // source_of.shared_by, source_of.table, source_of.table_stride, source_of.page_rows_v, V_BYTES, C.BLOCK, COLUMNS, C.STAGES, C.PAGE,
-                        C.RAGGED_K,
+                        source_of.v_map, ring.v_full, ring.v_empty, v_boxes, v_stage, v_phase, over, batch, origin_v,
+                        own_keys, behind,
+                        head // source_of.shared_by, source_of.table, source_of.table_stride, source_of.page_rows_v,
+                        V_BYTES, C.BLOCK, COLUMNS, C.STAGES, C.PAGE, C.RAGGED_K,
                     )  # fmt: skip
             if AHEAD:
                 if begin < end:
-                    late, v_batch, v_origin, v_keys, v_head = one, batch, origin_v, own_keys, head // source_of.shared_by
+                    late, v_batch, v_origin, v_keys, v_head = (
+                        one,
+                        batch,
+                        origin_v,
+                        own_keys,
+                        head // source_of.shared_by,
+                    )
                     if C.KEYS != "none":
                         v_first = (end - 1) * C.BLOCK
                     else:
                         v_first = begin * C.BLOCK
     if C.KEYS != "none":
         leave_keys(
-            leaves, work.reset, over, worker, workers, one, work.counters, work.base, watch.abort, watch.clock, watch.begin,
+            leaves, work.reset, over, worker, workers, one, work.counters, work.base, watch.abort, watch.clock,
+            watch.begin,
             arriving.allowed, arriving.records, arriving.claims, arriving.op, arriving.signals, arriving.epoch,
             arriving.key, arriving.quarantine, arriving.chunks,
         )  # fmt: skip

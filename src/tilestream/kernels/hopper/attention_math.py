@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from tilestream.core import attention as rules
+from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.attention_load import VOID, place
 from tilestream.kernels.hopper.attention_softmax import (
     as_operand,
@@ -33,8 +35,6 @@ from tilestream.kernels.hopper.compat import barrier, device, tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
 from tilestream.kernels.hopper.parts import At, Mask, Sums
 from tilestream.kernels.hopper.ring import ITEMS, get, step
-from tilestream.kernels.portable.spans import end_span
-from tilestream.schedule import attention as rules
 
 blocks_of_part = device(rules.blocks_of_part)
 
@@ -117,7 +117,7 @@ def own_blocks(
     Returns
     -------
     (begin, plain_begin, plain_end, last)
-        As of `tilestream.schedule.attention.blocks_of_part`; ``last`` is a block.
+        As of `tilestream.core.attention.blocks_of_part`; ``last`` is a block.
     """
     at = first + (POSITIONS - 1)
     from_first = tl.cast(0, tl.int32)

@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from tilestream.kernels.device.epilogue import activate
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
-from tilestream.kernels.portable.epilogue import activate
 
 
 @gluon.constexpr_function
@@ -225,7 +225,7 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
 
     Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
     written it: where the others have counted already, nobody else can be the last. That is the protocol of
-    `tilestream.kernels.loop.settle`, which the checker explores.
+    `tilestream.core.loop.settle`, which the checker explores.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
     consumer: for its stores before, for its loads after.

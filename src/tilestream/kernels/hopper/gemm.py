@@ -11,7 +11,7 @@
 The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Where an operand arrives (``ROW_CHUNKS``,
 ``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
 Where the kernel makes such an operand's copies itself (``COPIES``), it does so before its warps part:
-`tilestream.kernels.portable.copy_items`.
+`tilestream.kernels.device.copy_items`.
 Where rows of x stand apart from the others (``APART``), tiles of them are loaded from there:
 `tilestream.kernels.hopper.load`.
 Where the output is published (``PUBLISH``: its rows are the accumulator's, or its columns), a consumer does so behind
@@ -39,6 +39,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tilestream.kernels.device.copy_items import copy_items
+from tilestream.kernels.device.schedule import add, enter, home_queue, leave, source_queue, take
+from tilestream.kernels.device.trace import begin_span, end_span, place_of, ready_span
 from tilestream.kernels.hopper.compat import barrier
 from tilestream.kernels.hopper.epilogue import (
     add_up,
@@ -46,7 +49,6 @@ from tilestream.kernels.hopper.epilogue import (
     hold,
     pending,
     settle,
-    start_of,
     strip_of,
     touch,
 )
@@ -63,15 +65,24 @@ from tilestream.kernels.hopper.gate import (
 from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
 from tilestream.kernels.hopper.load import Apart, load_steps, stands
 from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.parts import (
+    Cursor,
+    Epilogue,
+    Item,
+    Items,
+    Loads,
+    Matrix,
+    Place,
+    Ring,
+    Vector,
+    Words,
+    Work,
+)
 from tilestream.kernels.hopper.publish import UNALIGNED as PUBLISH_UNALIGNED
 from tilestream.kernels.hopper.publish import UNSPECIALISED as PUBLISH_UNSPECIALISED
 from tilestream.kernels.hopper.publish import Publishing, publish
 from tilestream.kernels.hopper.queues import EARLY, ask, look_at_many, told
-from tilestream.kernels.hopper.parts import Cursor, Epilogue, Item, Items, Loads, Matrix, Place, Ring, Vector, Words, Work
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
-from tilestream.kernels.portable.copy_items import copy_items
-from tilestream.kernels.portable.schedule import add, enter, home_queue, leave, source_queue, take
-from tilestream.kernels.portable.spans import begin_span, end_span, place_of, ready_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
@@ -101,7 +112,9 @@ def begin(work, words, gate, C: gl.constexpr):
     enter(words.counters, words.base, worker, work.queues, leaves, C.KIND == "static", C.GATED)
     watch, carried = None, (zero, zero, zero - 1, zero, zero - 1)
     if C.GATED:
-        watch, carried = begin_gate(gate, worker, words.counters, words.base, work.queues, C.ROW_CHUNKS, C.COLUMN_CHUNKS)
+        watch, carried = begin_gate(
+            gate, worker, words.counters, words.base, work.queues, C.ROW_CHUNKS, C.COLUMN_CHUNKS
+        )
     # At a gate a worker may wait for long: it holds no ticket then that somebody else could use. And stream_k leaves
     # the load warp no registers for it.
     asked = tl.cast(0, tl.int64)
@@ -207,7 +220,8 @@ def load_loop(loads, ring, items, work, words, gate, rows, columns, C: gl.conste
                 go = tl.where(at.source <= work.queues, 1, 0)
                 asked = ask(words.counters, source_queue(at.source, home), go)
                 at = Cursor(
-                    at.ticket, at.source, at.share, at.unit, at.unit_end, at.queue, at.empty, at.noted, asked, at.carried
+                    at.ticket, at.source, at.share, at.unit, at.unit_end, at.queue, at.empty, at.noted, asked,
+                    at.carried
                 )  # fmt: skip
             stage, phase = load_steps(
                 k_begin, item.k_end, loads, ring, stage, phase, item.batch, is_apart, row, column, C

@@ -62,8 +62,8 @@ def load_steps(begin, end, loads, ring, stage, phase, batch, is_apart, row, colu
     ``is_apart``: whether ``row`` is one of those of x that stand apart.
     """
     BYTES: gl.constexpr = (
-        C.ROWS * loads.x.dtype.primitive_bitwidth + C.COLUMNS * loads.y[0].dtype.primitive_bitwidth
-    ) * C.BLOCK_K // 8
+        (C.ROWS * loads.x.dtype.primitive_bitwidth + C.COLUMNS * loads.y[0].dtype.primitive_bitwidth) * C.BLOCK_K // 8
+    )
     x_batch, y_batch = batch * loads.x_batched, batch * loads.y_batched
     for k in range(begin, end):
         mbarrier.wait(ring.empty.index(stage), phase ^ 1)

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from tilestream.kernels.hopper.epilogue import mma_layout
 from tilestream.kernels.hopper.ring import before, step
-from tilestream.plan import hopper
+from tilestream.plan.policy import hopper
 
 narrow = gluon.constexpr_function(hopper.narrow)
 
@@ -175,7 +175,9 @@ def poison(order, WHO: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr):
 def product(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
     """What an item of so many K steps comes to: ``(accumulators, stage, phase)``. Void, it has fewer than none."""
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
-    MULTIPLY: gl.constexpr = multiply_precisely if C.PROMOTE else multiply_narrow if narrow(C.WIDTHS, BITS) else multiply
+    MULTIPLY: gl.constexpr = (
+        multiply_precisely if C.PROMOTE else multiply_narrow if narrow(C.WIDTHS, BITS) else multiply
+    )
     if C.GATED:
         if steps < 0:
             accs = poison(order, WHO, BITS, C)
