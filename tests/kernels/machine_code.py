@@ -49,6 +49,7 @@ import hopper_attention_gate
 import hopper_gate
 import trace_gate
 import triton
+from triton.runtime.cache import triton_key
 
 from tilestream.isa.build import TARGETS, build
 
@@ -361,3 +362,5 @@ if __name__ == "__main__":
     ended = main()
     sys.stdout.flush()
     os._exit(ended)  # which ends it without the page about leaks that Triton 3.9 ends with
+elif __name__ == "__mp_main__":
+    triton_key()  # reads all of Triton's files; kept for the processes that are forked from this one
