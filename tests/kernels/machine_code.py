@@ -49,9 +49,8 @@ import hopper_attention_gate
 import hopper_gate
 import trace_gate
 import triton
-from triton.runtime.cache import triton_key
-
 from tilestream.isa.build import TARGETS, build
+from triton.runtime.cache import triton_key
 
 RECORD = Path(__file__).parent / "machine_code.json"
 BACKENDS = ("portable", "hopper", "cdna")
