@@ -49,7 +49,7 @@ import hopper_attention_gate
 import hopper_gate
 import trace_gate
 import triton
-from tilestream.isa.build import TARGETS, build
+from tilestream_tools.isa.build import TARGETS, build
 from triton.runtime.cache import triton_key
 
 RECORD = Path(__file__).parent / "machine_code.json"

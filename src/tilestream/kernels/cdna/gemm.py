@@ -184,7 +184,8 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
     STAGES: gl.constexpr = C.STAGES if C.DIRECT else 1
     x_stages = make_stages(x.at.dtype.element_ty, STAGES, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED)
     y_stages = make_stages(y.at.dtype.element_ty, STAGES, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED)
-    acc = gl.zeros([C.BLOCK_M, C.BLOCK_N], gl.float32, MATH)
+    TILE: gl.constexpr = (C.BLOCK_M, C.BLOCK_N)
+    acc = gl.zeros(TILE, gl.float32, MATH)
     whole = gl.minimum(k_end, k // C.BLOCK_K)
     most = k // C.BLOCK_K - 1
     MULTIPLY: gl.constexpr = multiply_direct if C.DIRECT else multiply_staged

@@ -101,12 +101,13 @@ def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def prefetch_epilogue(e, batch, row, column, C: gl.constexpr):
+def prefetch_epilogue(e, item, row, C: gl.constexpr):
     """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
 
     Vectors are loaded, which leaves them in the first-level cache; the caller passes the values to `await_prefetch`
     after the K loop, which waits for them. The residual is prefetched into L2.
     """
+    batch, column = item.batch, item.pn * C.COLUMNS
     early = ()
     if C.SCALES != "none":
         if e.row_scale.at is not None:
@@ -320,7 +321,8 @@ def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: 
     TOGETHER: gl.constexpr = together(C.HALF_ROWS, C.COLUMNS, WIDTH, C.FULL)
     size: gl.constexpr = C.ROWS * C.COLUMNS
     at = at + place_in_partial(C.HALF_ROWS, START, WIDTH, C.STRIP)
-    acc = gl.zeros((C.HALF_ROWS, WIDTH), gl.float32, layout)
+    TILE: gl.constexpr = (C.HALF_ROWS, WIDTH)
+    acc = gl.zeros(TILE, gl.float32, layout)
     for first in range(0, item.parts, TOGETHER):
         others = ()
         for i in gl.static_range(TOGETHER):
@@ -337,8 +339,8 @@ def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: 
 
 
 @gluon.jit
-def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexpr):
-    """Finish and store a consumer's part of a tile, which begins at ``row`` and ``column``, strip by strip.
+def store_tile(accs, at, e, item, row, WHO: gl.constexpr, C: gl.constexpr):
+    """Finish and store a consumer's part of a tile, which begins at ``row`` of the accumulator, strip by strip.
 
     ``at``: of a tile in parts, see `first_partial`.
     """
@@ -349,6 +351,6 @@ def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexp
             if item.parts > 1:
                 x = reduce_partials(x, at + i * C.HALF_ROWS * C.STRIP, item, C)
         store_strip(
-            x, e, item.batch, row, column + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
+            x, e, item.batch, row, item.pn * C.COLUMNS + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
             pending(i, STRIPS, C.BUFFERS), C,
         )  # fmt: skip

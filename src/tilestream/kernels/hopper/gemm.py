@@ -108,8 +108,9 @@ def begin(work, words, gate, C: gl.constexpr):
 @gluon.jit
 def prefetch_next(cursor, work, words, watch):
     """Begin to draw the next ticket, unless the worker's queue is empty, and it will look before it takes."""
-    queue = source_queue(cursor.source, home_queue(watch.worker, work.queues))
-    return with_asked(cursor, prefetch_ticket(words, queue, tl.where(cursor.source <= work.queues, 1, 0)))
+    home = home_queue(watch.worker, work.queues)
+    go = tl.where(cursor.source <= work.queues, 1, 0)
+    return with_asked(cursor, prefetch_ticket(words, source_queue(cursor.source, home), go))
 
 
 @gluon.jit
@@ -233,10 +234,10 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         mine = is_mine(steps, number, WHO, C)
         if mine:
             await_turn(order, number, WHO, C)
-            row, column = item.pm * C.ROWS, item.pn * C.COLUMNS
+            row = item.pm * C.ROWS
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
-            early = prefetch_epilogue(epilogue, item.batch, row, column, C)
+            early = prefetch_epilogue(epilogue, item, row, C)
             accs, stage = product(ring, order, stage, steps, WHO, C)
             await_prefetch(early)
             finishes, partials = item.parts == 1, words.partials
@@ -245,8 +246,8 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
                     partials = first_partial(words, item, WHO, C)
                     finishes = fixup(accs, partials, words, item, WHO, C)
             if finishes:
-                store_tile(accs, partials, epilogue, item, row, column, WHO, C)
-                publish_tile(publishing, epilogue, row, column, C)
+                store_tile(accs, partials, epilogue, item, row, WHO, C)
+                publish_tile(publishing, epilogue, item, row, C)
             if C.TRACE:
                 barrier()
                 # Not of a void item.

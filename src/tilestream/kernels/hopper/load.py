@@ -74,9 +74,10 @@ def load_operand(tensor_map, bar, buffer, batch, row, k, K_MAJOR: gl.constexpr, 
 @gluon.jit
 def load_x(tensor_map, ring, stage, source, batch, k, K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, C: gl.constexpr):
     """Start the copies of x's part of a stage: one for each consumer that has a half of its own."""
-    for half in gl.static_range(C.HALVES):
+    HALVES: gl.constexpr = C.HALVES
+    for half in gl.static_range(HALVES):
         load_operand(
-            tensor_map, ring.full.index(stage), ring.x.index(stage * C.HALVES + half), batch,
+            tensor_map, ring.full.index(stage), ring.x.index(stage * HALVES + half), batch,
             source.row + half * C.HALF_ROWS, k, K_MAJOR, BATCHED,
         )  # fmt: skip
 

@@ -64,7 +64,8 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
         depth = depth.to(tl.int64)
     at_a = a.at + item.batch.to(tl.int64) * a.batch + rows[:, None] * a.row + depth[None, :] * a.column
     at_b = b.at + item.batch.to(tl.int64) * b.batch + depth[:, None] * b.row + cols[None, :] * b.column
-    acc = tl.zeros((C.BLOCK_M, C.BLOCK_N), tl.float32)
+    TILE: tl.constexpr = (C.BLOCK_M, C.BLOCK_N)
+    acc = tl.zeros(TILE, tl.float32)
     # The loop's own barriers stand where the compiler first finds one missing. The schedule's atomics hand their
     # answers on by way of shared memory that becomes B's stages: where that is still being read, the first barrier of
     # the ring comes between A's stage and B's, and with it, in the loop, one between the reads of A and those of B
