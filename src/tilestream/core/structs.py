@@ -433,9 +433,10 @@ class Region(NamedTuple):
     batch, row, column
         Where its first element is in the output.
     i, j
-        Vectors, in the accumulator's layout: its rows and columns in the output; on CDNA from ``row`` and ``column`` on.
+        Vectors, in the accumulator's layout: its rows and columns in the output; on CDNA, from ``row`` and ``column``.
     inside
-        bool ``[rows, columns]``: which elements the output has. None where each access works out its own.
+        bool ``[rows, columns]``: which elements the output has; on Hopper, which rows and which columns; on CDNA, how
+        many rows and columns are left from ``row`` and ``column`` on.
     """
 
     batch: Any

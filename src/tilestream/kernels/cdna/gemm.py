@@ -199,16 +199,32 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(m, batch, row, count, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
-    """A tile's rows of a `Matrix` of ``count`` rows, as `Strided`: its ``row`` is the stride that is not 1."""
+def first_row(m, batch, row, K_MAJOR: gl.constexpr):
+    """Where a tile's rows of a `Matrix` begin; its ``row`` is the stride that is not 1."""
     at = m.at + batch.to(gl.int64) * m.batch
-    step = tl.cast(BLOCK_K, tl.int64)
     if K_MAJOR:
         at = at + row.to(gl.int64) * m.row
     else:
         at = at + row
+    return gl.multiple_of(at, 16)
+
+
+@gluon.jit
+def step_of(m, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
+    """Elements from one K step of a `Matrix` to the next."""
+    step = tl.cast(BLOCK_K, tl.int64)
+    if not K_MAJOR:
         step = step * m.row
-    return Strided(gl.multiple_of(at, 16), count - 1 - row, m.row, step)
+    return step
+
+
+@gluon.jit
+def locate(x, y, batch, row, column, e, C: gl.constexpr):
+    """A tile's rows of both operands: `Strided`."""
+    x_at, y_at = first_row(x, batch, row, C.X_K_MAJOR), first_row(y, batch, column, C.Y_K_MAJOR)
+    x_last, y_last = e.rows - 1 - row, e.columns - 1 - column
+    x_step, y_step = step_of(x, C.BLOCK_K, C.X_K_MAJOR), step_of(y, C.BLOCK_K, C.Y_K_MAJOR)
+    return Strided(x_at, x_last, x.row, x_step), Strided(y_at, y_last, y.row, y_step)
 
 
 @gluon.jit
@@ -287,8 +303,7 @@ def gemm(
             row, column = uniform(item.pm) * C.BLOCK_M, uniform(item.pn) * C.BLOCK_N
             acc = gl.full([C.BLOCK_M, C.BLOCK_N], float("nan"), gl.float32, MATH)
             if cursor.passed.over == 0:
-                x_rows = rows_of(x, batch, row, rows, C.BLOCK_K, C.X_K_MAJOR)
-                y_rows = rows_of(y, batch, column, columns, C.BLOCK_K, C.Y_K_MAJOR)
+                x_rows, y_rows = locate(x, y, batch, row, column, epilogue, C)
                 acc = product(x_rows, y_rows, k_begin, k_end, k, MATH, C)
             if parts == 1:
                 store_tile(acc, epilogue, batch, row, column, C.BLOCK_M, C.BLOCK_N, MATH, C)

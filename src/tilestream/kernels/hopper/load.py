@@ -76,10 +76,9 @@ def load_x(tensor_map, ring, stage, source, batch, k, K_MAJOR: gl.constexpr, BAT
     """Start the copies of x's part of a stage: one for each consumer that has a half of its own."""
     HALVES: gl.constexpr = C.HALVES
     for half in gl.static_range(HALVES):
-        load_operand(
-            tensor_map, ring.full.index(stage), ring.x.index(stage * HALVES + half), batch,
-            source.row + half * C.HALF_ROWS, k, K_MAJOR, BATCHED,
-        )  # fmt: skip
+        row = source.row + half * C.HALF_ROWS
+        buffer = ring.x.index(stage * HALVES + half)
+        load_operand(tensor_map, ring.full.index(stage), buffer, batch, row, k, K_MAJOR, BATCHED)
 
 
 @gluon.jit
