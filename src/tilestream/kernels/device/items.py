@@ -34,8 +34,8 @@ def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
         leaves = tl.where((gate.rows.epoch == 0) | (gate.columns.epoch == 0), 1, words.reset)
     enter(work, words, worker, leaves, C.KIND == "static", C.GATED)
     if C.GATED:
-        clock = gate.claims + LINE
-        watch = Watch(worker, workers, leaves, words.counters + (work.queues + 1) * LINE, clock, present(clock))
+        abort, clock = words.counters + (work.queues + 1) * LINE, gate.claims + LINE
+        watch = Watch(worker, workers, leaves, abort, clock, present(clock))
         over = quarantined(gate, words, watch, C)
     else:
         # No address: a static launch has no words.

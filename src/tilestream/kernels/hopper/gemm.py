@@ -199,10 +199,9 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
     if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    cursor, watch = begin(work, words, gate, C)
     zero = tl.cast(0, tl.int32)
-    stage, slot = Place(zero, zero), Place(zero, zero)
-    found = zero + 1
+    stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
+    cursor, watch = begin(work, words, gate, C)
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
     while found != 0:
         found, item, cursor = next_item(
