@@ -3,7 +3,8 @@
 ::
 
     Work      the schedule: how many tiles, how they are queued       Cursor   where a worker is in it
-    Gate      the chunks that arrive, and the deadline                Watch    what a worker looks at while it waits
+    Gate      the chunks that arrive, and the deadline                Passed   what a worker knows of them
+                                                                  Watch    what a worker looks at while it waits
     Ring      stages between loads and math, and their barriers       Place    where a loop is in a ring
     Item      a work item                                             Items    the item ring
     Epilogue  what becomes of an accumulator, and where it goes       Publishing  the output's chunks
@@ -210,7 +211,7 @@ class Watch(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a worker knows of its gate.
+    """What a worker knows of what arrives.
 
     Attributes
     ----------
@@ -218,6 +219,8 @@ class Passed(NamedTuple):
         Whether the launch is over.
     row_low, row_high, column_low, column_high
         First and last chunk of the item before, of A's rows and of B's columns: they need no second look.
+    queue, empty
+        Arrival order: the queue of the item before (-1: none), and the queues found empty, a bit each.
     """
 
     over: Any
@@ -225,10 +228,12 @@ class Passed(NamedTuple):
     row_high: Any
     column_low: Any
     column_high: Any
+    queue: Any
+    empty: Any
 
 
 class Cursor(NamedTuple):
-    """Where a worker is in the schedule, and at its gate.
+    """Where a worker is in the schedule.
 
     Attributes
     ----------
@@ -238,14 +243,10 @@ class Cursor(NamedTuple):
         Where it draws tickets: 0 its own queue, ``q + 1`` queue ``q``, ``queues + 1`` none of them.
     share, unit, unit_end
         ``stream_k``: the share in progress (-1: none), and the K steps that are left of it.
-    queue, empty
-        Arrival order: the queue of the item before (-1: none), and the queues found empty, a bit each.
     noted
         Records that a probe has written.
     asked
         int64: the answer to `kernels.hopper.queues.prefetch_ticket`.
-    passed
-        `Passed`.
     """
 
     ticket: Any
@@ -253,11 +254,8 @@ class Cursor(NamedTuple):
     share: Any
     unit: Any
     unit_end: Any
-    queue: Any
-    empty: Any
     noted: Any
     asked: Any
-    passed: Any
 
 
 class Item(NamedTuple):

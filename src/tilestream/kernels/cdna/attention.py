@@ -351,7 +351,7 @@ def attend(
     words = Words(counters, base, reset, None, zero, None, None)
     watch = Watch(worker, workers, reset, None, None, None)
     enter(work, words, worker, reset, KIND == "static", False)
-    cursor = first_cursor(zero)
+    cursor = first_cursor()
     found = one
     while found != 0:
         found, item, cursor = take(cursor, work, words, watch, SCHEDULE)

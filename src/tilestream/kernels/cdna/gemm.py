@@ -293,20 +293,20 @@ def gemm(
         alpha, beta, rows, columns, None, None,
     )  # fmt: skip
     x, y = Matrix(x, stride_xb, stride_x, 1), Matrix(y, stride_yb, stride_y, 1)
-    cursor, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, passed, watch = begin_worker(worker, workers, work, words, gate, C)
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor = next_item(cursor, work, words, gate, watch, C)
+        found, item, cursor, passed = next_item(cursor, passed, work, words, gate, watch, C)
         if found != 0:
             batch, k_begin, k_end = uniform(item.batch), uniform(item.k_begin), uniform(item.k_end)
             part, parts, slot = uniform(item.part), uniform(item.parts), uniform(item.slot)
             row, column = uniform(item.pm) * C.BLOCK_M, uniform(item.pn) * C.BLOCK_N
             acc = gl.full([C.BLOCK_M, C.BLOCK_N], float("nan"), gl.float32, MATH)
-            if cursor.passed.over == 0:
+            if passed.over == 0:
                 x_rows, y_rows = locate(x, y, batch, row, column, epilogue, C)
                 acc = product(x_rows, y_rows, k_begin, k_end, k, MATH, C)
             if parts == 1:
                 store_tile(acc, epilogue, batch, row, column, C.BLOCK_M, C.BLOCK_N, MATH, C)
             elif C.KIND == "stream_k":
                 fixup(acc, words, (batch, part, parts, slot), epilogue, row, column, MATH, C)
-    finish_worker(work, words, gate, watch, cursor, C)
+    finish_worker(passed, work, words, gate, watch, C)

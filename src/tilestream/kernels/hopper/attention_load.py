@@ -248,7 +248,7 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
         clock = arriving.claims + LINE
         watch = Watch(worker, workers, leaves, work.counters + 2 * LINE, clock, present(clock))
         over = look_at_keys(gate, words, watch)
-    cursor = first_cursor(zero)
+    cursor = first_cursor()
     stage, phase, v_stage, v_phase = zero, zero, zero, zero
     slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one

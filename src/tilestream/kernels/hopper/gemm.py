@@ -97,12 +97,12 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 
 @gluon.jit
 def begin(work, words, gate, C: gl.constexpr):
-    """``(cursor, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
-    cursor, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
+    """``(cursor, passed, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
+    cursor, passed, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
     if C.PREFETCHES_TICKETS:
         go = tl.cast(1, tl.int32)
         cursor = with_asked(cursor, prefetch_ticket(words, home_queue(watch.worker, work.queues), go))
-    return cursor, watch
+    return cursor, passed, watch
 
 
 @gluon.jit
@@ -200,12 +200,13 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
         gdc_wait()
         gdc_launch_dependents()
     zero = tl.cast(0, tl.int32)
+    cursor, at_gate, watch = begin(work, words, gate, C)
     stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
-    cursor, watch = begin(work, words, gate, C)
+    passed = at_gate
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
     while found != 0:
-        found, item, cursor = next_item(
-            cursor, work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
+        found, item, cursor, passed = next_item(
+            cursor, passed, work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
         )  # fmt: skip
         slot = hand_on(items, slot, found, item, C)
         if found != 0:
@@ -216,7 +217,7 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
                 stage = load_steps(item.k_begin, k_begin, tile, loads, ring, stage, C)
                 cursor = prefetch_next(cursor, work, words, watch)
             stage = load_steps(k_begin, item.k_end, tile, loads, ring, stage, C)
-    finish_worker(work, words, gate, watch, cursor, C)
+    finish_worker(passed, work, words, gate, watch, C)
 
 
 @gluon.jit

@@ -304,7 +304,7 @@ def attention(
         clock = claims + LINE
         watch = Watch(worker, workers, counts_out, counters + (queues + 1) * LINE, clock, present(clock))
         over = look_at_keys(gate, words, watch)
-    cursor = first_cursor(zero)
+    cursor = first_cursor()
     while found != 0:
         found, item, cursor = take(cursor, work, words, watch, SCHEDULE)
         pm, pn = item.pm, item.pn

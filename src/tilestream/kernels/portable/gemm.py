@@ -164,14 +164,14 @@ def gemm(
             copies, rows if C.COPIES == "rows" else columns, workers, tl.arange(0, C.COPY_BLOCK), C.COPY_BLOCK,
             C.COPY_VECTOR,
         )  # fmt: skip
-    cursor, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, passed, watch = begin_worker(worker, workers, work, words, gate, C)
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor = next_item(
-            cursor, work, words, gate, watch, C, add, pick_victim_of_block, no_steps
+        found, item, cursor, passed = next_item(
+            cursor, passed, work, words, gate, watch, C, add, pick_victim_of_block, no_steps
         )  # fmt: skip
         if found != 0:
-            over = cursor.passed.over
+            over = passed.over
             acc = product(x, y, item, m, n, k, C)
             if C.GATED:
                 acc = tl.where(over != 0, float("nan"), acc)
@@ -183,4 +183,4 @@ def gemm(
             if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
                 end_span(words.log, item.place, 0, complete & (over == 0))
-    finish_worker(work, words, gate, watch, cursor, C)
+    finish_worker(passed, work, words, gate, watch, C)
