@@ -211,7 +211,7 @@ class Watch(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a worker knows of what arrives.
+    """What a worker knows of its gate.
 
     Attributes
     ----------
@@ -219,8 +219,6 @@ class Passed(NamedTuple):
         Whether the launch is over.
     row_low, row_high, column_low, column_high
         First and last chunk of the item before, of A's rows and of B's columns: they need no second look.
-    queue, empty
-        Arrival order: the queue of the item before (-1: none), and the queues found empty, a bit each.
     """
 
     over: Any
@@ -228,6 +226,19 @@ class Passed(NamedTuple):
     row_high: Any
     column_low: Any
     column_high: Any
+
+
+class Ready(NamedTuple):
+    """What a worker knows of the queues, in arrival order.
+
+    Attributes
+    ----------
+    queue
+        That of the item before; -1: none.
+    empty
+        Those that it has found empty, a bit each.
+    """
+
     queue: Any
     empty: Any
 
@@ -256,6 +267,14 @@ class Cursor(NamedTuple):
     unit_end: Any
     noted: Any
     asked: Any
+
+
+class Progress(NamedTuple):
+    """How far a worker has come: `Cursor`, `Ready`, `Passed`."""
+
+    cursor: Any
+    ready: Any
+    passed: Any
 
 
 class Item(NamedTuple):

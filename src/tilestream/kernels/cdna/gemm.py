@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core import queues as queues_
-from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Strided, Vector, Words, Work
+from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Strided, Vector, Words, Work
 from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import count_in, math_layout, reduce_partials, store_partial, store_tile
 from tilestream.kernels.cdna.ring import (
@@ -293,10 +293,12 @@ def gemm(
         alpha, beta, rows, columns, None, None,
     )  # fmt: skip
     x, y = Matrix(x, stride_xb, stride_x, 1), Matrix(y, stride_yb, stride_y, 1)
-    cursor, passed, watch = begin_worker(worker, workers, work, words, gate, C)
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor, passed = next_item(cursor, passed, work, words, gate, watch, C)
+        found, item, progress = next_item(Progress(cursor, ready, passed), work, words, gate, watch, C)
+        cursor, ready, passed = progress
         if found != 0:
             batch, k_begin, k_end = uniform(item.batch), uniform(item.k_begin), uniform(item.k_end)
             part, parts, slot = uniform(item.part), uniform(item.parts), uniform(item.slot)

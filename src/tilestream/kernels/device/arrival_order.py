@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Item, Passed
+from tilestream.core.structs import Item, Ready
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, poll_signal
 from tilestream.kernels.device.schedule import (
@@ -89,12 +89,13 @@ def first_ready(empty, over, coming, work, words, gate, watch):
 
 
 @triton.jit
-def take_ready(cursor, passed, work, words, gate, watch, C: tl.constexpr):
-    """``(found, item, waited, cursor, passed)``: the worker's next item, a whole tile; ``found`` is 0 for STOP.
+def take_ready(progress, work, words, gate, watch, C: tl.constexpr):
+    """``(found, item, waited, cursor, ready)``: the worker's next item, a whole tile; ``found`` is 0 for STOP.
 
-    ``waited``: int64, nanoseconds, for whatever queue. Where ``passed.over``, the worker waits for nothing.
+    ``waited``: int64, nanoseconds, for whatever queue. Where the launch is over, the worker waits for nothing.
     """
-    queue, empty, noted, over = passed.queue, passed.empty, cursor.noted, passed.over
+    queue, empty = progress.ready
+    noted, over = progress.cursor.noted, progress.passed.over
     if C.ROW_CHUNKS != "none":
         coming = gate.rows
     else:
@@ -135,7 +136,4 @@ def take_ready(cursor, passed, work, words, gate, watch, C: tl.constexpr):
         noted = note(words, watch, noted, STOPPED, (), C.PROBE)
     zero = tl.cast(0, tl.int32)
     item = Item(batch, pm, pn, zero, zero + work.k_steps, zero, zero + 1, zero - 1, zero)
-    passed = Passed(
-        over, passed.row_low, passed.row_high, passed.column_low, passed.column_high, queue, empty
-    )  # fmt: skip
-    return found, item, waited, with_noted(cursor, noted), passed
+    return found, item, waited, with_noted(progress.cursor, noted), Ready(queue, empty)

@@ -161,7 +161,7 @@ def pass_gate(item, passed, work, words, gate, watch, noted, before, C: tl.const
 
     ``before``: the nanoseconds that the worker had waited when it took the item; a record counts them in.
     """
-    over, row_low, row_high, column_low, column_high, queue, empty = passed
+    over, row_low, row_high, column_low, column_high = passed
     batch, pm, pn = item.batch, item.pm, item.pn
     tile = (batch * work.num_m + pm) * work.num_n + pn
     named = (tile, tl.where(work.batches > 1, batch, -1), pm, pn)
@@ -196,7 +196,7 @@ def pass_gate(item, passed, work, words, gate, watch, noted, before, C: tl.const
                         watch,
                     )  # fmt: skip
     noted = note(words, watch, noted, GATE, (over,), C.PROBE)
-    return Passed(over, row_low, row_high, column_low, column_high, queue, empty), noted
+    return Passed(over, row_low, row_high, column_low, column_high), noted
 
 
 @triton.jit

@@ -2,11 +2,11 @@
 
 ::
 
-    cursor, passed, watch = begin_worker(...)            # the counters, the clock, chunks in quarantine
+    progress, watch = begin_worker(...)          # the counters, the clock, chunks in quarantine
     while found:
-        found, item, cursor, passed = next_item(...)     # schedule.take or arrival_order.take_ready; gate.pass_gate
+        found, item, progress = next_item(...)   # schedule.take or arrival_order.take_ready; gate.pass_gate
         if found: multiply, finish
-    finish_worker(...)                                   # the words, as the next launch expects them
+    finish_worker(...)                           # the words, as the next launch expects them
 
 Only what happens to an item is a kernel's own. Triton and Gluon call the same functions. The configuration says what
 arrives and how the schedule is cut, so that a kernel has no code of what it does not use.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Item, Passed, Watch
+from tilestream.core.structs import Item, Passed, Progress, Ready, Watch
 from tilestream.kernels.device.arrival_order import take_ready
 from tilestream.kernels.device.clock import present
 from tilestream.kernels.device.gate import leave_gate, pass_gate, quarantined
@@ -27,7 +27,7 @@ from tilestream.kernels.device.trace import begin_span, place_of, ready_span
 
 @triton.jit
 def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
-    """``(cursor, passed, watch)`` of a worker that has taken nothing yet. ``C``: a `tilestream.kernels.config.GemmConfig`."""
+    """``(progress, watch)`` of a worker that has taken nothing yet. ``C``: a `tilestream.kernels.config.GemmConfig`."""
     leaves = words.reset
     if C.GATED:
         # There are words that the last worker out zeroes: a captured launch's, a caller's own.
@@ -42,8 +42,8 @@ def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
         watch = Watch(worker, workers, leaves, None, None, None)
         over = tl.cast(0, tl.int32)
     zero = tl.cast(0, tl.int32)
-    passed = Passed(over, zero, zero - 1, zero, zero - 1, zero - 1, zero)
-    return first_cursor(), passed, watch
+    passed = Passed(over, zero, zero - 1, zero, zero - 1)
+    return Progress(first_cursor(), Ready(zero - 1, zero), passed), watch
 
 
 @triton.jit
@@ -54,12 +54,12 @@ def as_it_is(item, over):
 
 @triton.jit
 def next_item(
-    cursor, passed, work, words, gate, watch, C: tl.constexpr, ADD: tl.constexpr = add,
-    PICK: tl.constexpr = pick_victim, VOID: tl.constexpr = as_it_is,
+    progress, work, words, gate, watch, C: tl.constexpr, ADD: tl.constexpr = add, PICK: tl.constexpr = pick_victim,
+    VOID: tl.constexpr = as_it_is,
 ):  # fmt: skip
-    """``(found, item, cursor, passed)``: the worker's next item, whose chunks have arrived, or STOP where ``found`` is 0.
+    """``(found, item, progress)``: the worker's next item, whose chunks have arrived, or STOP where ``found`` is 0.
 
-    Where the launch is over (``passed.over``), the item is void, and is to be filled with NaN.
+    Where the launch is over (``progress.passed.over``), the item is void, and is to be filled with NaN.
 
     Parameters
     ----------
@@ -70,22 +70,24 @@ def next_item(
     VOID
         ``(item, over)`` of an item behind its gate: how a kernel says that it is void, and what it fences.
     """
+    cursor, ready, passed = progress
     waited = tl.cast(0, tl.int64)
     if C.SPLIT == "chunks":
-        found, item, waited, cursor, passed = take_ready(cursor, passed, work, words, gate, watch, C)
+        found, item, waited, cursor, ready = take_ready(progress, work, words, gate, watch, C)
     else:
         found, item, cursor = take(cursor, work, words, watch, C, ADD, PICK)
+    place = item.place
     if found != 0:
         if C.TRACE:
-            item = with_place(item, place_of(item, work))
-            begin_span(words.log, item.place, watch.worker)
+            place = place_of(item, work)
+            begin_span(words.log, place, watch.worker)
         if C.GATED:
             passed, noted = pass_gate(item, passed, work, words, gate, watch, cursor.noted, waited, C)
             item, over = VOID(item, passed.over)
             cursor, passed = with_noted(cursor, noted), with_over(passed, over)
         if C.TRACE:
-            ready_span(words.log, item.place)
-    return found, item, cursor, passed
+            ready_span(words.log, place)
+    return found, with_place(item, place), Progress(cursor, ready, passed)
 
 
 @triton.jit
@@ -107,9 +109,7 @@ def with_steps(item, k_begin, k_end):
 @triton.jit
 def with_over(passed, over):
     """``passed``, of a launch that is over or not."""
-    return Passed(
-        over, passed.row_low, passed.row_high, passed.column_low, passed.column_high, passed.queue, passed.empty
-    )  # fmt: skip
+    return Passed(over, passed.row_low, passed.row_high, passed.column_low, passed.column_high)
 
 
 @triton.jit

@@ -50,6 +50,7 @@ from tilestream.core.structs import (
     LocalRows,
     Matrix,
     Place,
+    Progress,
     Publishing,
     Ring,
     Vector,
@@ -97,12 +98,13 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 
 @gluon.jit
 def begin(work, words, gate, C: gl.constexpr):
-    """``(cursor, passed, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
-    cursor, passed, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
+    """``(progress, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
+    progress, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
     if C.PREFETCHES_TICKETS:
         go = tl.cast(1, tl.int32)
-        cursor = with_asked(cursor, prefetch_ticket(words, home_queue(watch.worker, work.queues), go))
-    return cursor, passed, watch
+        asked = prefetch_ticket(words, home_queue(watch.worker, work.queues), go)
+        progress = Progress(with_asked(progress.cursor, asked), progress.ready, progress.passed)
+    return progress, watch
 
 
 @gluon.jit
@@ -200,14 +202,16 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
         gdc_wait()
         gdc_launch_dependents()
     zero = tl.cast(0, tl.int32)
-    cursor, at_gate, watch = begin(work, words, gate, C)
+    progress, watch = begin(work, words, gate, C)
+    cursor = progress.cursor
     stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
-    passed = at_gate
+    passed, ready = progress.passed, progress.ready
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
     while found != 0:
-        found, item, cursor, passed = next_item(
-            cursor, passed, work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
+        found, item, progress = next_item(
+            Progress(cursor, ready, passed), work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
         )  # fmt: skip
+        cursor, ready, passed = progress
         slot = hand_on(items, slot, found, item, C)
         if found != 0:
             tile = locate(loads, item, C)

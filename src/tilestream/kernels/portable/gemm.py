@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core.copy_items import CopyArguments
-from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Vector, Words, Work
+from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Vector, Words, Work
 from tilestream.kernels.device.copy_items import copy_items
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item, with_steps
 from tilestream.kernels.device.queues import pick_victim_of_block
@@ -164,12 +164,14 @@ def gemm(
             copies, rows if C.COPIES == "rows" else columns, workers, tl.arange(0, C.COPY_BLOCK), C.COPY_BLOCK,
             C.COPY_VECTOR,
         )  # fmt: skip
-    cursor, passed, watch = begin_worker(worker, workers, work, words, gate, C)
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor, passed = next_item(
-            cursor, passed, work, words, gate, watch, C, add, pick_victim_of_block, no_steps
+        found, item, progress = next_item(
+            Progress(cursor, ready, passed), work, words, gate, watch, C, add, pick_victim_of_block, no_steps
         )  # fmt: skip
+        cursor, ready, passed = progress
         if found != 0:
             over = passed.over
             acc = product(x, y, item, m, n, k, C)
