@@ -921,7 +921,7 @@ CHANGES = {
     "what the gate saw is not fenced": ("over = fenced(over)", "pass"),
     "K runs on in a void item": ("first = tl.where(over != 0, item.k_end, item.k_begin)", "first = item.k_begin"),
     "an item is void though all has arrived": ("tl.where(over != 0, item.k_begin, item.k_end)", "item.k_begin"),
-    "over is forgotten": ("with_over(passed, over)", "with_over(passed, 0)"),
+    "over is forgotten": ("noted), with_over(passed, over)", "noted), with_over(passed, 0)"),
     "quarantine is forgotten": ("passed = Passed(over, zero", "passed = Passed(0, zero"),
     "the last one out is told that all went well": (
         "passed.over, C.ROW_CHUNKS, C.COLUMN_CHUNKS)",
