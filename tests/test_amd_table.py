@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def amd(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("amd_table")
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.amd.table")
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ ABOUT = {
 
 @pytest.fixture
 def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("render_arrival")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    return importlib.import_module("benchmarks.report.arrival")
 
 
 def cells(text: str, first: str) -> list[str]:

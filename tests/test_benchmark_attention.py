@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("render_attention")
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.report.attention")
 
 
 def launch() -> LaunchTrace:
@@ -70,9 +70,9 @@ def test_the_picture_is_drawn(render: ModuleType, tmp_path: Path) -> None:
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT)
     pytest.importorskip("triton")
-    return importlib.import_module("gpu_attention_fp8")
+    return importlib.import_module("benchmarks.attention.fp8")
 
 
 def test_cudnn_is_given_the_same_numbers(fp8: ModuleType) -> None:
@@ -204,7 +204,7 @@ def test_a_mix_of_lengths_beside_the_dense_call_that_is_like_it(render: ModuleTy
 
 
 def test_dense_calls_that_a_mix_is_like(render: ModuleType) -> None:
-    gpu = importlib.import_module("gpu_attention")
+    gpu = importlib.import_module("benchmarks.attention.prefill")
     assert gpu.like([512] * 7) == 512
     assert gpu.like([1000, 3000]) == 2496
     assert gpu.like([3]) == 64
@@ -228,9 +228,9 @@ def test_a_device_has_one_plot_of_the_record_with_most_peers(render: ModuleType,
 
 
 def test_the_sizes_of_groups_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    tiles = importlib.import_module("gpu_attention_tiles")
-    shape = importlib.import_module("gpu_attention").Shape(128, 16, 1024, True)
+    monkeypatch.syspath_prepend(ROOT)
+    tiles = importlib.import_module("benchmarks.attention.tiles")
+    shape = importlib.import_module("benchmarks.attention.prefill").Shape(128, 16, 1024, True)
     sizes = tiles.sizes_of(shape)
     assert sizes == sorted(set(sizes))
     assert {4, 8, 16, 32, 16896 // 1024, 61} <= set(sizes)  # 61 heads of 512 KB are 32 MB

@@ -23,8 +23,8 @@ ABOUT = {
 
 @pytest.fixture
 def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("render_neighbours")
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.report.contention")
 
 
 def point(implementation: str, rate: float, taken: int = 0, tiles: int = 0, **more: object) -> Point:
@@ -115,7 +115,7 @@ def test_records_are_found_and_drawn(render: ModuleType, tmp_path: Path) -> None
 def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_path: Path) -> None:
     names = "held,idle,split,queues,nccl,together"
     run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu_neighbours.py", names, tmp_path, "--dry"],
+        [sys.executable, ROOT / "benchmarks" / "run.py", "contention", "neighbours", names, tmp_path, "--dry"],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
@@ -128,8 +128,8 @@ def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_p
 
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("schedule_pictures")
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.report.schedule_pictures")
 
 
 @pytest.mark.parametrize("held", [0, 2, 7])

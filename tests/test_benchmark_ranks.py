@@ -25,8 +25,8 @@ ROW = {
 
 @pytest.fixture
 def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("render_ranks")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    return importlib.import_module("benchmarks.report.distributed")
 
 
 def cells(text: str, first: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_mean_of_the_large_shapes_and_of_all(render: ModuleType, tmp_path: Pat
 
 
 def test_the_words_of_a_loss_have_the_figures_of_its_row(render: ModuleType) -> None:
-    words = importlib.import_module("render_ranks_why")
+    words = importlib.import_module("benchmarks.report.distributed_why")
     row = {"op": "all_gather_matmul", "m": 8192, "n": 1024, "k": 8192, "ms": {"copies push": 0.3154, "nccl": 0.25}}
     text = words.why({"world": 4}, row)
     assert "take 0.315 ms pushed and - pulled, NCCL's 0.250" in text
@@ -115,8 +115,8 @@ def test_an_mlp_block(render: ModuleType, tmp_path: Path) -> None:
 
 @pytest.fixture
 def floors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("floors")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    return importlib.import_module("benchmarks.distributed.floors")
 
 
 def test_the_floor_of_a_gather_is_of_the_shortest_of_each(floors: ModuleType) -> None:
@@ -169,7 +169,9 @@ def block(timelines: ModuleType, gather: ModuleType) -> dict[str, object]:
 
 
 def test_the_timeline_of_a_block(render: ModuleType, tmp_path: Path) -> None:
-    timelines, gather = importlib.import_module("mlp_timeline"), importlib.import_module("gather_timeline")
+    timelines, gather = (
+        importlib.import_module(f"benchmarks.distributed.{name}_timeline") for name in ("mlp", "gather")
+    )
     lanes = block(timelines, gather)
     assert {lane: len(of) for lane, of in lanes.items()} == {
         "gather: w1, w3": 2, "w2, and publish": 1, "silu, sum": 3, "own rows": 1, "rows of others": 1,
@@ -190,7 +192,9 @@ def test_the_timeline_of_a_block(render: ModuleType, tmp_path: Path) -> None:
 
 
 def test_what_is_no_block_is_said_aloud(render: ModuleType) -> None:
-    timelines, gather = importlib.import_module("mlp_timeline"), importlib.import_module("gather_timeline")
+    timelines, gather = (
+        importlib.import_module(f"benchmarks.distributed.{name}_timeline") for name in ("mlp", "gather")
+    )
     with pytest.raises(RuntimeError, match=r"rank 3: 1 matmuls and 0 copies of rows; a block has 3, and some. Kernels"):
         timelines.lanes([gather.Activity("gemm", 7, 0, 1, 0)], 3)
 
@@ -205,7 +209,7 @@ def test_the_timeline_of_a_gather(render: ModuleType, tmp_path: Path) -> None:
     """Rank 1 of three, two chunks a shard: copies end at moments that say whose they are; its kernel begins at 100."""
     from tilestream.trace import LaunchTrace, Span, export
 
-    timelines = importlib.import_module("gather_timeline")
+    timelines = importlib.import_module("benchmarks.distributed.gather_timeline")
 
     def rank(kernel: float, *pushes: dict[str, object]) -> object:
         own, other = event("gpu_memcpy", 7, 104, 4, 128), event("gpu_memcpy", 9, 0, 1, 32)

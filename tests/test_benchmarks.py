@@ -23,22 +23,22 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT)
 
 
 @pytest.fixture
 def shapes() -> ModuleType:
-    return importlib.import_module("gemm_shapes")
+    return importlib.import_module("benchmarks.gemm.shapes")
 
 
 @pytest.fixture
 def render() -> ModuleType:
-    return importlib.import_module("render_gemm")
+    return importlib.import_module("benchmarks.report.gemm")
 
 
 @pytest.fixture
 def clock() -> ModuleType:
-    return importlib.import_module("gpu_clock")
+    return importlib.import_module("benchmarks.core.clock")
 
 
 # Shapes and their arithmetic ----------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_wrong_rows_of_the_sample_break_the_error_rule(checked) -> None:
 
 
 def test_plans_as_rows_of_a_table() -> None:
-    bench, search = (importlib.import_module(name) for name in ("gemm_bench", "gemm_search"))
+    bench, search = (importlib.import_module(f"benchmarks.gemm.{name}") for name in ("bench", "search"))
     plans = [ts.plan(512, 512, 512, workers=2, schedule=kind, tile=(64, 64)) for kind in ("static", "dynamic")]
     fields = [bench.plan_fields(plan) for plan in plans]
     assert fields[0]["block"].startswith("64x64x")
@@ -298,7 +298,7 @@ def test_plans_as_rows_of_a_table() -> None:
 
 
 def test_each_kernel_is_compiled_ahead_by_one_process(monkeypatch: pytest.MonkeyPatch, shapes: ModuleType) -> None:
-    bench = importlib.import_module("gemm_bench")
+    bench = importlib.import_module("benchmarks.gemm.bench")
     hopper = DeviceProperties("a Hopper", "portable", 132, 5e11, 3e12, "", "sm_90", 227 * 1024, (("bfloat16", 8e12),))
     asked = bench.planned
     monkeypatch.setattr(bench, "planned", lambda shape, device: asked(shape, hopper))
@@ -442,7 +442,7 @@ WAYS = {"static": 10.0, "queue": 20.0, "queues": 5.0}
 
 
 def test_where_cublas_is_ahead_is_counted(render: ModuleType) -> None:
-    losses = importlib.import_module("render_losses").losses
+    losses = importlib.import_module("benchmarks.report.gemm_losses").losses
     us = {"ours": 28.0, "cublas": 25.0}
     lost = row("256x6144x4096", ratio=0.9, plan="static, 96 workers, 128x128 tiles, x", us=us, of_floor=0.61)
     known = row("64x64x64", ratio=0.95, plan="portable", us=us, of_floor=0.5)
@@ -465,7 +465,7 @@ def test_where_cublas_is_ahead_is_counted(render: ModuleType) -> None:
 
 
 def test_words_on_a_loss_are_of_a_device_and_have_the_figures_of_its_row() -> None:
-    losses = importlib.import_module("render_losses")
+    losses = importlib.import_module("benchmarks.report.gemm_losses")
     about = {"device": "NVIDIA H200", "empty_us": {"eager": 3.25, "graph": 4.5}}
     cold = row(
         "1024x1024x1024", ratio=0.9, plan="single, 64x128 tiles", us={"ours": 10.0, "cublas": 9.0}, timed="graph"
@@ -485,7 +485,7 @@ def test_words_on_a_loss_are_of_a_device_and_have_the_figures_of_its_row() -> No
 
 
 def test_losses_to_other_peers_are_counted() -> None:
-    losses = importlib.import_module("render_losses")
+    losses = importlib.import_module("benchmarks.report.gemm_losses")
 
     def fp8(shape: str, fast: bool, ratio: float, binds: str, ours: float, theirs: float) -> dict:
         us = {"ours": ours, "scaled_mm": theirs}
@@ -518,7 +518,7 @@ def test_losses_to_other_peers_are_counted() -> None:
 
 
 def test_what_ncu_says_is_read() -> None:
-    counters = importlib.import_module("gemm_counters")
+    counters = importlib.import_module("benchmarks.gemm.counters")
     head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
     lines = [
         ("0", "gemm", "dram__bytes_read.sum", "Mbyte", "12.5"), ("0", "gemm", "gpu__time_duration.sum", "ns", "1,250"),
@@ -564,17 +564,17 @@ def test_the_plot_is_drawn(render: ModuleType, tmp_path: Path) -> None:
 
 
 def test_names_of_records() -> None:
-    harness = importlib.import_module("harness")
+    harness = importlib.import_module("benchmarks.core.harness")
     names = {"NVIDIA H100 80GB HBM3": "", "NVIDIA H200": "_h200", "NVIDIA A100-SXM4": "_nvidia_a100-sxm4"}
     assert {device: harness.device_suffix(device) for device in names} == names
 
 
 def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_path: Path) -> None:
     command = [
-        sys.executable, str(ROOT / "benchmarks" / "gpu_gemm.py"), "suite,search,variants", str(tmp_path), "--dry",
-        "--shapes", "1024x1024x1024,64x28672x4096",
+        sys.executable, str(ROOT / "benchmarks" / "run.py"), "gemm", "suites", "suite,search,variants",
+        str(tmp_path), "--dry", "--shapes", "1024x1024x1024,64x28672x4096",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     records = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()}
@@ -587,7 +587,7 @@ def test_a_dry_run_writes_records_that_can_be_rendered(render: ModuleType, tmp_p
 @pytest.fixture
 def bench(tmp_path: Path):
     """A dry bench that measures nothing, and its record."""
-    made = importlib.import_module("gemm_bench").Bench(tmp_path, 60, dry=True)
+    made = importlib.import_module("benchmarks.gemm.bench").Bench(tmp_path, 60, dry=True)
     return made, made.record("suite")
 
 
@@ -609,7 +609,7 @@ def test_what_there_is_no_time_for_is_missing(bench) -> None:
 
 def test_what_is_cut_off_is_missing(bench) -> None:
     made, record = bench
-    over = importlib.import_module("gemm_bench").OutOfTime
+    over = importlib.import_module("benchmarks.gemm.bench").OutOfTime
 
     def measure(item: str) -> dict:
         if item == "c":

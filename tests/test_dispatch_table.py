@@ -11,8 +11,8 @@ import pytest
 from tilestream.distributed import dispatch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import dispatch_table as made_by  # noqa: E402
+sys.path.insert(0, str(BENCHMARKS.parent))
+from benchmarks.distributed import dispatch_table as made_by  # noqa: E402
 
 RECORDS = [x for op in ("gather", "reduce") for x in sorted((BENCHMARKS / "results").glob(f"gpu_all_{op}_x*.json"))]
 

@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import hopper_gate
+from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from gate import Pointer, gate_arguments
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
-from gemm_shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from tilestream.arrival.chunks import Chunks
 from tilestream.isa.kernels import copy_arguments
 from tilestream.kernels.epilogue import Epilogue
@@ -245,8 +245,7 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
     import gather_jobs
     import test_gpu_publish as publish
     import torch
-
-    import gpu_all_gather as bench
+    from benchmarks.distributed import all_gather as bench
 
     world = max(2, torch.cuda.device_count())
     for rows, n, k, layout in (

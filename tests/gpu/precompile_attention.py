@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -79,8 +79,8 @@ def of_tests(device: DeviceProperties, parts: list[str]) -> Iterator[Job]:
 
 def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
     """Of benchmarks/gpu_attention.py: every candidate, with and without turns; of gpu_attention_fp8.py both kernels."""
-    import gpu_attention_fp8
-    from gpu_attention import SHAPES, problem_of_shape
+    from benchmarks.attention import fp8 as gpu_attention_fp8
+    from benchmarks.attention.prefill import SHAPES, problem_of_shape
 
     for shape in SHAPES:
         for variant in ("turns", "apart"):

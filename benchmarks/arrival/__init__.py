@@ -1,0 +1,1 @@
+"""Inputs that arrive while the kernel runs."""

@@ -1,0 +1,1 @@
+"""Attention prefill on one GPU, beside its peers."""

@@ -1,0 +1,1 @@
+"""GEMM while other kernels hold SMs."""

@@ -1,0 +1,1 @@
+"""The CPU backend, and a process's first call."""

@@ -1,0 +1,74 @@
+"""The CPU backend with everything arrived, beside torch.mm with the same number of threads.
+
+Floor: 2 M N K operations at the cores' peak; the bytes are far from binding. torch.mm is one BLAS call on all threads;
+ours is a BLAS call a tile on each worker's single thread, so what can be lost is packing once a tile instead of once a
+call, the last wave, and starting the workers. Predicted: 0.95 to 1.0 at 2048^3, less as calls get shorter; what the
+plan picks by itself should never lose more than the cost of the op's own call.
+
+    PYTHONPATH=src python benchmarks/cpu_matmul.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tilestream as ts
+from benchmarks.core.harness import errors, interleave, medians, record, refuse_impossible
+
+SHAPES = (
+    (2048, 2048, 2048),
+    (1024, 1024, 1024),
+    (512, 512, 512),
+    (4096, 1024, 2048),
+    (2000, 1536, 1111),
+    (16384, 256, 4096),
+    (300, 300, 8192),
+)
+
+
+def measure(m: int, n: int, k: int, rounds: int = 21) -> dict[str, Any]:
+    """One row: torch.mm, each schedule on workers, and the plan's own choice."""
+    torch.manual_seed(0)
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    out = torch.empty(m, n)
+    threads = torch.get_num_threads()
+    peer = torch.mm(a, b)
+    reference = a.double() @ b.double()
+    functions = {"torch.mm": lambda: torch.mm(a, b, out=out), "auto": lambda: ts.matmul(a, b, out=out)}
+    plans = {"auto": ts.plan(m, n, k).label}
+    worst: dict[str, float] = {}
+    for kind in ("static", "dynamic", "stream_k"):
+        plan = ts.plan(m, n, k, schedule=kind, workers=threads)
+        plans[kind] = plan.label
+        functions[kind] = lambda plan=plan: plan.run(a, b, out=out)
+    for name, function in functions.items():
+        out.fill_(float("nan"))
+        function()
+        if name != "torch.mm":
+            worst = max(worst, errors(out, peer, reference), key=lambda e: e.get("max", -1.0))
+    times = medians(interleave(functions, rounds=rounds))
+    for name, milliseconds in times.items():
+        refuse_impossible(name, 2 * m * n * k, milliseconds)
+    return {
+        "shape": [m, n, k],
+        "ms": times,
+        "ratio": {name: times["torch.mm"] / ms for name, ms in times.items() if name != "torch.mm"},
+        "gflops": {name: 2 * m * n * k / ms * 1e-6 for name, ms in times.items()},
+        "plans": plans,
+        "errors": worst,
+    }
+
+
+def main() -> None:
+    """Measure every shape and write the record."""
+    rows = []
+    for shape in SHAPES:
+        row = measure(*shape)
+        rows.append(row)
+        ratios = "  ".join(f"{name} {ratio:.3f}" for name, ratio in row["ratio"].items())
+        print(
+            f"{'x'.join(map(str, shape)):>16}  torch.mm {row['ms']['torch.mm']:8.2f} ms   ratio: {ratios}", flush=True
+        )
+    print(record("cpu_matmul", rows, dtype="float32"))

@@ -1,0 +1,1 @@
+"""Matmuls and collectives across GPUs."""

@@ -1,0 +1,1 @@
+"""GEMM on one GPU, beside its peers."""

@@ -1,0 +1,78 @@
+"""The section of `gpu_gemm` on how items are handed out: a static grid, one queue, a queue a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.core.clock import Check
+from benchmarks.gemm.bench import Bench, Row, compile_ahead, operands, planned, rounded
+from benchmarks.gemm.search import launches
+from benchmarks.gemm.shapes import QUEUES, Shape, refuse_impossible
+from tilestream.plan import plan as ask
+
+#: Rows of tiles that a raster's group has, beside those of the plan's own.
+GROUPS = (2, 4, 8, 16)
+#: SMs that a neighbour holds.
+HELD = 16
+#: Tiles beside the plan's own.
+OTHERS = (("ping_pong", (128, 128)), ("cooperative", (256, 128)))
+
+
+def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
+    """Plans by what tells them apart: tile, schedule, group."""
+    own = planned(shape, device)
+    for variant, tile in dict.fromkeys([(own.variant, own.tile), *OTHERS]):
+        for name, kind, queues in (("static", "static", None), ("queue", "dynamic", 1), ("queues", "dynamic", None)):
+            schedule = (made := ask(
+                *shape[:3], dtype="bfloat16", device=device, layout="nt", schedule=kind, tile=tile, variant=variant,
+                queues=queues,
+            )).schedule  # fmt: skip
+            for group in sorted({*GROUPS, schedule.raster.group}):
+                if group > schedule.grid.num_m:
+                    continue
+                raster = dataclasses.replace(schedule.raster, group=group)
+                yield (
+                    f"{variant} {tile[0]}x{tile[1]} {name} {group}",
+                    dataclasses.replace(made, schedule=dataclasses.replace(schedule, raster=raster)),
+                )
+
+
+def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:
+    """Each way, on an idle device and beside a neighbour."""
+    from tilestream.kernels.hopper.queues import EARLY  # needs Triton
+
+    shapes = [bench.shape(shape) for shape in given or QUEUES]
+    compile_ahead(bench, "queues", shapes)
+    record = bench.record("queues", planned=len(shapes), held=HELD, early=EARLY.value)
+    bench.rows(record, shapes, lambda shape: queues_row(bench, shape))
+
+
+def queues_row(bench: Bench, shape: Shape) -> Row:
+    """One shape: microseconds of each way, idle and beside a neighbour, which all have launched before."""
+    from tilestream.runtime.properties import cuda_properties
+    from tilestream.sweep.run import StreamClock
+    from tilestream.sweep.takers import Neighbour
+
+    a, w = operands(shape, bench.device)
+    b = w.t()
+    peer = torch.mm(a, b)
+    found = dict(ways(shape, "cuda"))
+    functions, wrong = launches(list(found.values()), a, b, Check.of_product(a, b, peer))
+    functions = {list(found)[int(name)]: call for name, call in functions.items()}
+    functions["cublas"] = lambda: torch.mm(a, b, out=peer)
+    idle = bench.clock.interleave(functions, rounds=15)
+    refuse_impossible(shape, bench.peaks, idle.medians())
+    clock, neighbour = StreamClock(), Neighbour(cuda_properties())
+    clock.interleave(functions, rounds=1)
+    with neighbour.taking(HELD):
+        held = clock.interleave(functions, rounds=9, warmup=1)
+    return {
+        "shape": str(shape),
+        "us": rounded(idle.medians()),
+        "held_us": rounded(held.medians()),
+        "wrong": wrong,
+    }

@@ -1,0 +1,1 @@
+"""Pages and pictures of docs/performance, made from the records."""
