@@ -1,4 +1,4 @@
-"""Kernels of benchmarks/gpu_arrival.py: a box that is written, announced and copied by TMA, again and again; a poller.
+"""Kernels of `signals`: a box that is written, announced and copied by TMA, again and again; a poller.
 
 ::
 

@@ -1,16 +1,14 @@
-"""What polling costs, and whether what a signal announces is what TMA reads: sections ``order`` and ``polling``.
+"""Whether TMA reads what a signal announces (``order``), and what polling costs (``polling``).
 
-    PYTHONPATH=src python benchmarks/gpu_arrival.py [order,polling] [FOLDER]
+``order`` does ROUNDS rounds of a copy, a flag and a TMA load of what was copied, and counts wrong elements, for either
+producer, with and without what invariant 7 asks for (`order_kernels`). No wrong element without a fence proves nothing
+for the next GPU: the memory model asks for the fence. The result is published either way.
 
-``order``: ROUNDS rounds of a copy, a flag and a TMA load of what was copied, a wrong element counted, whoever produces
-and with and without what invariant 7 asks for (`order_kernels`). That none is wrong without a fence proves nothing for
-the next GPU: the fence is what the memory model asks for. It is published either way.
-
-``polling``: a worker an SM that looks at a signal which never comes, with pauses of one length: the power drawn, and
-the looks a second. Then so many workers that `WAITING` SMs are taken, and our matmul on the others: what it loses to
-those that look and not only hold their SMs (`ASLEEP`). A worker of ours and one of cuBLAS's take all of an SM's
-registers: neither runs beside a poller on the same one. The kernels' own pauses grow from the shortest to the longest
-that `tilestream.kernels.portable.clock` names.
+``polling`` puts a worker on each SM that looks at a signal which never comes, with pauses of one length: the power
+drawn, and the looks a second. Then workers take `WAITING` SMs, and our matmul runs on the others: what it loses beside
+workers that hold their SMs and all but sleep (`ASLEEP`). A worker of ours or of cuBLAS's takes all registers of an SM,
+so it does not share one with a poller. The pauses of the kernels grow from the shortest to the longest that
+`tilestream.kernels.portable.clock` names.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ import ctypes
 import functools
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +27,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import tilestream as ts
 from benchmarks.arrival.order_kernels import COLUMNS, ROWS, SLOTS, consume, poll
-from benchmarks.core.harness import RESULTS, GpuRecord, errors
+from benchmarks.core.session import Session
+from benchmarks.core.timing import line
 from tilestream.kernels.portable.clock import LONGEST, SHORTEST
 from tilestream.runtime.driver import copy_in, stream_write
+from tilestream.sweep.check import errors
 
 ROUNDS = 100_000
 #: What boxes are filled with, in turn: prime to their number.
@@ -49,8 +47,9 @@ WAITING, ASLEEP = 16, 1_000_000
 SIZE, MULTIPLICATIONS = 8192, 22
 
 
-def order(record: GpuRecord, rounds: int) -> None:
+def order(session: Session, rounds: int = ROUNDS) -> None:
     """One row for each producer and way."""
+    record = session.record("arrival", rounds=rounds)
     host = torch.arange(VALUES, dtype=torch.int32).repeat_interleave(ROWS.value * COLUMNS.value).pin_memory()
     size = 4 * ROWS.value * COLUMNS.value
     shape = [ROWS.value, COLUMNS.value]
@@ -80,8 +79,9 @@ def order(record: GpuRecord, rounds: int) -> None:
                 "wrong_elements": bad, "seconds": round(time.perf_counter() - begin, 2),
             }  # fmt: skip
             if done < rounds:
-                record.data["failures"].append(f"{producer}, {way}: {done} of {rounds} rounds before the deadline")
-            _add(record, row)
+                record.fail(f"{producer}, {way}: {done} of {rounds} rounds before the deadline")
+            record.add(row)
+            print(line(row), flush=True)
 
 
 def _produce(
@@ -99,8 +99,9 @@ def _produce(
         stream_write(stream, flag.data_ptr(), r + 1)
 
 
-def polling(record: GpuRecord) -> None:
+def polling(session: Session) -> None:
     """One row without a poller, one for each pause, and one of workers that hold their SMs and all but sleep."""
+    record = session.record("arrival", rounds=ROUNDS)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     a, b, out = (torch.randn(SIZE, SIZE, device="cuda").to(torch.bfloat16) for _ in range(3))
     ts.matmul(a, b, out=out, workers=sms - WAITING)  # while pollers run the driver loads no kernel
@@ -114,14 +115,15 @@ def polling(record: GpuRecord) -> None:
         ms = multiply() if pause is None else _polled(WAITING, pause, multiply)[1]
         errors(out[:64], peer, exact)
         if max(ms) > 1e-6 * ALLOWED / 2:
-            record.data["failures"].append(f"pauses of {pause} ns: a matmul took {max(ms):.0f} ms, until pollers ended")
-        _add(record, {
+            record.fail(f"pauses of {pause} ns: a matmul took {max(ms):.0f} ms, until pollers ended")
+        record.add({
             "section": "polling", "pause_ns": pause, "pollers": 0 if pause is None else sms,
             "watts": round(statistics.median(watts), 1) if watts else None,
             "looks_per_us_and_poller": often, "pollers_beside": 0 if pause is None else WAITING,
             "matmul": f"{SIZE}x{SIZE}x{SIZE}, {sms - WAITING} workers", "ms": round(statistics.median(ms[2:]), 4),
             "samples": [round(one, 4) for one in ms],
         })  # fmt: skip
+        print(line({name: value for name, value in record.rows[-1].items() if name != "samples"}), flush=True)
 
 
 def _polled(workers: int, pause: int, meanwhile: Callable[[], list[Any]]) -> tuple[float, list[Any]]:
@@ -165,23 +167,3 @@ def _watts() -> float | None:
         return float(subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-
-
-def _add(record: GpuRecord, row: dict[str, Any]) -> None:
-    record.rows.append(row)
-    record.write()
-    print(", ".join(f"{key} {value}" for key, value in row.items() if key != "samples"), flush=True)
-
-
-def main() -> None:
-    """Run the sections named, and write the record."""
-    sections = (sys.argv[1] if len(sys.argv) > 1 else "order,polling").split(",")
-    unknown = set(sections) - {"order", "polling"}
-    if unknown:
-        raise SystemExit(f"gpu_arrival: no section {', '.join(sorted(unknown))}; there are order and polling")
-    record = GpuRecord("gpu_arrival", Path(sys.argv[2]) if len(sys.argv) > 2 else RESULTS, rounds=ROUNDS)
-    if "order" in sections:
-        order(record, ROUNDS)
-    if "polling" in sections:
-        polling(record)
-    print(record.path)

@@ -1,34 +1,37 @@
 """A matmul whose input is copied to the GPU while it runs, beside copying first and multiplying then.
 
-    PYTHONPATH=src python benchmarks/gpu_stream.py [RESULT.json [SHAPE,...]] [--copiers 8,16,32] [--portable]
-
 Either operand: the activations by rows (``MxNxK``), or an offloaded weight by rows of ``[N, K]`` (``MxNxK weight``:
-``ts.linear`` with ``weight_arrival``). ``by the raster`` is ``streamed`` without arrival order. ``by the kernel`` is
-``streamed`` with copies that the matmul makes itself (`stream_in`'s ``copies="kernel"``); with ``--copiers`` also by so
-many of its workers, and then without the ways of others. ``--portable``: of the portable kernel, ``streamed`` too.
+``ts.linear`` with ``weight_arrival``). bf16, from pinned memory, `stream_in`'s default chunks.
 
-bf16, from pinned memory, `stream_in`'s default chunks. No overlap goes below the larger of copying and multiplying:
-that ratio is the one to look at. ``in turn`` is one plain copy and torch.mm behind it in the same stream; ``by chunks``
-is the overlap as one writes it without this library: each chunk copied on a second stream, an event, a torch.mm on its
-rows. One clock for all: the host's, from an idle GPU to an idle GPU, so that what it costs to issue counts. L2 is
-flushed and what shall be written is NaN before each call; every answer is checked against float64 in each round.
-COMMIT names the commit where the tree is a copy without its history.
+``in turn``
+    One plain copy, and torch.mm behind it in the same stream.
+``by chunks``
+    The overlap without this library: each chunk copied on a second stream, an event, a torch.mm on its rows.
+``streamed``
+    `stream_in` and a matmul; ``by the raster`` is the same without arrival order.
+``by the kernel``
+    ``streamed`` with copies that the matmul makes itself (`stream_in`'s ``copies="kernel"``). With ``--copiers`` also
+    by so many of its workers, and then without the ways of others. ``--portable``: by the portable kernel.
+
+No overlap goes below the larger of copying and multiplying: that ratio counts. One clock for all: the host's, from an
+idle GPU to an idle GPU, so that issuing counts. Before each call L2 is flushed and the output is NaN; every answer is
+checked against float64 in each round.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tilestream as ts
-from benchmarks.core.harness import errors, gpu_peak, gpu_record, interleave
+from benchmarks.core.hardware import gpu_peak, refuse_impossible
+from benchmarks.core.session import Session
+from benchmarks.core.timing import interleave, medians, rates
+from tilestream.sweep.check import errors
 
 #: M, N, K, and what is streamed.
 SHAPES = [
@@ -180,12 +183,12 @@ def row(m: int, n: int, k: int, what: str, copiers: Sequence[int], backend: str 
     problem = Problem(m, n, k, what, (0, *copiers), backend)
     ways = problem.ways(others=not copiers and backend is None)
     samples = interleave(ways, rounds=ROUNDS, before=problem.before, after=problem.after)
-    ms = {name: statistics.median(seconds) * 1e3 for name, seconds in samples.items()}
-    tflops = {name: 2e-9 * m * n * k / ms[name] for name in ms if name != "copy"}
+    ms = medians(samples)
+    tflops = rates(2 * m * n * k, {name: value for name, value in ms.items() if name != "copy"})
     link = problem.host.nbytes / ms["copy"] / 1e6
     larger = max(ms["copy"], ms["multiply"])
-    if max(tflops.values()) > gpu_peak() or link > LINK_PEAK:
-        raise AssertionError(f"{m}x{n}x{k}: {tflops}, {link} GB/s, above the peak: the answer or the timing is wrong")
+    refuse_impossible(f"{m}x{n}x{k}", tflops, gpu_peak())
+    refuse_impossible(f"{m}x{n}x{k}", {"copy": link}, LINK_PEAK, "GB/s")
     arrival = problem.stream.arrival
     return {
         "shape": name_of(m, n, k, what),
@@ -194,7 +197,7 @@ def row(m: int, n: int, k: int, what: str, copiers: Sequence[int], backend: str 
         "plan": problem._plan().label,
         "ms": {name: round(value, 4) for name, value in ms.items()},
         "copy_gb_per_s": round(link, 2),
-        "tflops": {name: round(value, 1) for name, value in tflops.items()},
+        "tflops": tflops,
         "copies": problem.copying[0].explain().split("copies", 1)[1].split("\n")[0].strip(),
         "of_larger": round(ms["streamed"] / larger, 4),
         "of_larger_by_the_kernel": round(ms["by the kernel"] / larger, 4),
@@ -210,22 +213,10 @@ def name_of(m: int, n: int, k: int, what: str) -> str:
     return f"{m}x{n}x{k}" + (" weight" if what == "weight" else "")
 
 
-def main() -> None:
-    """Measure every shape, or those named, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("into", nargs="?", type=Path)
-    parser.add_argument("shapes", nargs="?")
-    parser.add_argument("--copiers", type=lambda text: [int(count) for count in text.split(",")], default=[])
-    parser.add_argument("--portable", action="store_true")
-    asked = parser.parse_args()
-    named = None if asked.shapes is None else asked.shapes.split(",")
-    rows = []
-    for shape in SHAPES:
-        if named is not None and name_of(*shape) not in named:
-            continue
-        rows.append(row(*shape, asked.copiers, "portable" if asked.portable else None))
-        one = rows[-1]
-        times = ", ".join(f"{name} {value:.3f}" for name, value in one["ms"].items())
-        print(f"{one['shape']}: {times} ms; of the larger: streamed {one['of_larger']:.3f}, by the kernel "
-              f"{one['of_larger_by_the_kernel']:.3f}; {one['copy_gb_per_s']:.1f} GB/s", flush=True)  # fmt: skip
-    print(gpu_record("gpu_stream", rows, asked.into, rounds=ROUNDS))
+def stream(session: Session) -> None:
+    """Measure every shape, or those named (``MxNxK``, or ``MxNxK weight``)."""
+    copiers, backend = session.options.copiers, "portable" if session.options.portable else None
+    named = session.options.shapes
+    shapes = [shape for shape in SHAPES if named is None or name_of(*shape) in named.split(",")]
+    record = session.record("stream_copies" if copiers or backend else "stream", rounds=ROUNDS)
+    session.rows(record, shapes, lambda shape: row(*shape, copiers, backend))

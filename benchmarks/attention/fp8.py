@@ -1,35 +1,29 @@
 """Attention in 8 bits on a Hopper GPU, beside cuDNN (through SDPA) on the same numbers in bfloat16.
 
-``python benchmarks/gpu_attention_fp8.py [folder] [seconds]``
-
-Ours are two: the Hopper kernel, which calls get, and the portable one, which they got before. 16k tokens, D = 64 and
-128, causal and full. Scales are powers of two, one a sequence and head, so that what cuDNN is given is the same to the
-bit. Every answer keeps the error rule, on sampled rows of the last sequence against float64, with cuDNN's as torch's;
-what does not is named and not timed.
-``python tests/gpu/precompile_attention.py benchmark`` before it saves compiling one by one.
+Ours are two: the Hopper kernel, which calls get, and the portable one. Scales are powers of two, one a sequence and
+head, so that cuDNN is given the same numbers to the bit. Every answer keeps the error rule, on sampled rows of the last
+sequence against float64, with cuDNN's as torch's; an answer that does not is named and not timed.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import tilestream as ts
-from benchmarks.attention.prefill import Run, Shape, cudnn, launched, problem_of_shape
-from benchmarks.core.harness import GPU_PEAK, RESULTS, errors
+from benchmarks.attention.bench import Calls, Run, Shape, cudnn, launched, problem_of_shape
+from benchmarks.core.hardware import HOPPER_PEAK
+from benchmarks.core.records import Record, Row
 from tilestream.kernels.attention import Operands
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.ops.attention_gpu import launch_of, layout_of
 from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.device import DeviceProperties
-from tilestream.sweep.check import sampled_rows
+from tilestream.sweep.check import errors, sampled_rows
 
 SHAPES = [
     Shape(dim, heads, length, causal)
@@ -39,11 +33,9 @@ SHAPES = [
 ]
 BACKENDS = ("hopper", "portable")
 #: TFLOP/s: half of the multiplications at twice the rate of 16 bits, half at once.
-PEAK = GPU_PEAK * 4 / 3
+PEAK = HOPPER_PEAK * 4 / 3
 #: Rows of queries that are compared with float64.
 ROWS = 64
-
-Calls = dict[str, Callable[[], torch.Tensor]]
 
 
 class Numbers(NamedTuple):
@@ -88,7 +80,7 @@ def launches(shape: Shape, device: DeviceProperties) -> dict[str, tuple[Any, Att
     return {name: (plan_attention(problem_of(shape), device=device, backend=name), layout) for name in BACKENDS}
 
 
-def checked(run: Run, name: str, shape: Shape, given: Numbers, calls: Calls) -> tuple[Calls, dict[str, Any]]:
+def checked(record: Record, name: str, shape: Shape, given: Numbers, calls: Calls) -> tuple[Calls, dict[str, Any]]:
     """Those of ``calls`` whose answers keep the rule, and by how much; the first is torch's."""
     rows, reference = finer(shape, given.wide)
     kept: Calls = {}
@@ -101,40 +93,28 @@ def checked(run: Run, name: str, shape: Shape, given: Numbers, calls: Calls) -> 
             peer = answer if peer is None else peer
             found[what] = {key: float(f"{x:.3g}") for key, x in errors(answer, peer, reference).items()}
         except Exception as error:
-            run.record.data["failures"].append(f"{name} {what}: {type(error).__name__}: {error}"[:300])
+            record.fail(f"{name} {what}: {type(error).__name__}: {error}")
             continue
         kept[what] = call
     return kept, found
 
 
-def measure(run: Run, shape: Shape, device: DeviceProperties) -> None:
+def fp8(run: Run) -> None:
+    """A row a shape."""
+    from tilestream.runtime.properties import cuda_properties
+
+    device = cuda_properties(torch.cuda.current_device())
+    record = run.attention_record("attention_fp8", dtype="float8_e4m3fn, output bfloat16")
+    items = {f"fp8 {shape.name}": shape for shape in SHAPES}
+    run.rows(record, items, lambda name: measure(run, record, name, items[name], device))
+
+
+def measure(run: Run, record: Record, name: str, shape: Shape, device: DeviceProperties) -> Row:
     """A row."""
-    name = f"fp8 D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
-    if not run.left(name):
-        return
     given = numbers(shape)
     calls: Calls = {"cudnn": lambda: cudnn(*given.wide, shape.causal)}
     for backend, (plan, layout) in launches(shape, device).items():
         x = given.operands._replace(out=torch.full_like(given.wide[0], math.nan))
         calls[backend] = launched(launch_of(plan, layout), x)
-    kept, found = checked(run, name, shape, given, calls)
-    rates = {what: round(shape.operations / ms * 1e-9, 1) for what, ms in run.time(kept).items()}
-    for what in [what for what, rate in rates.items() if rate > PEAK]:
-        run.record.data["failures"].append(f"{name} {what}: {rates.pop(what)} TFLOP/s is above the peak")
-    run.record.rows.append({"name": name, "tflops": rates, "errors": found, **shape._asdict()})
-    run.record.write()
-    print(f"{name}: " + "  ".join(f"{what} {rate:.0f}" for what, rate in rates.items()), flush=True)
-
-
-def main() -> None:
-    from tilestream.runtime.properties import cuda_properties
-
-    given = sys.argv[1:]
-    run = Run(
-        Path(given[0]) if given else RESULTS, float(given[1]) if len(given) > 1 else 120.0, "gpu_attention_fp8"
-    )  # fmt: skip
-    run.record.data["dtype"] = "float8_e4m3fn, output bfloat16"
-    for shape in SHAPES:
-        measure(run, shape, cuda_properties(torch.cuda.current_device()))
-    run.record.write()
-    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
+    kept, found = checked(record, name, shape, given, calls)
+    return run.rated(record, name, shape.operations, kept, PEAK, errors=found, **shape._asdict())

@@ -1,25 +1,20 @@
-"""Which tile the portable attention should have, and how many workers an SM: what its plan's table is to be made of.
+"""Which tile the portable attention should have, and how many workers an SM: the plan's table is made from this.
 
-``python benchmarks/gpu_attention_portable.py [folder] [seconds]``
-
-One worker of 8 warps may take all registers of an SM. With 128 a thread, and blocks of 32 keys, two fit, and one's
-start and end of a tile would be hidden behind the other's blocks: the first run had 478 TFLOP/s at 16k causal and 318
-at 4k (D = 128, H100), so a tile costs some 10 us beside its blocks.
+One worker of 8 warps may take all registers of an SM. With 128 registers a thread, and blocks of 32 keys, two workers
+fit, and one hides the start and end of the other's tiles: the first run had 478 TFLOP/s at 16k causal and 318 at 4k
+(D = 128, H100), so a tile costs some 10 us beside its blocks.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.attention.prefill import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape
-from benchmarks.core.harness import RESULTS
+from benchmarks.attention.bench import SHAPES, Calls, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from tilestream.kernels.attention import Operands
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.device import DeviceProperties
@@ -75,26 +70,22 @@ def plans(shape: Shape, device: DeviceProperties) -> Iterator[tuple[Variant, Att
         yield variant, of_candidate(problem, device, "portable", found, "a benchmark's", ())
 
 
-def main() -> None:
+def portable(run: Run) -> None:
     """Every variant beside cuDNN, at few lengths."""
     from tilestream.kernels.portable.attention_launch import AttentionLaunch
     from tilestream.runtime.properties import cuda_properties
 
-    given = sys.argv[1:]
-    folder, seconds = Path(given[0]) if given else RESULTS, float(given[1]) if len(given) > 1 else 60.0
-    run = Run(folder, seconds, "attention_portable")
     device = cuda_properties(torch.cuda.current_device())
-    for shape in (s for s in SHAPES if s.length in (1024, 4096, 16384)):
-        name = f"portable D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
-        if not run.left(name):
-            continue
+
+    def calls(shape: Shape) -> Calls:
         q, k, v = operands_of(shape)
-        calls = {"cudnn": lambda q=q, k=k, v=v, c=shape.causal: cudnn(q, k, v, c)}
+        made: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
         for variant, plan in plans(shape, device):
             launch = AttentionLaunch(plan, problem_of_shape(shape)[1])
             launch._arguments.options["maxnreg"] = variant.registers
             x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
-            calls[variant.name] = launched(launch, x)
-        run.row(name, shape.operations, calls, **shape._asdict())
-    run.record.write()
-    print(f"failures: {run.record.data['failures']}; missing: {run.record.data['missing']}")
+            made[variant.name] = launched(launch, x)
+        return made
+
+    shapes = (shape for shape in SHAPES if shape.length in (1024, 4096, 16384))
+    run.measure("portable", shapes, calls, "attention_portable")

@@ -1,16 +1,11 @@
-"""What the plan of attention chooses from, timed on a GPU: every tile with and without turns, and groups of heads.
+"""What attention's plan chooses from: every tile with and without turns, and groups of heads.
 
-``python benchmarks/gpu_attention_tiles.py [section,section] [folder] [seconds]``
-
-Sections: ``variants`` (16k tokens at few lengths, each tile, with turns and without, beside cuDNN: what the cost model
-is fitted to), ``blocks`` (the same at short ones, without turns), ``groups`` (the plan's tile, by the bytes of keys and
-values that heads which are taken together may have), ``sizes`` (causal ones, by how many heads these are). Timed and
-checked as `gpu_attention` does it.
+The cost model is fitted to ``variants``; ``blocks`` is the same at short lengths, without turns. ``groups`` goes by the
+bytes of keys and values that a group of heads may have, ``sizes`` by how many heads are in a group, causal.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,16 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.attention.prefill import (
-    SHAPES,
-    Run,
-    Shape,
-    cudnn,
-    launched,
-    operands_of,
-    problem_of_shape,
-    run_sections,
-)
+from benchmarks.attention.bench import SHAPES, Calls, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from tilestream.kernels.attention import Operands
 from tilestream.plan import hopper_attention
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
@@ -37,26 +23,27 @@ LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
 #: Bytes of keys and values that so many heads are timed with, about, and how often they have all workers' tiles.
 BYTES, ROUNDS = (2e6, 4e6, 8e6, 10e6, 13e6, 16e6, 20e6, 24e6, 32e6), (1, 2, 3)
 
-Calls = dict[str, Callable[[], Any]]
+RECORD = "attention_tiles"
 
 
-def run_shape(run: Run, what: str, shape: Shape, made: Callable[..., Iterable[tuple[str, AttentionCandidate]]]) -> None:
-    """A row: cuDNN, and the Hopper kernel as each of the candidates that ``made`` names for a problem and a device."""
+def launched_as(made: Callable[..., Iterable[tuple[str, AttentionCandidate]]]) -> Callable[[Shape], Calls]:
+    """cuDNN, and the Hopper kernel as each of the candidates that ``made`` names for a problem and a device."""
     from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
     from tilestream.runtime.properties import cuda_properties
 
-    name = f"{what} D{shape.dim} {'causal' if shape.causal else 'full'} S{shape.length}"
-    if not run.left(name):
-        return
     device = cuda_properties(torch.cuda.current_device())
-    q, k, v = operands_of(shape)
-    problem, layout = problem_of_shape(shape)
-    calls: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
-    for label, found in made(problem, device):
-        plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
-        x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
-        calls[label] = launched(HopperAttentionLaunch(plan, layout), x)
-    run.row(name, shape.operations, calls, **shape._asdict())
+
+    def calls(shape: Shape) -> Calls:
+        q, k, v = operands_of(shape)
+        problem, layout = problem_of_shape(shape)
+        found: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
+        for label, candidate in made(problem, device):
+            plan = of_candidate(problem, device, "hopper", candidate, "a benchmark's", ())
+            x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
+            found[label] = launched(HopperAttentionLaunch(plan, layout), x)
+        return found
+
+    return calls
 
 
 def variants(
@@ -71,8 +58,12 @@ def variants(
             for found in tiles:
                 yield f"{variant} {found.block[0]}x{found.block[1]}", found
 
-    for shape in (s for s in SHAPES if s.length in lengths):
-        run_shape(run, what, shape, made)
+    run.measure(what, (shape for shape in SHAPES if shape.length in lengths), launched_as(made), RECORD)
+
+
+def blocks(run: Run) -> None:
+    """Every tile at short lengths, without turns."""
+    variants(run, "blocks", (512, 1024, 2048), ("apart",))
 
 
 def chosen_where(function: str, values: dict[str, float]) -> Callable[..., Iterable[tuple[str, AttentionCandidate]]]:
@@ -90,8 +81,7 @@ def chosen_where(function: str, values: dict[str, float]) -> Callable[..., Itera
 def groups(run: Run) -> None:
     """The plan's tile, with as many heads together as so many bytes hold the keys and values of."""
     made = chosen_where("room_of", {f"{room / 1e6:.0f} MB": room for room in ROOMS})
-    for shape in (s for s in SHAPES if s.length in LENGTHS):
-        run_shape(run, "groups", shape, made)
+    run.measure("groups", (shape for shape in SHAPES if shape.length in LENGTHS), launched_as(made), RECORD)
 
 
 def sizes_of(shape: Shape) -> list[int]:
@@ -105,17 +95,9 @@ def sizes_of(shape: Shape) -> list[int]:
 
 def sizes(run: Run) -> None:
     """The plan's tile, with so many heads together."""
-    for shape in (s for s in SHAPES if s.causal and s.length in (*LENGTHS, 4096)):
-        run_shape(run, "sizes", shape, chosen_where("heads_together", {f"{n} heads": n for n in sizes_of(shape)}))
 
+    def calls(shape: Shape) -> Calls:
+        return launched_as(chosen_where("heads_together", {f"{n} heads": n for n in sizes_of(shape)}))(shape)
 
-SECTIONS: dict[str, Callable[[Run], None]] = {
-    "variants": variants,
-    "blocks": functools.partial(variants, what="blocks", lengths=(512, 1024, 2048), kinds=("apart",)),
-    "groups": groups,
-    "sizes": sizes,
-}
-
-
-def main() -> None:
-    run_sections(SECTIONS, "variants,groups", "gpu_attention_tiles")
+    shapes = (shape for shape in SHAPES if shape.causal and shape.length in (*LENGTHS, 4096))
+    run.measure("sizes", shapes, calls, RECORD)

@@ -1,29 +1,23 @@
-"""The timeline of one causal call of attention on a GPU: who did which tile when, as a record for the docs.
+"""The timeline of one causal call of attention: who did which tile when, as a trace for https://ui.perfetto.dev.
 
-``PYTHONPATH=src python benchmarks/attention_timeline.py [folder]`` writes ``gpu_trace_attention*.json.gz``, which
-https://ui.perfetto.dev opens; ``python benchmarks/render.py`` draws it, and says on the page how even it is.
-
-The call is traced `CALLS` times, and the one of median length is kept. Its answer is checked against that of the same
-call without a trace, bit by bit, and each of its tiles must be there once.
+The call is traced `CALLS` times, and the trace of median length is kept. The answer is compared with that of the same
+call without a trace, bit by bit, and each tile must be there once.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 
 import tilestream as ts
-from benchmarks.attention.prefill import Shape, Timer, operands_of
-from benchmarks.core.harness import RESULTS, device_suffix
+from benchmarks.attention.bench import Run, Shape, operands_of
+from benchmarks.core.records import folder_of
 
 #: 16k tokens in one sequence, as a chunk of a prefill has them: 32 query heads on 8 heads of keys.
 SHAPE = Shape(128, 32, 16384, True, 8)
 CALLS = 5
 
 
-def recorded() -> ts.trace.LaunchTrace:
+def recorded(run: Run) -> ts.trace.LaunchTrace:
     """The trace of a call of median length.
 
     Raises
@@ -46,7 +40,7 @@ def recorded() -> ts.trace.LaunchTrace:
     for at, (launch, out) in enumerate(zip(recorder.launches, answers, strict=True)):
         assert torch.equal(out, right), f"call {at}, traced: {different(out, right)}"
         assert not (wrong := ts.trace.faults(launch, plan.schedule)), wrong
-    whole = Timer()({"": lambda: ts.attention(q, k, v, causal=True)})[""]
+    whole = run.time({"": lambda: ts.attention(q, k, v, causal=True)})[""]
     found = sorted(recorder.launches, key=lambda launch: launch.end - launch.begin)[CALLS // 2]
     found.label = (
         f"causal, {SHAPE.length} tokens, D {SHAPE.dim}, heads {SHAPE.heads}/{SHAPE.heads_kv}, "
@@ -67,8 +61,8 @@ def different(x: torch.Tensor, y: torch.Tensor) -> str:
     )
 
 
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+def timeline(run: Run) -> None:
+    """Write ``trace_attention.json.gz``."""
+    folder = run.out / folder_of(torch.cuda.get_device_name())
     folder.mkdir(parents=True, exist_ok=True)
-    suffix = device_suffix(torch.cuda.get_device_name())
-    print(ts.trace.export(recorded(), folder / f"gpu_trace_attention{suffix}.json.gz"))
+    print(ts.trace.export(recorded(run), folder / "trace_attention.json.gz"))

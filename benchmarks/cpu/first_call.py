@@ -1,12 +1,9 @@
-"""Where the seconds of a process's first call go before the GPU has anything to do: imports and look-ups, on a CPU.
+"""A process's first call, taken apart: imports and look-ups before the GPU has anything to do, on a CPU.
 
-    PYTHONPATH=src:benchmarks python benchmarks/first_call.py [FOLDER]
-
-A GPU's first call is in ``gpu_gemm_host*.json``, as a whole: what is Python of it takes place without a GPU, too. Here
-it is taken apart, in fresh processes, in the order in which a call comes to it, torch imported before: the package;
-its ops (and Triton with them); the Hopper kernels; the hash of Triton itself, by which its cache is asked, of every
-file of it; the kernel, found in a cache that was filled by a process before; a call of a registered op, on the CPU.
-Medians of ``PROCESSES``. Writes ``cpu_first_call.json``.
+``gemm_host`` has a GPU's first call as a whole; its Python part takes place without a GPU, too. Here it is taken apart
+in fresh processes that have imported torch, in the order in which a call comes to it: the package; its ops (and Triton
+with them); the Hopper kernels; the hash over all files of Triton, which is part of its cache's key; the kernel, found
+in a cache that another process has filled; a call of a registered op, on the CPU. Medians of ``PROCESSES``.
 """
 
 from __future__ import annotations
@@ -15,12 +12,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 from benchmarks.core.paths import command
+from benchmarks.core.session import Session
 
 PROCESSES = 7
 #: What is taken apart, by whose it is.
@@ -34,8 +30,8 @@ STEPS = {
 }
 
 
-def process() -> dict[str, float]:
-    """The steps, in this process, which has imported torch and no more: seconds of each."""
+def process(_: list[str]) -> None:
+    """Print the seconds of each step in this process, which has imported torch and no more, as JSON."""
     import torch
 
     seconds: dict[str, float] = {}
@@ -70,32 +66,20 @@ def process() -> dict[str, float]:
     begin = time.perf_counter()
     ts.mm(a, a)
     done()
-    return seconds
+    print(json.dumps(seconds))
 
 
-def main() -> None:
+def first_call(session: Session) -> None:
     """Fresh processes; the first fills the cache and is not counted."""
-    if "--process" in sys.argv[1:]:
-        print(json.dumps(process()))
-        return
-    import triton
-
-    from benchmarks.core import harness
-
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": folder}
         for _ in range(PROCESSES + 1):
             run = subprocess.run(
-                command("cpu", "first_call", "--process"), env=environment, capture_output=True, text=True, check=True
+                command("cpu", "_process"), env=environment, capture_output=True, text=True, check=True
             )
             for step, took in json.loads(run.stdout.splitlines()[-1]).items():
                 seconds[step].append(took)
-    rows = [
-        {"step": step, "whose": whose, "seconds": round(statistics.median(seconds[step][1:]), 3)}
-        for step, whose in STEPS.items()
-    ]
-    if len(sys.argv) > 1:
-        harness.RESULTS = Path(sys.argv[1])
-    print(harness.record("cpu_first_call", rows, triton=triton.__version__, processes=PROCESSES))
-    print(*rows, sep="\n")
+    record = session.record("first_call", cpu=True, processes=PROCESSES)
+    for step, whose in STEPS.items():
+        record.add({"step": step, "whose": whose, "seconds": round(statistics.median(seconds[step][1:]), 3)})

@@ -1,11 +1,9 @@
 """The CPU backend with everything arrived, beside torch.mm with the same number of threads.
 
 Floor: 2 M N K operations at the cores' peak; the bytes are far from binding. torch.mm is one BLAS call on all threads;
-ours is a BLAS call a tile on each worker's single thread, so what can be lost is packing once a tile instead of once a
-call, the last wave, and starting the workers. Predicted: 0.95 to 1.0 at 2048^3, less as calls get shorter; what the
-plan picks by itself should never lose more than the cost of the op's own call.
-
-    PYTHONPATH=src python benchmarks/cpu_matmul.py
+ours is a BLAS call a tile on each worker's single thread. Ours can lose by packing once a tile instead of once a call,
+by the last wave, and by starting the workers. Predicted: 0.95 to 1.0 at 2048^3, less as calls get shorter; the plan's
+own choice should never lose more than the cost of the op's own call.
 """
 
 from __future__ import annotations
@@ -15,17 +13,15 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.core.harness import errors, interleave, medians, record, refuse_impossible
+from benchmarks.core.hardware import cpu_peak, refuse_impossible
+from benchmarks.core.session import Session
+from benchmarks.core.timing import interleave, medians, rates
+from tilestream.sweep.check import errors
 
 SHAPES = (
-    (2048, 2048, 2048),
-    (1024, 1024, 1024),
-    (512, 512, 512),
-    (4096, 1024, 2048),
-    (2000, 1536, 1111),
-    (16384, 256, 4096),
-    (300, 300, 8192),
-)
+    (2048, 2048, 2048), (1024, 1024, 1024), (512, 512, 512), (4096, 1024, 2048), (2000, 1536, 1111),
+    (16384, 256, 4096), (300, 300, 8192),
+)  # fmt: skip
 
 
 def measure(m: int, n: int, k: int, rounds: int = 21) -> dict[str, Any]:
@@ -49,8 +45,7 @@ def measure(m: int, n: int, k: int, rounds: int = 21) -> dict[str, Any]:
         if name != "torch.mm":
             worst = max(worst, errors(out, peer, reference), key=lambda e: e.get("max", -1.0))
     times = medians(interleave(functions, rounds=rounds))
-    for name, milliseconds in times.items():
-        refuse_impossible(name, 2 * m * n * k, milliseconds)
+    refuse_impossible(f"{m}x{n}x{k}", rates(2 * m * n * k, times), cpu_peak())
     return {
         "shape": [m, n, k],
         "ms": times,
@@ -61,14 +56,6 @@ def measure(m: int, n: int, k: int, rounds: int = 21) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure every shape and write the record."""
-    rows = []
-    for shape in SHAPES:
-        row = measure(*shape)
-        rows.append(row)
-        ratios = "  ".join(f"{name} {ratio:.3f}" for name, ratio in row["ratio"].items())
-        print(
-            f"{'x'.join(map(str, shape)):>16}  torch.mm {row['ms']['torch.mm']:8.2f} ms   ratio: {ratios}", flush=True
-        )
-    print(record("cpu_matmul", rows, dtype="float32"))
+def matmul(session: Session) -> None:
+    """Every shape."""
+    session.rows(session.record("matmul", cpu=True), SHAPES, lambda shape: measure(*shape))

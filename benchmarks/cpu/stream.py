@@ -6,14 +6,10 @@ its cores; and nothing can be multiplied before the first chunk is there:
     bound = 1.15 * max(read, multiply + CPU time of the read / cores) + first chunk
 
 Every time is of a cold read (the page cache dropped before each), into one buffer used over and over.
-
-    PYTHONPATH=src python benchmarks/cpu_stream.py [--folder FOLDER]
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -23,8 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 import tilestream as ts
-from benchmarks.core.harness import errors, record, refuse_impossible
+from benchmarks.core.hardware import cpu_peak, refuse_impossible
+from benchmarks.core.session import Session
+from benchmarks.core.timing import medians, rates
 from tilestream.arrival.files import drop_from_page_cache
+from tilestream.sweep.check import errors
 
 ROWS, DEPTH = 16384, 4096  # 256 MiB of float32
 WIDTHS = (64, 128, 192, 256, 384, 512)
@@ -69,8 +68,8 @@ def measure(path: Path, n: int, rounds: int) -> dict[str, Any]:
             if round_:  # the first round warms up
                 for name, seconds in timed.items():
                     samples[name].append(seconds)
-    ms = {name: statistics.median(values) * 1e3 for name, values in samples.items()}
-    refuse_impossible("streamed", 2 * ROWS * n * DEPTH, ms["streamed"])
+    ms = medians(samples)
+    refuse_impossible(f"N = {n}", rates(2 * ROWS * n * DEPTH, {"streamed": ms["streamed"]}), cpu_peak())
     longer = max(ms["read"], ms["multiply"] + ms["cpu"] / torch.get_num_threads())
     bound = 1.15 * longer + ms["first"]
     return {
@@ -87,27 +86,11 @@ def measure(path: Path, n: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure every width and write the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="where the file is written; default: a temporary folder")
-    parser.add_argument("--rounds", type=int, default=11)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+def stream(session: Session) -> None:
+    """Every width."""
+    with tempfile.TemporaryDirectory(dir=session.options.folder) as folder:
         path = Path(folder) / "activations.safetensors"
         torch.manual_seed(0)
         save_file({"x": torch.randn(ROWS, DEPTH)}, path)
-        rows = []
-        for n in WIDTHS:
-            row = measure(path, n, given.rounds)
-            rows.append(row)
-            ms = row["ms"]
-            print(
-                f"N={n:4d}  read {ms['read']:6.1f} (cpu {ms['cpu']:5.1f}, first {ms['first']:4.1f})  multiply "
-                f"{ms['multiply']:6.1f}  "
-                f"in turn {ms['in turn']:6.1f}  streamed {ms['streamed']:6.1f} ms = {row['of_bound']:.3f} of the "
-                "bound, "
-                f"{row['speedup']:.2f}x, {row['hidden']:.0%} hidden",
-                flush=True,
-            )
-    print(record("cpu_stream", rows, dtype="float32", bytes=4 * ROWS * DEPTH))
+        record = session.record("stream", cpu=True, bytes=4 * ROWS * DEPTH)
+        session.rows(record, WIDTHS, lambda n: measure(path, n, session.options.rounds or 11))

@@ -1,13 +1,10 @@
 """All-gather + matmul and matmul + reduce-scatter across GPUs, beside NCCL + torch.mm and torch's own fused ops.
 
-    PYTHONPATH=src python benchmarks/gpu_all_gather.py [--op gather|scatter|both] [--rounds 15] [--into FOLDER]
-
-One process a GPU, as many as there are. bf16, B as a Linear has it (``[N, K]``, transposed). What is timed is the
-stream, by events, handshakes included. Before each call, not in its time: L2 is flushed, the GPUs meet on their streams
-(a small all-reduce behind a pause, in which the host issues the call, so that its own cost is not in the time either).
-Functions take turns, in another order each round; of each the median over rounds, and of that the largest over ranks.
-Before anything is timed each answer is checked against float64. A form that fails is left out and named. ``host ms`` is
-what issuing a call costs the host, beside the GPU's time.
+bf16, B as a Linear has it (``[N, K]``, transposed). What is timed is the stream, by events, handshakes included. Before
+each call, not in its time: L2 is flushed, and the GPUs meet on their streams (a small all-reduce behind a pause in
+which the host issues the call, so that the host's time is not in the figure either). Functions take turns, in another
+order each round; of each the median over rounds, and of that the largest over ranks. Each answer is checked against
+float64 first. A form that fails is left out and named. ``host ms`` is what issuing a call costs the host.
 
 Of ours: ``ours`` as the table or the model decides; of gathers ``fused push 1 2 4`` and ``fused pull 1 2 4``, in so
 many chunks a shard, whatever the table says; of sums ``fused 1 2 4``. Alone: the matmul (torch's, ours, and ours in as
@@ -16,26 +13,22 @@ with a short K) and our handshake (a call with few bytes), of a gather pushed an
 matmul alone, the fastest transfer alone + one tile) + the shortest handshake: no overlap goes below it. ``win`` is
 (best - ours) / (best - floor), best being the best of the others; there is none where the floor lies above the best or
 above ours (`floors`).
-
-The record, ``gpu_all_gather_x<world>`` with the device behind it, is written after each shape.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from benchmarks.core.harness import RESULTS, GpuRecord
+from benchmarks.core.session import Session
 from benchmarks.distributed.floors import judged
-from benchmarks.distributed.ranks import MeetingClock, on_each_gpu, slowest
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, on_each_gpu, record_of, slowest
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import WAYS, trial
 from tilestream.distributed.plan import DistributedPlan
@@ -43,15 +36,10 @@ from tilestream.distributed.protocol import Way
 from tilestream.distributed.shards import Shards
 from tilestream.ops.publish import Publication, matmul_published
 
-BF16 = torch.bfloat16
 #: Chunks of a shard that are tried.
 CHUNKS = (1, 2, 4)
 #: Cycles in which the host issues a call: 3 ms and more.
 _PAUSE = 6_000_000
-#: Seconds that a call of ours may wait for a peer.
-_DEADLINE = 10.0
-
-Forms = dict[str, Callable[[], Any]]
 
 
 def gathers(world: int) -> list[tuple[int, int, int]]:
@@ -98,6 +86,13 @@ def wrong(function: Callable[[], torch.Tensor], exact: torch.Tensor, errors: dic
             raise AssertionError(f"wrong answer: relative error {errors[name]}")
 
     return everywhere(attempt(check))
+
+
+def checked(forms: Forms, exact: torch.Tensor) -> tuple[Forms, dict[str, float], dict[str, str]]:
+    """Those whose answers are right, the relative errors, and what is wrong with the others."""
+    errors: dict[str, float] = {}
+    failures = {name: failed for name, form in forms.items() if (failed := wrong(form, exact, errors, name))}
+    return {name: form for name, form in forms.items() if name not in failures}, errors, failures
 
 
 def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
@@ -175,7 +170,7 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
         return call
 
     def ours(form: str = "auto") -> torch.Tensor:
-        return tsd.all_gather_matmul(a, w, form=form, deadline=_DEADLINE)
+        return tsd.all_gather_matmul(a, w, form=form, deadline=DEADLINE)
 
     counts = chunk_counts(m // world)
     forms: Forms = {
@@ -193,9 +188,9 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
         "nccl": lambda: dist.all_gather_into_tensor(full, a),
     }
     for way in WAYS:
-        alone[f"copies {way}"] = on_trial(True, 1, lambda: tsd.all_gather_matmul(a, narrow, deadline=_DEADLINE), way)
+        alone[f"copies {way}"] = on_trial(True, 1, lambda: tsd.all_gather_matmul(a, narrow, deadline=DEADLINE), way)
         alone[f"handshake {way}"] = on_trial(
-            True, 1, lambda: tsd.all_gather_matmul(little, narrow[:64], deadline=_DEADLINE), way
+            True, 1, lambda: tsd.all_gather_matmul(little, narrow[:64], deadline=DEADLINE), way
         )
     plan = tsd.plan_all_gather_matmul(a, w)
     shape = {"op": "all_gather_matmul", "m": m, "n": n, "k": k, "rows": m // world, "width": k}
@@ -236,7 +231,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
     counts = chunk_counts(m // world)
 
     def ours(form: str = "auto") -> torch.Tensor:
-        return tsd.matmul_reduce_scatter(a, w, form=form, deadline=_DEADLINE)
+        return tsd.matmul_reduce_scatter(a, w, form=form, deadline=DEADLINE)
 
     forms: Forms = {
         "nccl + mm": nccl(torch.mm),
@@ -250,8 +245,8 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
         "ours mm": lambda: ts.matmul(a, w),
         **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts},
         "nccl": lambda: dist.reduce_scatter_tensor(part, whole),
-        "copies": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*short, deadline=_DEADLINE)),
-        "handshake": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*little, deadline=_DEADLINE)),
+        "copies": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*short, deadline=DEADLINE)),
+        "handshake": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*little, deadline=DEADLINE)),
     }
     plan = tsd.plan_matmul_reduce_scatter(a, w)
     shape = {"op": "matmul_reduce_scatter", "m": m, "n": n, "k": k, "rows": m // world, "width": n}
@@ -262,13 +257,8 @@ def measured(
     shape: dict[str, Any], forms: Forms, alone: Forms, exact: torch.Tensor, plan: DistributedPlan, rounds: int
 ) -> dict[str, Any]:
     """A row: times, the floor, and what share of the way to it was won."""
-    errors: dict[str, float] = {}
-    failures: dict[str, str] = {}
-    for name, function in list(forms.items()):
-        if failed := wrong(function, exact, errors, name):
-            failures[name] = failed
-            del forms[name]
-    ms, host = bench({**alone, **forms}, rounds, failures)
+    right, errors, failures = checked(forms, exact)
+    ms, host = bench({**alone, **right}, rounds, failures)
     row = {
         **shape, "decided": "fused" if plan.fused else "unfused", "chunks": plan.chunks, "way": plan.decision.way,
         "why": plan.decision.why, "ms": ms, "host ms": host, "errors": errors, "failures": failures,
@@ -279,28 +269,21 @@ def measured(
     return row
 
 
-def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
+def gather(session: Session) -> None:
+    """Gathers, sums, or both (``--op``), into ``all_gather_x<world>``."""
+    on_each_gpu(session, rank_main)
+
+
+def rank_main(rank: int, world: int, session: Session) -> None:
     """One rank."""
     import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
 
-    record = GpuRecord(f"gpu_all_gather_x{world}", Path(arguments.into), world=world) if rank == 0 else None
-    work = [(gather_row, shape) for shape in gathers(world) if arguments.op != "scatter"]
-    work += [(scatter_row, shape) for shape in scatters(world) if arguments.op != "gather"]
-    for make_row, (m, n, k) in work[: arguments.shapes]:
-        row = make_row(m, n, k, world, rank, arguments.rounds)
+    op, record = session.options.op, record_of(session, rank, "all_gather")
+    work = [(gather_row, shape) for shape in gathers(world) if op != "scatter"]
+    work += [(scatter_row, shape) for shape in scatters(world) if op != "gather"]
+    for make_row, (m, n, k) in work:
+        row = make_row(m, n, k, world, rank, session.options.rounds or 15)
         torch.cuda.empty_cache()
         if record is not None:
-            record.rows.append(row)
-            record.write()
+            record.add(row)
             print({name: value for name, value in row.items() if name not in ("errors", "why")}, flush=True)
-
-
-def main() -> None:
-    """All ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=["gather", "scatter", "both"], default="both")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shapes", type=int, default=1000, help="at most so many")
-    parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
-    arguments = parser.parse_args()
-    on_each_gpu(rank_main, arguments)

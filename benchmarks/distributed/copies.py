@@ -1,34 +1,30 @@
 """Copies between GPUs beside a matmul on each: how fast they are, and what the matmul loses.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gpu_copies.py [FOLDER]
+Each GPU copies to, or from, its peers over torch's symmetric memory, by copy engines, in the order of
+`tilestream.distributed.protocol`. What is compared:
 
-One process a GPU, as many as there are; each copies to, or from, its peers over torch's symmetric memory, by copy
-engines, in the order of `tilestream.distributed.protocol`. What is compared:
-
-- ``op``: a GPU *pushes* to its peers, or *pulls* from them. Whichever it is, the other end is symmetric memory.
+- ``op``: a GPU *pushes* to its peers, or *pulls* from them. The other end is always symmetric memory.
 - ``own``: whether this end is, too, or a tensor of torch's allocator (``plain``): a caller's.
 - ``load``: what each GPU computes meanwhile: nothing, torch's matmul, ours, or ours of an ``a`` in symmetric memory,
   which is what the kernel of a pushed gather reads.
 - ``lanes``: all in one stream, one peer after the other; or a stream a peer.
 
 All GPUs meet on their streams, then begin both. Rates are of the bytes that one GPU pushes, or pulls: medians over
-rounds, and of those the slowest rank's, as is the time of the matmul (``mm``, ms). Writes ``gpu_copies_x<world>``.
+rounds, and of those the slowest rank's, as is the time of the matmul (``mm``, ms).
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from benchmarks.core.harness import RESULTS, GpuRecord
-from benchmarks.distributed.ranks import on_each_gpu
+from benchmarks.core.session import Session
+from benchmarks.distributed.ranks import on_each_gpu, record_of
 from tilestream.distributed.protocol import receivers
 from tilestream.runtime.driver import copy_across
 from tilestream.runtime.streams import lend
@@ -116,26 +112,23 @@ def slowest(samples: list[tuple[float, float]]) -> tuple[float, float]:
     return round(-rate, 1), round(time, 4)
 
 
-def rank_main(rank: int, world: int, folder: str) -> None:
+def copies(session: Session) -> None:
+    """Every case, into ``copies_x<world>``."""
+    on_each_gpu(session, rank_main)
+
+
+def rank_main(rank: int, world: int, session: Session) -> None:
     """One rank."""
-    record = GpuRecord(f"gpu_copies_x{world}", Path(folder), world=world) if rank == 0 else None
-    copies = Copies(rank, world)
+    record, of = record_of(session, rank, "copies"), Copies(rank, world)
     ways = [("", "plain", 64 << 20, 1)]
     ways += itertools.product(("pull", "push"), ("plain", "symmetric"), (64 << 20, 8 << 20), sorted({1, world - 1}))
-    cases = list(itertools.product(copies.loads, ways))
+    cases = list(itertools.product(of.loads, ways))
     samples: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(cases))}
     for i, (load, (op, own, size, lanes)) in [*enumerate(cases)] * (1 + ROUNDS):
-        samples[i].append(copies.time(op, own, load, size, lanes))
+        samples[i].append(of.time(op, own, load, size, lanes))
     for i, (load, (op, own, size, lanes)) in enumerate(cases):
         rate, ms = slowest(samples[i][1:])
         row = {"op": op or "none", "own": own, "load": load, "mib": size >> 20, "lanes": lanes, "gbps": rate, "mm": ms}
         if record is not None:
-            record.rows.append(row)
+            record.add(row)
             print(row, flush=True)
-    if record is not None:
-        record.write()
-
-
-def main() -> None:
-    """All ranks."""
-    on_each_gpu(rank_main, sys.argv[1] if len(sys.argv) > 1 else str(RESULTS))

@@ -1,12 +1,12 @@
-"""From records of gpu_all_gather.py to the table by which ops across ranks decide: fused, chunks, way.
+"""From records of `all_gather` and `all_reduce` to the table by which ops across ranks decide: fused, chunks, way.
 
-    PYTHONPATH=src:benchmarks python benchmarks/dispatch_table.py RECORD.json ... [--check]
+    PYTHONPATH=src python benchmarks/run.py distributed dispatch_table RECORD.json ... [--check]
 
 Writes the entries of ``src/tilestream/distributed/table.json``, all of them from the records that are given, and leaves
-its rates. Of each shape the form that took least counts; one in more chunks has to be faster by `WORTH`, and so has any
-fused form beside NCCL and the faster matmul behind it: what is as fast without is simpler, and holds no memory.
-Of an all-reduce that is not fused torch's own matmul is taken where it is the faster by `LIBRARY`. Rows of another day
-than their record say so. ``--check`` writes nothing, and fails where the table is not what the records say.
+its rates. Of each shape the fastest form counts. A form in more chunks has to be faster by `WORTH`, and so has any
+fused form beside NCCL and the faster matmul behind it: unfused is simpler, and holds no memory. Of an all-reduce that
+is not fused torch's own matmul is taken where it is the faster by `LIBRARY`. Rows of another day than their record say
+so. ``--check`` writes nothing, and fails where the table is not what the records say.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ def text(before: str, found: Iterable[dict[str, Any]]) -> str:
     return f'{head}"entries": [\n{lines}\n  ]\n}}\n'
 
 
-def main() -> None:
+def main(given: list[str]) -> None:
     """Write the table, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     found = [entry for path in arguments.records for entry in entries(json.loads(path.read_text(encoding="utf-8")))]
     if arguments.check:
         same = dispatch.table()["entries"] == found
-        sys.exit(0 if same else f"{TABLE} is not what the records say: write it anew")
+        sys.exit(0 if same else f"{TABLE} is not what the records say: write it again")
     TABLE.write_text(text(TABLE.read_text(encoding="utf-8"), found), encoding="utf-8")

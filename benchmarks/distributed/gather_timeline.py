@@ -1,61 +1,30 @@
-"""The timeline of one all-gather + matmul across GPUs: copies and tiles on one time axis, as a record for the docs.
+"""The timeline of one all-gather + matmul across GPUs: copies and tiles on one time axis, as a trace.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gather_timeline.py [FOLDER] [MxNxK] [--ways push pull]
-
-One process a GPU; rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring
-the others' rows are what torch's profiler saw, of each rank on its own GPU. The two are laid over each other by the
-kernel, which both have, and ranks by the host's clock. The call is traced `CALLS` times, and the one of median length
-is kept; its answer must be the same as without a trace, bit by bit. Writes ``gpu_trace_gather_x<world>*.json.gz``,
-which https://ui.perfetto.dev opens; ``python benchmarks/render.py`` draws it. Prints beside that when each copy of each
-rank's began and ended, and how fast it was. ``--ways``: a call in each of them, whatever
+Rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring the others' rows are
+what torch's profiler saw, of each rank on its own GPU. The two are laid over each other by the kernel, which both have,
+and ranks by the host's clock. The call is traced `CALLS` times, and the one of median length is kept; its answer must
+be the same as without a trace, bit by bit. Writes ``trace_gather_x<world>*.json.gz``, for https://ui.perfetto.dev, and
+prints when each copy of each rank's began and ended, and how fast it was. ``--ways``: a call in each of them, whatever
 the table says.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-from pathlib import Path
-from typing import Any, NamedTuple
-
 import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from benchmarks.core.harness import RESULTS, device_suffix
-from benchmarks.distributed.ranks import on_each_gpu
+from benchmarks.core.records import folder_of
+from benchmarks.core.session import Session
+from benchmarks.distributed.ranks import DEADLINE, Activity, on_each_gpu, profiled
 from tilestream import distributed as tsd
-from tilestream.distributed.dispatch import WAYS, trial
+from tilestream.distributed.dispatch import trial
 from tilestream.distributed.protocol import peers, receivers
 
 SHAPE = "8192x3584x8192"
 #: Cycles in which the host issues a call, before the ranks meet on their streams: some milliseconds.
 _PAUSE = 20_000_000
 CALLS = 5
-_DEADLINE = 10.0
-
-
-class Activity(NamedTuple):
-    """What a GPU did from ``begin`` to ``end``, nanoseconds by the host's clock; ``size`` of a copy, else 0."""
-
-    name: str
-    stream: int
-    begin: float
-    end: float
-    size: int
-
-
-def activities(document: dict[str, Any]) -> list[Activity]:
-    """Kernels and copies of torch's profiler, from its Chrome trace, in order."""
-    base = float(document.get("baseTimeNanoseconds", 0))
-    found = []
-    for event in document["traceEvents"]:
-        if event.get("cat") in ("kernel", "gpu_memcpy"):
-            begin, more = base + 1e3 * event["ts"], event.get("args", {})
-            size = int(more.get("bytes", 0)) if event["cat"] == "gpu_memcpy" else 0
-            found.append(Activity(event["name"], int(more.get("stream", -1)), begin, begin + 1e3 * event["dur"], size))
-    return sorted(found, key=lambda one: one.begin)
 
 
 def arrivals(
@@ -94,21 +63,18 @@ def traced(
     a: torch.Tensor, w: torch.Tensor, meet: torch.Tensor
 ) -> tuple[ts.trace.LaunchTrace, torch.Tensor, list[Activity]]:
     """One call, as is on trial: its launch, its answer, and what this GPU did."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+
+    def call() -> tuple[ts.trace.LaunchTrace, torch.Tensor]:
         torch.cuda._sleep(_PAUSE)
         dist.all_reduce(meet)
         with ts.trace.record() as recorder:
-            out = tsd.all_gather_matmul(a, w, deadline=_DEADLINE)
+            out = tsd.all_gather_matmul(a, w, deadline=DEADLINE)
         torch.cuda.synchronize()
-    ts.check()
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/trace.json"
-        profiler.export_chrome_trace(path)
-        found = behind_meeting(activities(json.loads(Path(path).read_text(encoding="utf-8"))))
-    (launch,) = recorder.launches
-    return launch, out, found
+        (launch,) = recorder.launches
+        return launch, out
+
+    (launch, out), found = profiled(call)
+    return launch, out, behind_meeting(found)
 
 
 def kernel_of(found: list[Activity]) -> Activity:
@@ -150,18 +116,24 @@ def say(launch: ts.trace.LaunchTrace, found: list[list[Activity]], size: int) ->
     return "\n".join(lines)
 
 
-def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
+def gather_timeline(session: Session) -> None:
+    """A call, or one in each of ``--ways``."""
+    on_each_gpu(session, rank_main)
+
+
+def rank_main(rank: int, world: int, session: Session) -> None:
     """One rank."""
-    m, n, k = map(int, arguments.shape.split("x"))
+    m, n, k = map(int, (session.options.shapes or SHAPE).split("x"))
     torch.manual_seed(rank)
     a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
     w = (torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16).t()
     meet = torch.zeros(1, device="cuda")
-    right = tsd.all_gather_matmul(a, w, form="fused", deadline=_DEADLINE)
+    right = tsd.all_gather_matmul(a, w, form="fused", deadline=DEADLINE)
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
     chunks = plan.chunks
     size = a.numel() * a.element_size() // chunks
-    for way in arguments.ways or [plan.decision.way]:
+    ways = session.options.ways
+    for way in ways or [plan.decision.way]:
         with trial(True, chunks, way):
             traced(a, w, meet)  # compiled, and the profiler begun
             calls = []
@@ -176,16 +148,7 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
             device = torch.cuda.get_device_name()
             kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
             print(f"{way}:", say(kept, found, size), flush=True)
-            name = f"gpu_trace_gather_x{world}" + (f"_{way}" if arguments.ways else "")
-            print(ts.trace.export(kept, Path(arguments.folder) / f"{name}{device_suffix(device)}.json.gz"))
-
-
-def main() -> None:
-    """All ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", default=str(RESULTS))
-    parser.add_argument("shape", nargs="?", default=SHAPE, help="MxNxK")
-    parser.add_argument("--ways", nargs="*", choices=WAYS)
-    arguments = parser.parse_args()
-    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
-    on_each_gpu(rank_main, arguments)
+            name = f"trace_gather_x{world}" + (f"_{way}" if ways else "")
+            folder = session.out / folder_of(device)
+            folder.mkdir(parents=True, exist_ok=True)
+            print(ts.trace.export(kept, folder / f"{name}.json.gz"))

@@ -1,42 +1,34 @@
 """What is fused of a Llama of torch's own parallel styles, what is not and why, and its losses beside the unfused ones.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gpu_llama.py [--into FOLDER]
-
-One process a GPU, as many as there are. The model is that of `tests/gpu/distributed_jobs.py`, its blocks alone and with
-embedding and head; 50 steps of SGD, as it is and compiled under `tilestream.distributed.async_tp`. The record
-``gpu_llama_x<world>`` has both losses and the handle's report, a row a model.
+The model is that of `tests/gpu/distributed_jobs.py`, its blocks alone and with embedding and head; 50 steps of SGD, as
+it is and compiled under `tilestream.distributed.async_tp`. A row a model: both losses and the handle's report.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from benchmarks.core.harness import RESULTS, GpuRecord
 from benchmarks.core.paths import ROOT
-from benchmarks.distributed.ranks import on_each_gpu
+from benchmarks.core.session import Session
+from benchmarks.distributed.ranks import on_each_gpu, record_of
 
 
-def rank_main(rank: int, world: int, into: str) -> None:
+def llama(session: Session) -> None:
+    """Both models, into ``llama_x<world>``."""
+    on_each_gpu(session, rank_main, seconds=120)
+
+
+def rank_main(rank: int, world: int, session: Session) -> None:
     """One rank."""
     tests = ROOT / "tests"
     sys.path[:0] = [str(tests), str(tests / "gpu")]
     import distributed_jobs
 
-    record = GpuRecord(f"gpu_llama_x{world}", Path(into), world=world) if rank == 0 else None
+    record = record_of(session, rank, "llama")
     for whole in (False, True):
         plain, ours, sites = distributed_jobs.llama(rank, world, whole)
         if record is not None:
             rounded = {"plain": [round(x, 5) for x in plain], "ours": [round(x, 5) for x in ours]}
-            record.rows.append({"model": "whole" if whole else "blocks", "losses": rounded, "sites": sites})
-            record.write()
+            record.add({"model": "whole" if whole else "blocks", "losses": rounded, "sites": sites})
             print(*sites, plain[0], plain[-1], ours[-1], sep="\n", flush=True)
         distributed_jobs.llama_holds(plain, ours, sites)
-
-
-def main() -> None:
-    """All ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
-    on_each_gpu(rank_main, parser.parse_args().into, seconds=120)

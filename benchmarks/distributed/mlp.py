@@ -1,23 +1,18 @@
 """A tensor-parallel MLP block, forward and backward: torch's own async TP beside the same compiled graph on ours.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gpu_mlp.py [--rounds 9] [--tokens 8192] [--into FOLDER]
-
-One process a GPU, as many as there are. Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, built with
-torch's ``parallelize_module``: tokens are sharded, gathered, multiplied by w1 and w3, silu(.) * ., multiplied by w2 and
-reduce-scattered. ``nccl``: compiled as it is. ``torch``: with the compiler's pass, on torch's fused ops. ``ours``: the
-same, compiled and run under `tilestream.distributed.async_tp`. Milliseconds by events, L2 flushed, the ranks met on
-their streams before; ways in turn, each way's median, the largest over ranks. Outputs and gradients are compared with
-those of the block that is not compiled, before anything is timed. The sites that were fused, and why others were not,
-are in the record: ``gpu_mlp_x<world>``.
+Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, built with torch's ``parallelize_module``: tokens are
+sharded, gathered, multiplied by w1 and w3, silu(.) * ., multiplied by w2 and reduce-scattered. ``nccl``: compiled as it
+is. ``torch``: with the compiler's pass, on torch's fused ops. ``ours``: the same, compiled and run under
+`tilestream.distributed.async_tp`. Milliseconds by events, L2 flushed, the ranks met on their streams before; ways in
+turn, each way's median, the largest over ranks. Before anything is timed, outputs and gradients are compared with those
+of the block that is not compiled. The record has the sites that were fused, and why others were not.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import tilestream as ts
-from benchmarks.core.harness import RESULTS, GpuRecord
-from benchmarks.distributed.ranks import MeetingClock, on_each_gpu, slowest
+from benchmarks.core.session import Session
+from benchmarks.distributed.ranks import MeetingClock, on_each_gpu, record_of, slowest
 from tilestream import distributed as tsd
 
 DIM, HIDDEN = 8192, 28672
@@ -113,15 +108,20 @@ def timed(ways: dict[str, Way], rounds: int) -> dict[str, float]:
     return slowest(times)
 
 
-def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
+def mlp(session: Session) -> None:
+    """The block, into ``mlp_x<world>``."""
+    on_each_gpu(session, rank_main, seconds=120)
+
+
+def rank_main(rank: int, world: int, session: Session) -> None:
     """One rank."""
     import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory as symmetric
 
     symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     inductor.force_disable_caches = True
-    record = GpuRecord(f"gpu_mlp_x{world}", Path(arguments.into), world=world) if rank == 0 else None
-    shape = (BATCH, arguments.tokens // BATCH // world, DIM)
+    record, tokens, rounds = record_of(session, rank, "mlp"), session.options.tokens, session.options.rounds or 9
+    shape = (BATCH, tokens // BATCH // world, DIM)
     x = torch.randn(shape, device="cuda").to(torch.bfloat16).requires_grad_()
     grad = torch.randn(shape, device="cuda").to(torch.bfloat16)
     eager = made(world)
@@ -148,19 +148,8 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
         assert max(errors[name]) < 2e-2, (name, errors[name])
         both[name] = opened, functools.partial(step, model, call, x, grad)
         forward[name] = opened, functools.partial(torch.no_grad()(call), x)
-    ms = {"forward and backward": timed(both, arguments.rounds), "forward": timed(forward, arguments.rounds)}
+    ms = {"forward and backward": timed(both, rounds), "forward": timed(forward, rounds)}
     ts.check()
     if record is not None:
-        record.rows.append({"tokens": arguments.tokens, "ms": ms, "errors": errors, "sites": sites})
-        record.write()
+        record.add({"tokens": tokens, "ms": ms, "errors": errors, "sites": sites})
         print(ms, errors, *sites, sep="\n", flush=True)
-
-
-def main() -> None:
-    """All ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
-    arguments = parser.parse_args()
-    on_each_gpu(rank_main, arguments, seconds=120)

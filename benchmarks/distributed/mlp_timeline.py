@@ -1,36 +1,27 @@
-"""The timeline of a tensor-parallel MLP block: compute and copies of both halves, on one time axis, as a record.
+"""The timeline of a tensor-parallel MLP block: computation and copies of both halves, on one time axis.
 
-    PYTHONPATH=src:benchmarks python benchmarks/mlp_timeline.py [--tokens 8192] [--into FOLDER]
-
-One process a GPU. Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1
-and w3, silu(.) * ., and w2's product is summed and scattered. What each GPU did is what torch's profiler saw: kernels
-and copies, by stream, in nanoseconds of the host's clock, which all ranks share. The ranks meet on their streams
-before, behind a pause in which the hosts issue the block. `CALLS` blocks are profiled, and the one that took the median
-time on rank 0 is kept, of all ranks. ``gpu_mlp_timeline_x<world>`` is written, and drawn by ``python
-benchmarks/render.py``.
+Llama-3 70B's block (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1 and w3, silu(.) *
+., and w2's product is summed and scattered. What each GPU did is what torch's profiler saw: kernels and copies, by
+stream, in nanoseconds of the host's clock, which all ranks share. The ranks meet on their streams before, behind a
+pause in which the hosts issue the block. `CALLS` blocks are profiled, and the one that took the median time on rank 0
+is kept, of all ranks.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from benchmarks.core.harness import RESULTS, GpuRecord
-from benchmarks.distributed.gather_timeline import Activity, activities
+from benchmarks.core.session import Session
 from benchmarks.distributed.mlp import DIM, HIDDEN
-from benchmarks.distributed.ranks import on_each_gpu
+from benchmarks.distributed.ranks import DEADLINE, Activity, on_each_gpu, profiled, record_of
 from tilestream import distributed as tsd
 
 CALLS = 5
-_DEADLINE = 10.0
 #: Cycles in which the host issues a block: 10 ms and more.
 _PAUSE = 20_000_000
 #: Copies of less than this are no rows: descriptors, tables.
@@ -74,33 +65,25 @@ def lanes(found: Sequence[Activity], rank: int) -> dict[str, list[Activity]]:
     }
 
 
-def profiled(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[Activity]]:
-    """What a call returns, and what this GPU did. All ranks begin together."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        result = call()
-        torch.cuda.synchronize()
-    ts.check()
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/trace.json"
-        profiler.export_chrome_trace(path)
-        return result, activities(json.loads(Path(path).read_text(encoding="utf-8")))
+def mlp_timeline(session: Session) -> None:
+    """The block, into ``mlp_timeline_x<world>``."""
+    on_each_gpu(session, rank_main, seconds=120)
 
 
-def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
+def rank_main(rank: int, world: int, session: Session) -> None:
     """One rank."""
+    tokens = session.options.tokens
     torch.manual_seed(rank)
-    x = torch.randn(arguments.tokens // world, DIM, device="cuda").to(torch.bfloat16)
+    x = torch.randn(tokens // world, DIM, device="cuda").to(torch.bfloat16)
     w1, w3 = (torch.randn(HIDDEN // world, DIM, device="cuda").to(torch.bfloat16).t() / DIM**0.5 for _ in range(2))
     w2 = torch.randn(DIM, HIDDEN // world, device="cuda").to(torch.bfloat16).t() / HIDDEN**0.5
 
     def block() -> torch.Tensor:
-        gate, up = tsd.all_gather_matmul(x, [w1, w3], form="fused", deadline=_DEADLINE)
+        gate, up = tsd.all_gather_matmul(x, [w1, w3], form="fused", deadline=DEADLINE)
         hidden = torch.nn.functional.silu(gate) * up
-        return tsd.matmul_reduce_scatter(hidden, w2, form="fused", deadline=_DEADLINE)
+        return tsd.matmul_reduce_scatter(hidden, w2, form="fused", deadline=DEADLINE)
 
-    record = GpuRecord(f"gpu_mlp_timeline_x{world}", Path(arguments.into), world=world) if rank == 0 else None
+    record = record_of(session, rank, "mlp_timeline")
     meet = torch.zeros(1, device="cuda")
 
     def together() -> torch.Tensor:
@@ -128,7 +111,7 @@ def rank_main(rank: int, world: int, arguments: argparse.Namespace) -> None:
             for lane, of in call.items():
                 spans = [_microseconds(one, zero) for one in of]
                 record.rows.append({"rank": other, "lane": lane, "spans": spans})
-        record.data["tokens"], record.data["ms"] = arguments.tokens, round((max(map(_end, everybody)) - zero) / 1e6, 4)
+        record.data["tokens"], record.data["ms"] = tokens, round((max(map(_end, everybody)) - zero) / 1e6, 4)
         record.write()
         print(record.path, record.data["ms"], "ms", flush=True)
 
@@ -143,11 +126,3 @@ def _end(call: dict[str, list[Activity]]) -> float:
 
 def _microseconds(one: Activity, zero: float) -> list[float]:
     return [round((when - zero) / 1e3, 2) for when in (one.begin, one.end)]
-
-
-def main() -> None:
-    """All ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--into", default=str(RESULTS), help="the folder of the record")
-    on_each_gpu(rank_main, parser.parse_args(), seconds=120)

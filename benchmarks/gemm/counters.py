@@ -1,14 +1,11 @@
 """What the hardware counts in a GEMM of ours and in cuBLAS's: bytes from memory and through L2, units busy, by ``ncu``.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gemm_counters.py FOLDER [--shapes MxNxK,...]
-
-For the shapes where cuBLAS is ahead. Runs itself under Nsight Compute, clocks as they are; of each call the largest
-kernel counts, and the time of all that it launched. Writes ``FOLDER/gpu_gemm_counters.json``.
+Of the shapes where cuBLAS is ahead. The section runs itself under Nsight Compute, clocks as they are; of each call the
+largest kernel counts, and the time of all kernels that it launched.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import os
@@ -20,8 +17,8 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.core.harness import GpuRecord
 from benchmarks.core.paths import command as command_of
+from benchmarks.core.session import Session
 from benchmarks.gemm.bench import operands
 from benchmarks.gemm.shapes import parse
 
@@ -45,10 +42,10 @@ _SCALES = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "nsecond": 1e-3, "usecond": 1.0, "m
            "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}  # fmt: skip
 
 
-def inside(shapes: str) -> None:
-    """Under ncu: each shape by ours and by cuBLAS, operands out of L2, a range of its own."""
+def under_ncu(arguments: list[str]) -> None:
+    """The process that ncu watches: each shape by ours and by cuBLAS, operands out of L2, a range each."""
     flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
-    for shape in parse(shapes):
+    for shape in parse(arguments[0]):
         a, w = operands(shape, "cuda")
         b = w.t()
         for name, call in (("ours", lambda: ts.mm(a, b)), ("cublas", lambda: torch.mm(a, b))):  # noqa: B023
@@ -85,13 +82,13 @@ def counted(text: str) -> list[dict[str, Any]]:
     return list(launches.values())
 
 
-def under_ncu(shape: str, folder: Path) -> list[dict[str, Any]]:
+def profiled(shape: str, folder: Path) -> list[dict[str, Any]]:
     """Each launch of one shape, ours first."""
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     command = [
         ncu, "--csv", "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none",
         "--metrics", ",".join(METRICS.values()),
-        *command_of("gemm", "counters", str(folder), "--inside", "--shapes", shape),
+        *command_of("gemm", "_ncu", shape),
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
     (folder / f"ncu_{shape}.log").write_text(run.stdout + run.stderr, encoding="utf-8")
@@ -118,20 +115,12 @@ def row_of(shape: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def counters(session: Session) -> None:
     """One process a shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.inside:
-        inside(arguments.shapes)
-        return
-    record = GpuRecord("gpu_gemm_counters", arguments.folder, metrics=METRICS)
-    for shape in arguments.shapes.split(","):
+    record = session.record("gemm_counters", metrics=METRICS)
+    for shape in (session.options.shapes or SHAPES).split(","):
         try:
-            record.rows.append(row_of(shape, under_ncu(shape, arguments.folder)))
+            record.rows.append(row_of(shape, profiled(shape, record.path.parent)))
         except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-            record.data["failures"].append(f"{shape}: {error}"[:400])
+            record.fail(f"{shape}: {error}")
         record.write()

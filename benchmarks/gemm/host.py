@@ -1,22 +1,20 @@
-"""The section of `gpu_gemm` on the host's part: microseconds of a call, and seconds of the first one."""
+"""The host's part: microseconds of a call, and seconds of a process's first ones."""
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import tempfile
-import time
-from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
-from benchmarks.core.clock import Call
-from benchmarks.gemm.bench import Bench, Row, here, operands
-from benchmarks.gemm.shapes import Shape, parse
+from benchmarks.core.paths import command
+from benchmarks.core.timing import Call, host_microseconds
+from benchmarks.gemm.bench import Bench, Row, operands
+from benchmarks.gemm.shapes import Shape
 
 #: Small enough that the GPU is done before the host is.
 SIZES = (256, 512)
@@ -26,9 +24,9 @@ BATCH, BATCHES = 64, 50
 FIRST = "4096x4096x4096,5120x5120x4096,16x8192x8192,4095x4097x4096"
 
 
-def run_host(bench: Bench) -> None:
+def host(bench: Bench) -> None:
     """Cached calls, then first calls in fresh processes: Triton's cache empty, and filled by the process before."""
-    record = bench.record("host", batch=BATCH, batches=BATCHES)
+    record = bench.gemm_record("host", batch=BATCH, batches=BATCHES)
     bench.rows(record, SIZES, lambda size: calls_row(bench, size))
     folder = tempfile.mkdtemp(prefix="triton-cache-")
     bench.rows(record, ("empty cache", "filled cache"), lambda what: first_row(bench, what, folder))
@@ -54,56 +52,21 @@ def calls(size: int, device: str) -> dict[str, Call]:
 
 
 def calls_row(bench: Bench, size: int) -> Row:
-    """Host microseconds of each call: the median of batches, taken in turn, without a wait inside a batch."""
-    functions, refused = calls(size, bench.device), {}
-    for name, function in list(functions.items()):
-        try:
-            for _ in range(20):
-                function()
-        except Exception as error:
-            refused[name] = f"{type(error).__name__}: {error}"[:200]
-            del functions[name]
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(3 if bench.dry else BATCHES):
-        for name, function in functions.items():
-            bench.clock.synchronize()
-            begin = time.perf_counter()
-            for _ in range(BATCH):
-                function()
-            samples[name].append((time.perf_counter() - begin) / BATCH)
-    us = {name: round(1e6 * statistics.median(values), 2) for name, values in samples.items()}
+    """Host microseconds of each call."""
+    us, refused = host_microseconds(
+        calls(size, bench.device), batch=BATCH, batches=3 if bench.dry else BATCHES, synchronize=bench.clock.synchronize
+    )
     return {"what": "call", "shape": f"{size}x{size}x{size}", "us": us, "refused": refused}
 
 
 def first_row(bench: Bench, what: str, folder: str) -> Row:
     """The first calls of a process of its own."""
     environment = {**os.environ, "TRITON_CACHE_DIR": folder}
-    device = ["--dry"] if bench.dry else []
+    given = ("64x64x64,16x64x64", "cpu") if bench.dry else (FIRST, "cuda")
     run = subprocess.run(
-        here("--first-call", FIRST if not bench.dry else "64x64x64,16x64x64", *device),
+        command("gemm", "_first_calls", *given),
         env=environment, capture_output=True, text=True, timeout=max(bench.left, 10), check=False,
     )  # fmt: skip
     if run.returncode:
         raise RuntimeError(f"first call, {what}: {run.stderr[-400:]}")
     return {"what": "first call", "name": what, **json.loads(run.stdout.strip().splitlines()[-1])}
-
-
-def first_calls(text: str, device: str, import_seconds: float) -> dict[str, Any]:
-    """In this process, which has called nothing yet: seconds of the first call of each shape, and of the second."""
-    found: dict[str, Any] = {"import_tilestream_s": round(import_seconds, 3), "shapes": []}
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    small = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
-    torch.mm(small, small)  # the device's and cuBLAS's own start
-    synchronize()
-    for shape in parse(text):
-        a, w = operands(shape, device)
-        b = w.t()
-        synchronize()
-        seconds = []
-        for _ in range(2):
-            begin = time.perf_counter()
-            ts.mm(a, b)
-            synchronize()
-            seconds.append(round(time.perf_counter() - begin, 5))
-        found["shapes"].append({"shape": str(shape), "first_s": seconds[0], "second_s": seconds[1]})
-    return found

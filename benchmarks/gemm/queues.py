@@ -1,18 +1,18 @@
-"""The section of `gpu_gemm` on how items are handed out: a static grid, one queue, a queue a worker."""
+"""How items are handed out: a static grid, one queue, a queue a worker."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from benchmarks.core.clock import Check
-from benchmarks.gemm.bench import Bench, Row, compile_ahead, operands, planned, rounded
+from benchmarks.gemm.bench import Bench, Row, operands, planned, rounded
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import QUEUES, Shape, refuse_impossible
 from tilestream.plan import plan as ask
+from tilestream.sweep.check import Check
 
 #: Rows of tiles that a raster's group has, beside those of the plan's own.
 GROUPS = (2, 4, 8, 16)
@@ -41,14 +41,13 @@ def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
                 )
 
 
-def run_queues(bench: Bench, given: Sequence[Shape] | None = None) -> None:
+def queues(bench: Bench) -> None:
     """Each way, on an idle device and beside a neighbour."""
     from tilestream.kernels.hopper.queues import EARLY  # needs Triton
 
-    shapes = [bench.shape(shape) for shape in given or QUEUES]
-    compile_ahead(bench, "queues", shapes)
-    record = bench.record("queues", planned=len(shapes), held=HELD, early=EARLY.value)
-    bench.rows(record, shapes, lambda shape: queues_row(bench, shape))
+    shapes = bench.shapes(QUEUES)
+    bench.compile_ahead("queues", shapes)
+    bench.measure("queues", shapes, lambda shape: queues_row(bench, shape), held=HELD, early=EARLY.value)
 
 
 def queues_row(bench: Bench, shape: Shape) -> Row:

@@ -1,15 +1,16 @@
-"""The sections of `gpu_gemm` that run every plan there is: search, and variants, what a cost model is fitted to."""
+"""Sections that run every plan there is: search, and variants, which the cost model is fitted to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.core.clock import Call, Check
-from benchmarks.gemm.bench import Bench, Row, compile_ahead, operands, plan_fields, rounded, space
+from benchmarks.core.timing import Call
+from benchmarks.gemm.bench import Bench, Row, operands, plan_fields, rounded, space
 from benchmarks.gemm.shapes import SEARCH, VARIANTS, Shape, refuse_impossible
+from tilestream.sweep.check import Check
 from tilestream.sweep.tune import right
 
 #: Plans that are measured once more, side by side with the plan's own choice.
@@ -31,12 +32,20 @@ def launches(
     return functions, wrong
 
 
-def run_search(bench: Bench, given: Sequence[Shape] | None = None) -> None:
+def search(bench: Bench) -> None:
     """The plan's choice beside the best of its whole space, for shapes that the cost model was not fitted to."""
-    shapes = [bench.shape(shape) for shape in given or SEARCH]
-    compile_ahead(bench, "space", shapes)
-    record = bench.record("search", planned=len(shapes))
-    bench.rows(record, shapes, lambda shape: search_row(bench, shape))
+    _every_plan(bench, "search", SEARCH, search_row)
+
+
+def variants(bench: Bench) -> None:
+    """The time of every plan of the space."""
+    _every_plan(bench, "variants", VARIANTS, variants_row)
+
+
+def _every_plan(bench: Bench, section: str, usual: Iterable[Shape], row: Callable[[Bench, Shape], Row]) -> None:
+    shapes = bench.shapes(usual)
+    bench.compile_ahead("space", shapes)
+    bench.measure(section, shapes, lambda shape: row(bench, shape))
 
 
 def search_row(bench: Bench, shape: Shape) -> Row:
@@ -44,7 +53,7 @@ def search_row(bench: Bench, shape: Shape) -> Row:
     a, w = operands(shape, bench.device)
     b = w.t()
     peer = torch.mm(a, b)
-    own, plans = space(a, b)
+    own, plans = space(a, b, bench.options.within)
     functions, wrong = launches([own, *plans], a, b, Check.of_product(a, b, peer))
     if "0" not in functions:
         raise AssertionError(f"the plan's own choice: {wrong[0]}")
@@ -75,20 +84,12 @@ def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str,
     return [(name, mine.get(name), theirs.get(name)) for name in names if mine.get(name) != theirs.get(name)]
 
 
-def run_variants(bench: Bench, given: Sequence[Shape] | None = None) -> None:
-    """The time of every plan of the space."""
-    shapes = [bench.shape(shape) for shape in given or VARIANTS]
-    compile_ahead(bench, "space", shapes)
-    record = bench.record("variants", planned=len(shapes))
-    bench.rows(record, shapes, lambda shape: variants_row(bench, shape))
-
-
 def variants_row(bench: Bench, shape: Shape) -> Row:
     """One shape: a table of the knobs in which its plans differ, the model's microseconds and the clock's last."""
     a, w = operands(shape, bench.device)
     b = w.t()
     peer = torch.mm(a, b)
-    own, plans = space(a, b)
+    own, plans = space(a, b, bench.options.within)
     functions, wrong = launches(plans, a, b, Check.of_product(a, b, peer))
     timing = bench.clock.interleave({**functions, "cublas": lambda: torch.mm(a, b, out=peer)}, rounds=7, warmup=1)
     refuse_impossible(shape, bench.peaks, timing.medians())

@@ -1,19 +1,16 @@
-"""The sections of `gpu_gemm` that time one call beside another: suite, quack, fp8, epilogue."""
+"""Sections that time one call beside another: suite, fp8, epilogue; and what `quack` needs for the same."""
 
 from __future__ import annotations
-
-import os
-import time
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
-from benchmarks.core.clock import Call, Check, Timing, poison
-from benchmarks.gemm.bench import FP8_WAYS, Bench, Row, compile_ahead, fp8_operands, label, operands, rates, rounded
-from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, Shape, refuse_impossible, rounds_for, suite
+from benchmarks.core.timing import Call, Timing
+from benchmarks.gemm.bench import FP8_WAYS, Bench, Row, fp8_operands, label, operands, rates, rounded
+from benchmarks.gemm.shapes import EPILOGUE, FP8, Shape, refuse_impossible, rounds_for
+from benchmarks.gemm.shapes import suite as all_shapes
+from tilestream.sweep.check import Check, poison
 
 #: Seconds of samples of a shape. Nothing hangs on them but the width of the band.
 SAMPLING = 1.0
@@ -66,13 +63,12 @@ def checked(a: torch.Tensor, b: torch.Tensor) -> tuple[Check, dict[str, float]]:
     return check, check(out)
 
 
-def run_suite(bench: Bench, given: Sequence[Shape] | None = None) -> None:
+def suite(bench: Bench) -> None:
     """`tilestream.mm` beside `torch.mm`, both allocating their output."""
-    known = {shape[:3]: shape for shape in suite()}
-    shapes = [bench.shape(shape) for shape in ([known.get(s[:3], s) for s in given] if given else suite())]
-    compiled = compile_ahead(bench, "mm", shapes)
-    record = bench.record("suite", planned=len(shapes), compile_seconds=round(compiled, 1))
-    bench.rows(record, shapes, lambda shape: suite_row(bench, shape))
+    known = {bench.shape(shape)[:3]: bench.shape(shape) for shape in all_shapes()}
+    shapes = [known.get(shape[:3], shape) for shape in bench.shapes(all_shapes())]
+    compiled = bench.compile_ahead("mm", shapes)
+    bench.measure("suite", shapes, lambda shape: suite_row(bench, shape), compile_seconds=round(compiled, 1))
 
 
 def suite_row(bench: Bench, shape: Shape) -> Row:
@@ -111,58 +107,12 @@ def yardstick(bench: Bench, w: torch.Tensor, timing: Timing) -> Row:
     }
 
 
-def run_quack(bench: Bench) -> None:
-    """Ours and cuBLAS beside quack: as it comes, with its dynamic scheduler, and tuned."""
-    os.environ.setdefault("QUACK_COMPILE_WORKERS", str(os.cpu_count() or 8))
-    from quack import __version__
-    from quack.gemm_interface import gemm
-
-    shapes = [bench.shape(shape) for shape in QUACK]
-    compile_ahead(bench, "mm", shapes)
-    record = bench.record("quack", quack=__version__, planned=len(shapes))
-    bench.rows(record, shapes, lambda shape: quack_row(bench, shape, gemm))
-
-
-def quack_row(bench: Bench, shape: Shape, gemm: Any) -> Row:
-    """One shape. quack takes B as ``[K, N]`` with any strides; its answers are checked like ours."""
-    a, w = operands(shape, bench.device)
-    b = w.t()
-    check, errors = checked(a, b)
-    functions: dict[str, Call] = {
-        "cublas": lambda: torch.mm(a, b),
-        "ours": lambda: ts.mm(a, b),
-        "quack": lambda: gemm(a, b, tuned=False),
-        "quack dynamic": lambda: gemm(a, b, tuned=False, dynamic_scheduler=True),
-        "quack tuned": lambda: gemm(a, b, tuned=True),
-    }
-    refused: dict[str, str] = {}
-    first: dict[str, float] = {}
-    for name in [name for name in functions if "quack" in name]:
-        begin = time.perf_counter()
-        try:
-            poison(shape.m, shape.n, a.dtype, bench.device)
-            check(functions[name]())
-        except Exception as error:
-            refused[name] = f"{type(error).__name__}: {error}"[:200]
-            del functions[name]
-        first[name] = round(time.perf_counter() - begin, 2)
-    # Its launches are not all made for capture: the host is kept out by the spin, for everybody.
-    timing = timed(bench, shape, functions, check, graphs=False)
-    quacks = {name: timing.median(name) for name in functions if "quack" in name}
-    best = min(quacks, key=lambda name: quacks[name]) if quacks else "cublas"
-    row = {"plan": label(shape), **compared(bench, shape, timing, best), "best": best, "errors": errors}
-    row["ratios"] = {name: round(seconds / timing.median("ours"), 4) for name, seconds in timing.medians().items()}
-    return row | {"first_call_s": first, "refused": refused}
-
-
-def run_fp8(bench: Bench) -> None:
+def fp8(bench: Bench) -> None:
     """`tilestream.matmul` with float8_e4m3fn operands beside `torch._scaled_mm`."""
-    shapes = [bench.shape(shape) for shape in FP8]
-    compile_ahead(bench, "fp8", shapes)
+    shapes = bench.shapes(FP8)
+    bench.compile_ahead("fp8", shapes)
     items = [(shape, *way) for shape in shapes for way in FP8_WAYS]
-    record = bench.record("fp8", planned=len(items))
-    record.data["dtype"] = "float8_e4m3fn, output bfloat16"
-    bench.rows(record, items, lambda item: fp8_row(bench, *item))
+    bench.measure("fp8", items, lambda item: fp8_row(bench, *item), dtype="float8_e4m3fn, output bfloat16")
 
 
 def fp8_row(bench: Bench, shape: Shape, scales: str, fast: bool) -> Row:
@@ -185,12 +135,11 @@ def fp8_row(bench: Bench, shape: Shape, scales: str, fast: bool) -> Row:
     return row | compared(bench, shape, timing, "scaled_mm", itemsize=1) | {"errors": errors}
 
 
-def run_epilogue(bench: Bench) -> None:
+def epilogue(bench: Bench) -> None:
     """`tilestream.linear` with bias and activation beside torch.compile, each in its best mode."""
     items = [(bench.shape(shape), activation) for shape, activation in EPILOGUE]
-    compile_ahead(bench, "linear", dict.fromkeys(shape for shape, _ in items))
-    record = bench.record("epilogue", planned=len(items))
-    bench.rows(record, items, lambda item: epilogue_row(bench, *item))
+    bench.compile_ahead("linear", dict.fromkeys(shape for shape, _ in items))
+    bench.measure("epilogue", items, lambda item: epilogue_row(bench, *item))
 
 
 def epilogue_row(bench: Bench, shape: Shape, activation: str) -> Row:

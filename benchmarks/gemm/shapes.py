@@ -5,8 +5,7 @@ Problems are ``[M, K] @ [K, N]`` with B as it lies in a Linear weight, ``[N, K]`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -196,17 +195,3 @@ def refuse_impossible(shape: Shape, peaks: Peaks, seconds: dict[str, float], ite
 def rounds_for(expected: float, functions: int, seconds: float, overhead: float = 0.5e-3) -> int:
     """How many rounds of so many calls, each taking ``expected`` and some overhead, fit into ``seconds``: 9 to 100."""
     return max(9, min(100, int(seconds / (functions * (expected + overhead)))))
-
-
-def geomean(values: Iterable[float]) -> float:
-    """Geometric mean; NaN of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-def verdict(ratio: float, band: Sequence[float]) -> str:
-    """``won``, ``lost``, or ``even`` where 1 lies between the quartiles of the rounds' ratios."""
-    low, high = band
-    if low <= 1 <= high:
-        return "even"
-    return "won" if ratio > 1 else "lost"

@@ -1,18 +1,14 @@
 """The pictures of docs/scheduling.md.
 
 One product on eight SMs of which a neighbour holds two, by each schedule: simulated. And two launches as an H100 ran
-them, from the trace `results/gpu_trace_beside.json.gz`.
-
-    PYTHONPATH=src python benchmarks/schedule_pictures.py [FOLDER]
-
-What is simulated shows the schedules and no machine: a K step takes as long everywhere. Who takes what is
-`tilestream.schedule.take`, as every backend runs it. A worker whose SM is held begins when another has left.
+them, from a trace. The simulation shows the schedules and no machine: a K step takes as long on every SM. A worker
+takes what `tilestream.schedule.take` gives it, as in every backend. A worker whose SM is held begins when another has
+left.
 """
 
 from __future__ import annotations
 
 import heapq
-import sys
 from pathlib import Path
 
 from benchmarks.core.paths import IMAGES, RESULTS
@@ -23,7 +19,7 @@ from tilestream.trace.perfetto import load
 from tilestream.trace.record import LaunchTrace, Span
 
 #: static, then dynamic: [4096, 4096] @ [4096, 4096], bfloat16, while a neighbour held 16 of 132 SMs; commit 1a43393.
-TRACE = RESULTS / "gpu_trace_beside.json.gz"
+TRACE = RESULTS / "h100" / "trace_beside.json.gz"
 UNITS, HELD = 8, 2
 #: Seconds of a K step; K steps of an epilogue, and of adding up a tile's parts.
 STEP, EPILOGUE, ADD = 1e-5, 2, 1
@@ -84,8 +80,9 @@ def schedule_of(kind: Kind) -> Schedule:
     return Schedule(kind, GRID, Raster("grouped", group=5), UNITS)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
+def main(arguments: list[str]) -> None:
+    """Draw all into a folder, or into docs/images."""
+    folder = Path(arguments[0]) if arguments else IMAGES
     folder.mkdir(parents=True, exist_ok=True)
     for kind in ("static", "dynamic", "stream_k"):
         for held in (0, HELD):

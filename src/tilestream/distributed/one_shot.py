@@ -8,7 +8,7 @@
 What is issued is `tilestream.distributed.one_shot_protocol`, operation by operation, which the checker explores.
 Streams tell each other by memory operations: no SM is held by who waits for a peer (invariant 10).
 
-Measured, written out by hand (2 x H200, benchmarks/results/gpu_reduce_by_hand_x2_h200.json): from 64 rows on ahead of
+Measured, written out by hand (2 x H200, benchmarks/results/h200/reduce_by_hand_x2.json): from 64 rows on ahead of
 NCCL behind torch.mm, by 1.04 to 1.31; of fewer rows NCCL's kernel, which needs no handshake of streams, is as fast.
 """
 

@@ -33,7 +33,7 @@ _NARROW = 32
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
-# Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is
+# Constants of the cost model, fitted to an H100: benchmarks/gemm/search.py measures, section `variants`. What matters is
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
 EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
@@ -62,7 +62,7 @@ STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 
 #: what they read; and where one queue hands out the tiles, little of it.
 DRIFTED, SCATTERED = 1.05, 1.1
 #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
-#: of 8 K steps (benchmarks/results/gpu_neighbours_idle.json: 0.999 to 1.006 of static's throughput).
+#: of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
 TICKET_SECONDS = 0.0
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.147, 0.075

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from benchmarks.amd import table as amd
 
 from tilestream.plan.cdna_attention import TILES
 from tilestream.plan.known import named
 from tilestream.plan.portable import CDNA
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture
-def amd(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.amd.table")
-
-
-@pytest.fixture
-def data(amd: ModuleType) -> dict:
+def data() -> dict:
     return json.loads(amd.RECORD.read_text(encoding="utf-8"))
 
 
-def test_the_tables_are_made_from_the_record(amd, data, monkeypatch, tmp_path):
+def test_the_tables_are_made_from_the_record(data, monkeypatch, tmp_path):
     text = amd.PAGE.read_text(encoding="utf-8")
-    assert amd.page(text, data) == text, "run benchmarks/amd_table.py render"
+    assert amd.page(text, data) == text, "run benchmarks/run.py amd table render"
     changed = tmp_path / "amd.md"
     changed.write_text(text.replace("| 708 |", "| 807 |"))
-    monkeypatch.setattr(sys, "argv", ["amd_table.py", "render", "--check"])
-    assert amd.main() == 0
+    assert amd.main(["render", "--check"]) == 0
     monkeypatch.setattr(amd, "PAGE", changed)
-    assert amd.main() == 1
-    monkeypatch.setattr(sys, "argv", ["amd_table.py", "render"])
-    assert amd.main() == 0
+    assert amd.main(["render", "--check"]) == 1
+    assert amd.main(["render"]) == 0
     assert changed.read_text() == text
 
 
-def test_the_page_says_that_nothing_was_run(amd, data):
+def test_the_page_says_that_nothing_was_run(data):
     assert amd.PAGE.read_text().splitlines()[0] == "# AMD: compiled and checked, not run"
     assert data["run"] is False
     assert "**not run**" in amd.ours(data)
@@ -73,7 +60,7 @@ def test_attentions_efficiencies_are_the_records(data):
         assert not row["spilled"]["private_segment_fixed_size"]
 
 
-def asked_and_told(amd, data) -> tuple[set, set]:
+def asked_and_told(data) -> tuple[set, set]:
     """What a record is made of now, and what this one was made of; of other kernels than the portable one no tiles."""
     pytest.importorskip("triton", exc_type=ImportError)
     asked = {(name, q.arch, q.dtype, q.tile) for name, q in amd.questions()}
@@ -84,26 +71,26 @@ def asked_and_told(amd, data) -> tuple[set, set]:
     return asked, told
 
 
-def test_what_is_told_of_a_kernel_is_what_would_be_asked_now(amd, data):
-    asked, told = asked_and_told(amd, data)
+def test_what_is_told_of_a_kernel_is_what_would_be_asked_now(data):
+    asked, told = asked_and_told(data)
     known = {row[0] for row in told}
     assert "portable-gemm" in known
-    assert {row for row in asked if row[0] in known} == told, "run benchmarks/amd_table.py record"
+    assert {row for row in asked if row[0] in known} == told, "run benchmarks/run.py amd table record"
 
 
 @pytest.mark.slow
-def test_every_kernel_that_has_amd_is_in_the_record(amd, data):
-    asked, told = asked_and_told(amd, data)
-    assert asked == told, "run benchmarks/amd_table.py record, then render"
+def test_every_kernel_that_has_amd_is_in_the_record(data):
+    asked, told = asked_and_told(data)
+    assert asked == told, "run benchmarks/run.py amd table record, then render"
 
 
-def test_no_peer_is_above_the_peak(amd):
-    for one in amd.PUBLISHED:
-        device = named(one.device)
-        assert one.tflops * 1e12 < device.peak(one.dtype, device.workers)
-        assert one.source
+def test_no_peer_is_above_the_peak():
+    for one in amd.load(amd.PUBLISHED)["rows"]:
+        device = named(one["device"])
+        assert one["tflops"] * 1e12 < device.peak(one["dtype"], device.workers)
+        assert one["source"]
 
 
-def test_a_page_without_the_marks(amd, data):
+def test_a_page_without_the_marks(data):
     with pytest.raises(ValueError, match=r"amd\.md has no lines <!-- ours"):
         amd.page("# a page", data)

@@ -4,26 +4,17 @@ plans and checks of their benchmark, as far as it goes without a GPU.
 
 from __future__ import annotations
 
-import importlib
-import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.core.records import Record, records
+from benchmarks.report import attention, plots
 
 import tilestream as ts
 from tilestream.plan.known import named
 from tilestream.trace import LaunchTrace, export
 from tilestream.trace.record import Span
-
-ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def render(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.report.attention")
 
 
 def launch() -> LaunchTrace:
@@ -39,43 +30,50 @@ def launch() -> LaunchTrace:
     return made
 
 
-def test_how_even_a_launch_is(render: ModuleType) -> None:
-    busy, first, least, most, longest = render.evenness(launch())
+def test_how_even_a_launch_is() -> None:
+    busy, first, least, most, longest = attention.evenness(launch())
     assert (least, most) == (2, 3)
     assert busy == pytest.approx(0.975)
     assert first == pytest.approx(0.9)
     assert longest == pytest.approx(0.6)
 
 
-def test_the_page_says_whose_timeline_it_is(render: ModuleType, tmp_path: Path) -> None:
-    assert render.sections(tmp_path) == []
-    export(launch(), tmp_path / "gpu_trace_attention_h200.json.gz")
-    (text,) = render.sections(tmp_path)
-    assert text.startswith("## Attention, the timeline of a call: causal, 16384 tokens, a GPU\n")
-    assert "hopper dynamic, 4 workers; 9 tiles in 1.000 ms" in text
-    assert "at a tile 97.5% of the launch; the first of them leaves after 90.0% of it. Each did 2 to 3 tiles" in text
-    assert "the longest took 60.0% of it" in text
-    assert "(images/attention_timeline_h200.png)" in text
+def traced(results: Path, name: str = "trace_attention") -> None:
+    (results / "h200").mkdir(parents=True)
+    export(launch(), results / "h200" / f"{name}.json.gz")
 
 
-def test_the_picture_is_drawn(render: ModuleType, tmp_path: Path) -> None:
+def test_the_page_says_whose_timeline_it_is(results: Path) -> None:
+    assert attention.TIMELINES.sections(results) == []
+    traced(results)
+    (text,) = attention.TIMELINES.sections(results)
+    text = " ".join(text.split())
+    assert "## The timeline of a call causal, 16384 tokens, a GPU: `ts.attention`, hopper dynamic, 4 workers;" in text
+    assert "4 workers; 9 tiles in 1.000 ms" in text
+    assert "at a tile 97.5% of the launch; the first worker leaves after 90.0% of it. Each did 2 to 3 tiles" in text
+    assert "The longest tile took 60.0% of the launch" in text
+    assert "(../images/attention_timeline_h200.png)" in text
+
+
+def test_the_picture_is_drawn(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    export(launch(), tmp_path / "gpu_trace_attention.json.gz")
-    render.TIMELINES.plots(tmp_path, tmp_path / "images")
-    assert (tmp_path / "images" / "attention_timeline.png").read_bytes().startswith(b"\x89PNG")
+    traced(results)
+    attention.TIMELINES.plots(results, tmp_path / "images")
+    assert (tmp_path / "images" / "attention_timeline_h200.png").read_bytes().startswith(b"\x89PNG")
 
 
 # 8 bits ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def fp8(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT)
+def fp8():
     pytest.importorskip("triton")
-    return importlib.import_module("benchmarks.attention.fp8")
+    from benchmarks.attention import fp8
+
+    return fp8
 
 
-def test_cudnn_is_given_the_same_numbers(fp8: ModuleType) -> None:
+def test_cudnn_is_given_the_same_numbers(fp8) -> None:
     torch.manual_seed(0)
     shape = fp8.SHAPES[0]._replace(dim=16, heads=4, length=4096)
     narrow, wide = fp8.numbers(shape, "cpu")
@@ -88,7 +86,7 @@ def test_cudnn_is_given_the_same_numbers(fp8: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_an_answer_is_timed_if_it_keeps_the_rule(fp8: ModuleType, causal: bool) -> None:
+def test_an_answer_is_timed_if_it_keeps_the_rule(fp8, causal: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = fp8.Shape(16, 2, 100, causal)
     given = fp8.numbers(shape, "cpu")
@@ -107,21 +105,21 @@ def test_an_answer_is_timed_if_it_keeps_the_rule(fp8: ModuleType, causal: bool) 
     def other_mask() -> torch.Tensor:
         return ts.attention(*x[:3], causal=not causal, **scales)
 
-    run = SimpleNamespace(record=SimpleNamespace(data={"failures": []}))
+    record = Record("attention_fp8", tmp_path)
     calls = {
         "cudnn": lambda: ts.attention(*given.wide, causal=causal),
         "right": right, "unscaled": unscaled, "late": late, "other mask": other_mask,
     }  # fmt: skip
-    kept, found = fp8.checked(run, "a row", shape, given, calls)
+    kept, found = fp8.checked(record, "a row", shape, given, calls)
     assert list(kept) == ["cudnn", "right"] == list(found)
     assert found["right"]["max"] <= 2 * found["right"]["peer_max"] + torch.finfo(torch.bfloat16).eps
-    unscaled_said, late_said, mask_said = run.record.data["failures"]
+    unscaled_said, late_said, mask_said = record.data["failures"]
     assert unscaled_said.startswith("a row unscaled: AssertionError: wrong answer")
     assert late_said == "a row late: RuntimeError: no time"
     assert mask_said.startswith("a row other mask: AssertionError: wrong answer")
 
 
-def test_both_kernels_are_launched_whatever_calls_get(fp8: ModuleType) -> None:
+def test_both_kernels_are_launched_whatever_calls_get(fp8) -> None:
     for shape in fp8.SHAPES:
         made = fp8.launches(shape, named("h100"))
         assert [plan.backend for plan, _ in made.values()] == ["hopper", "portable"]
@@ -131,12 +129,12 @@ def test_both_kernels_are_launched_whatever_calls_get(fp8: ModuleType) -> None:
             assert layout.scale_v == (shape.heads, 1)
 
 
-def test_the_page_has_a_table_of_8_bits(render: ModuleType) -> None:
+def test_the_page_has_a_table_of_8_bits() -> None:
     about = {"device": "a GPU", "torch": "2", "triton": "3", "commit": "c", "date": "d", "dtype": "float8_e4m3fn"}
     rates = ({"cudnn": 500.0, "hopper": 600.0, "portable": 300.0}, {"cudnn": 450.0, "portable": 310.0})
     rows = [{"name": f"fp8 D128 causal S{1024 << i}", "tflops": one} for i, one in enumerate(rates)]
-    text = render.section({**about, "rows": rows}, "gpu_attention_fp8_h200")
-    assert text.startswith("## Attention in 8 bits, a GPU")
+    text = "\n".join(attention.fp8({**about, "rows": rows}))
+    assert text.startswith("### 8 bits, a GPU")
     assert "| D128 causal S1024 | 500 | 600 | 300 | 1.200 |" in text
     assert "| D128 causal S2048 | 450 |  | 310 |  |" in text
 
@@ -151,12 +149,12 @@ def dense(dim: int, causal: bool, length: int, heads_kv: int = 0, name: str = ""
     return {"name": name or f"D{dim} {'causal' if causal else 'full'} S{length}", **made}
 
 
-def test_means_by_the_columns_of_a_head_against_each_peer(render: ModuleType) -> None:
+def test_means_by_the_columns_of_a_head_against_each_peer() -> None:
     rows = [
         dense(128, True, 512, cudnn=400.0, fa4=500.0, ts=500.0), dense(128, True, 1024, cudnn=400.0, ts=600.0),
         dense(64, False, 512, cudnn=400.0, fa4=200.0, ts=200.0),
     ]  # fmt: skip
-    text = render.by_width(rows)
+    text = attention.by_width(rows)
     assert "| geometric mean of ours by | cuDNN | FA4 | the faster peer | the worst of these |" in text
     assert f"| D 128 | {(1.25 * 1.5) ** 0.5:.3f} | 1.000 | {1.5**0.5:.3f} | 1.000 |" in text
     assert "| D 128, full | - | - | - | - |" in text
@@ -164,73 +162,78 @@ def test_means_by_the_columns_of_a_head_against_each_peer(render: ModuleType) ->
     assert "| all |" in text
 
 
-def test_what_is_behind_is_counted_by_class(render: ModuleType) -> None:
+def test_what_is_behind_is_counted_by_class() -> None:
     rows = [
         dense(64, True, 512, cudnn=400.0, fa4=500.0, ts=450.0), dense(64, False, 1024, cudnn=400.0, ts=300.0),
         dense(64, False, 4096, cudnn=400.0, fa4=500.0, ts=400.0), dense(128, False, 4096, cudnn=400.0, ts=300.0),
         dense(128, False, 1024, cudnn=400.0, ts=400.0), dense(256, False, 4096, cudnn=400.0, ts=300.0),
     ]  # fmt: skip
-    head, text = render.losses(rows)
+    head, text = attention.behind(rows)
     assert head == "**Behind the faster peer**, below 0.98:"
     few, narrow, wide, other = text.splitlines()
     assert few.startswith("- few keys: 2 of 3, down to 0.750 (D 64, full, S 1024, cuDNN): an item has few blocks")
     assert narrow.startswith("- 64 columns: 1 of 3, down to 0.800 (D 64, full, S 4096, FA4): ")
     assert wide.startswith("- 128 columns: 1 of 2, down to 0.750 (D 128, full, S 4096, cuDNN): the tensor cores wait")
     assert other == "- others: 1 of 6, down to 0.750 (D 256, full, S 4096, cuDNN): not looked into."
-    assert render.losses(rows[-2:-1]) == []
+    assert attention.behind(rows[-2:-1]) == []
 
 
-def test_heads_that_share_keys_beside_those_that_have_their_own(render: ModuleType) -> None:
+def test_heads_that_share_keys_beside_those_that_have_their_own() -> None:
     rows = [
         dense(128, True, 1024, 2, "heads 16:2", cudnn=420.0, ts=450.0),
         dense(128, True, 1024, 16, "heads 16:16", cudnn=400.0, ts=500.0),
         dense(128, False, 1024, 2, "heads 16:2", cudnn=420.0, ts=450.0),
     ]
-    said, text = render.sharing(rows)
-    assert "geometric mean of ours 0.900, the least 0.900" in said
+    *_, said, text = attention.heads({**ABOUT, "rows": rows})
+    assert "geometric mean of ours 0.900, the least 0.900" in " ".join(said.split())
     assert text.splitlines()[-1] == "| causal, S 1024, 16:2 | 0.900 | 1.050 |"
     assert len(text.splitlines()) == 3, "of the other there is nothing to compare with"
-    assert render.sharing(rows[1:2]) == []
+    assert len(attention.heads({**ABOUT, "rows": rows[1:2]})) == 2, "no table of sharing"
 
 
-def test_a_mix_of_lengths_beside_the_dense_call_that_is_like_it(render: ModuleType) -> None:
+def test_a_mix_of_lengths_beside_the_dense_call_that_is_like_it() -> None:
     mix = {"name": "lists, causal", "tflops": {"packed": 500.0, "pages of 16": 450.0}, "lengths": [1000, 3000]}
-    assert render.packed(mix, [mix])[0].endswith("the record has no dense call to compare with:")
+    alone, _ = attention.lists({**ABOUT, "rows": [mix]})
+    assert alone.endswith("The record has no dense call to compare with.")
     rows = [mix, *(dense(128, True, s, 0, f"lists dense S{s}", ts=s / 4.0) for s in (512, 2500))]
-    said, text = render.packed(mix, rows)
-    assert "by the 625 of a dense call of sequences of 2500" in said
+    said, text = attention.lists({**ABOUT, "rows": rows})
+    assert "beside the 625 of a dense call of sequences of 2500" in said
     assert text.splitlines()[-1] == "| 0.800 | 0.720 |"
-    assert render.section({**ABOUT, "rows": rows}, "gpu_attention").count("sequences of 2500") == 1
 
 
-def test_dense_calls_that_a_mix_is_like(render: ModuleType) -> None:
-    gpu = importlib.import_module("benchmarks.attention.prefill")
+def test_dense_calls_that_a_mix_is_like() -> None:
+    from benchmarks.attention import prefill as gpu
+
     assert gpu.like([512] * 7) == 512
     assert gpu.like([1000, 3000]) == 2496
     assert gpu.like([3]) == 64
 
 
-def test_a_device_has_one_plot_of_the_record_with_most_peers(render: ModuleType, tmp_path: Path) -> None:
+def test_a_device_has_one_plot_of_the_record_with_most_peers(results: Path, tmp_path: Path, write) -> None:
     pytest.importorskip("matplotlib")
     both = {**ABOUT, "rows": [dense(128, c, s, cudnn=400.0, fa4=500.0, ts=500.0) for c in (0, 1) for s in (512, 1024)]}
     one = {**ABOUT, "date": "e", "rows": [dense(128, True, 512, cudnn=400.0, ts=500.0)]}
     other = {**one, "device": "NVIDIA H100 80GB HBM3", "rows": [*one["rows"], dense(64, True, 512, ts=1.0, cudnn=2.0)]}
     nothing = {**one, "device": "a third", "rows": []}
-    found = {"gpu_attention_a": both, "gpu_attention_b": one, "gpu_attention_c": other, "gpu_attention_d": nothing}
-    assert render.drawn(found) == {"NVIDIA H200": "gpu_attention_a", other["device"]: "gpu_attention_c"}
-    for name, data in found.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
-    text = "\n".join(render.sections(tmp_path))
-    assert text.count("](images/gpu_attention_h200.png)") == text.count("](images/gpu_attention.png)") == 1
-    render.plots(tmp_path, tmp_path / "images")
+    write("h200", "attention_a", both)
+    write("h200", "attention_b", one)
+    write("h100", "attention", other)
+    write("third", "attention", nothing)
+    found = attention.drawn(records(results, "attention*"))
+    assert {device: data["stem"] for device, data in found.items()} == {
+        "NVIDIA H200": "attention_a", other["device"]: "attention",
+    }  # fmt: skip
+    text = "\n".join(attention.page(results))
+    assert text.count("](../images/attention_h200.png)") == text.count("](../images/attention_h100.png)") == 1
+    plots.draw_all(results, tmp_path / "images")
     pictures = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert pictures == ["gpu_attention.png", "gpu_attention_h200.png"]
+    assert pictures == ["attention_h100.png", "attention_h200.png"]
 
 
-def test_the_sizes_of_groups_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    tiles = importlib.import_module("benchmarks.attention.tiles")
-    shape = importlib.import_module("benchmarks.attention.prefill").Shape(128, 16, 1024, True)
+def test_the_sizes_of_groups_that_are_timed() -> None:
+    from benchmarks.attention import tiles
+
+    shape = tiles.Shape(128, 16, 1024, True)
     sizes = tiles.sizes_of(shape)
     assert sizes == sorted(set(sizes))
     assert {4, 8, 16, 32, 16896 // 1024, 61} <= set(sizes)  # 61 heads of 512 KB are 32 MB
@@ -238,7 +241,7 @@ def test_the_sizes_of_groups_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(tiles.sizes_of(shape._replace(length=16384, heads=2))) == 2
 
 
-def test_groups_by_the_heads_in_them_are_drawn(render: ModuleType, tmp_path: Path) -> None:
+def test_groups_by_the_heads_in_them_are_drawn(results: Path, tmp_path: Path, write) -> None:
     row = {"dim": 128, "length": 1024, "causal": True, "name": "sizes D128 causal S1024"}
     data = {
         "device": "NVIDIA H200", "torch": "t", "triton": "t", "commit": "c", "date": "d", "dtype": "bfloat16",
@@ -250,12 +253,12 @@ def test_groups_by_the_heads_in_them_are_drawn(render: ModuleType, tmp_path: Pat
             {**row, "length": 512, "run": 1, "tflops": {"cudnn": 400.0, "8 heads": 300.0}},
         ],
     }  # fmt: skip
-    text = render.section(data, "gpu_attention_sizes_h200")
-    assert text.startswith("## Attention, how many heads are taken together, NVIDIA H200\n")
+    write("h200", "attention_sizes", data)
+    text = "\n".join(attention.page(results))
+    assert "### By number, NVIDIA H200\n" in text
     assert "3 sizes of 2 shapes" in text
-    assert "loses 0% to 10%. By hand." in text
-    (tmp_path / "gpu_attention_sizes_h200.json").write_text(json.dumps(data), encoding="utf-8")
-    render.plots(tmp_path, tmp_path / "images")
+    assert "loses 0% to\n10%. By hand." in text
+    plots.draw_all(results, tmp_path / "images")
     (picture,) = (tmp_path / "images").iterdir()
-    assert f"(images/{picture.name})" in text
+    assert f"(../images/{picture.name})" in text
     assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from benchmarks.core.paths import RESULTS
+from benchmarks.core.records import paths
+from benchmarks.distributed import dispatch_table as made_by
 
 from tilestream.distributed import dispatch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS.parent))
-from benchmarks.distributed import dispatch_table as made_by  # noqa: E402
-
-RECORDS = [x for op in ("gather", "reduce") for x in sorted((BENCHMARKS / "results").glob(f"gpu_all_{op}_x*.json"))]
+RECORDS = [path for op in ("gather", "reduce") for path in paths(RESULTS, f"all_{op}_x*.json")]
 
 
 def record(op="all_gather_matmul", **ms):
