@@ -7,5 +7,5 @@ from benchmarks.core.section import Section
 SECTIONS = {
     "table": Section("amd.table:main", "record: compile and count; render [--check]: docs/amd.md", tool=True),
     "selfcheck": Section("amd.selfcheck:main", "one report from a machine with a GPU, to send back", tool=True),
-    "_answer": Section("amd.answers:main", "", tool=True),
+    "_answer": Section("amd.answers:main", tool=True),
 }

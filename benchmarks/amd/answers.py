@@ -23,7 +23,6 @@ PLANNED = (("bfloat16", 4096, 4096, 4096), ("bfloat16", 8192, 8192, 8192), ("bfl
 
 
 def main(arguments: list[str]) -> None:
-    """Print what a process is asked for, as JSON."""
     answers: dict[str, Callable[..., dict[str, Any]]] = {
         "machine": machine, "isa": isa, "speed": speed, "attend": attend
     }  # fmt: skip
@@ -138,7 +137,6 @@ def attend(
 def timed(
     plan: Any, operations: float, ours: Callable[[], object], theirs: Callable[[], object], figures: Any
 ) -> dict[str, Any]:
-    """Both, in turn."""
     ms = medians(GpuClock().interleave({"ours": ours, "torch": theirs}, rounds=15).seconds, 4)
     found = rates(operations, ms)
     kind = getattr(plan.problem, "kind", plan.problem.dtype)

@@ -44,7 +44,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
-    """A test begins."""
     write(_file(), test=nodeid)
 
 

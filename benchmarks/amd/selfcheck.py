@@ -231,7 +231,6 @@ def _records(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """The report for people."""
     return "\n".join([f"# Self-check of tilestream, {data['date']}", "", *_lines(data)])
 
 
@@ -290,7 +289,6 @@ def _benchmark_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def failed(data: dict[str, Any]) -> bool:
-    """Whether anything went wrong."""
     parts = [data.get("machine", {}), data.get("isa", {}), *data.get("tests", {}).values(), *data.get("speed", [])]
     parts += data.get("benchmarks", {}).values()
     return any("error" in part or part.get("failed") for part in parts)

@@ -67,7 +67,6 @@ def record() -> dict[str, Any]:
 
 
 def ours(data: dict[str, Any]) -> str:
-    """The table of the record."""
     head = [
         "kernel", "arch", "tile, stages", "VGPR + AGPR", "spilled", "LDS", "waves a SIMD", "matrix instructions",
         "loads", "LDS reads, writes", "barriers", "waits", "all", "cycles: floor, estimate", "of the peak",
@@ -114,7 +113,6 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 
 def theirs() -> str:
-    """What others publish, measured."""
     from tilestream.plan.known import named
 
     rows = []
@@ -145,7 +143,6 @@ def page(text: str, data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Record, render, or check."""
     if arguments == ["record"]:
         RECORD.write_text(text_of(record()), encoding="utf-8")
         return 0

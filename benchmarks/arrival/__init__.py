@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.core.section import Section
 
+_signals = partial(Section, seconds=120, usual=True, nvidia="TMA and its fence; power as NVIDIA's driver has it")
 SECTIONS = {
-    "order": Section(
-        "arrival.signals:order", "whether TMA reads what a signal announces, with and without the fence", 120,
-        usual=True, nvidia="it looks at TMA, and at the fence before it",
-    ),
-    "polling": Section(
-        "arrival.signals:polling", "the power and the time that waiting workers cost", 120, usual=True,
-        nvidia="pauses and power are read as NVIDIA's driver has them",
-    ),
+    "order": _signals("arrival.signals:order", "whether TMA reads what a signal announces, with and without the fence"),
+    "polling": _signals("arrival.signals:polling", "the power and the time that waiting workers cost"),
     "stream": Section("arrival.stream:stream", "a matmul whose input is copied to the GPU while it runs", 300),
-}  # fmt: skip
+}

@@ -48,7 +48,6 @@ SIZE, MULTIPLICATIONS = 8192, 22
 
 
 def order(session: Session, rounds: int = ROUNDS) -> None:
-    """One row for each producer and way."""
     record = session.record("arrival", rounds=rounds)
     host = torch.arange(VALUES, dtype=torch.int32).repeat_interleave(ROWS.value * COLUMNS.value).pin_memory()
     size = 4 * ROWS.value * COLUMNS.value
@@ -144,7 +143,6 @@ def _polled(workers: int, pause: int, meanwhile: Callable[[], list[Any]]) -> tup
 
 
 def _timed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, workers: int) -> list[float]:
-    """Milliseconds of each of `MULTIPLICATIONS`."""
     ms = []
     for _ in range(MULTIPLICATIONS):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

@@ -28,9 +28,8 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.core.hardware import gpu_peak, refuse_impossible
 from benchmarks.core.session import Session
-from benchmarks.core.timing import interleave, medians, rates
+from benchmarks.core.timing import gpu_peak, interleave, medians, rates, refuse_impossible
 from tilestream.sweep.check import errors
 
 #: M, N, K, and what is streamed.
@@ -209,7 +208,6 @@ def row(m: int, n: int, k: int, what: str, copiers: Sequence[int], backend: str 
 
 
 def name_of(m: int, n: int, k: int, what: str) -> str:
-    """What a shape is called."""
     return f"{m}x{n}x{k}" + (" weight" if what == "weight" else "")
 
 

@@ -15,10 +15,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilestream as ts
-from benchmarks.core.hardware import HOPPER_PEAK
 from benchmarks.core.records import Record, Row
 from benchmarks.core.session import Session
-from benchmarks.core.timing import HiddenLaunchClock, rates
+from benchmarks.core.timing import HOPPER_PEAK, HiddenLaunchClock, rates
 from tilestream.kernels.attention import Operands
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention import AttentionProblem
@@ -97,7 +96,6 @@ def flash() -> Callable[..., Any] | None:
 
 
 def operands_of(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fresh numbers."""
     kv = shape.heads_kv or shape.heads
     return tuple(  # type: ignore[return-value]
         torch.randn(shape.batch, shape.length, heads, shape.dim, device="cuda", dtype=torch.bfloat16)
@@ -115,7 +113,6 @@ def beside_cudnn(shape: Shape) -> Calls:
 
 
 def relative_error(out: torch.Tensor, right: torch.Tensor) -> float:
-    """Of all elements."""
     error: float = ((out.float() - right.float()).norm() / right.float().norm()).item()
     return error
 

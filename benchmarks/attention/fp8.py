@@ -15,8 +15,8 @@ import torch
 
 import tilestream as ts
 from benchmarks.attention.bench import Calls, Run, Shape, cudnn, launched, problem_of_shape
-from benchmarks.core.hardware import HOPPER_PEAK
 from benchmarks.core.records import Record, Row
+from benchmarks.core.timing import HOPPER_PEAK
 from tilestream.kernels.attention import Operands
 from tilestream.kernels.portable.attention_arguments import AttentionLayout
 from tilestream.ops.attention_gpu import launch_of, layout_of
@@ -46,12 +46,10 @@ class Numbers(NamedTuple):
 
 
 def problem_of(shape: Shape) -> AttentionProblem:
-    """As the plan sees it."""
     return replace(problem_of_shape(shape)[0], dtype="float8_e4m3fn", scaled=True)
 
 
 def numbers(shape: Shape, device: str = "cuda") -> Numbers:
-    """Fresh ones."""
     narrow, scales, wide = [], [], []
     for _ in range(3):
         x = torch.randn(shape.batch, shape.length, shape.heads, shape.dim, device=device).to(torch.float8_e4m3fn)
@@ -100,7 +98,6 @@ def checked(record: Record, name: str, shape: Shape, given: Numbers, calls: Call
 
 
 def fp8(run: Run) -> None:
-    """A row a shape."""
     from tilestream.runtime.properties import cuda_properties
 
     device = cuda_properties(torch.cuda.current_device())
@@ -110,7 +107,6 @@ def fp8(run: Run) -> None:
 
 
 def measure(run: Run, record: Record, name: str, shape: Shape, device: DeviceProperties) -> Row:
-    """A row."""
     given = numbers(shape)
     calls: Calls = {"cudnn": lambda: cudnn(*given.wide, shape.causal)}
     for backend, (plan, layout) in launches(shape, device).items():

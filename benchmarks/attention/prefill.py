@@ -97,7 +97,6 @@ def arrival(run: Run) -> None:
 
 
 def arrival_row(run: Run, name: str, rows: int, keys: int, count: int) -> Row:
-    """So many query rows over keys that arrive in ``count`` chunks."""
     batch, heads_q, heads_kv, dim = 1, 32, 8, 128
     q = torch.randn(batch, rows, heads_q, dim, device="cuda", dtype=torch.bfloat16)
     kept = [torch.randn(batch, keys, heads_kv, dim, dtype=torch.bfloat16).pin_memory() for _ in range(2)]
@@ -183,7 +182,6 @@ def split(run: Run) -> None:
 
 
 def split_row(run: Run, name: str, batch: int, rows: int, keys: int) -> Row:
-    """One case, in microseconds."""
     heads_q, heads_kv, dim = 32, 8, 128
     record = run.attention_record()
     q = torch.randn(batch, rows, heads_q, dim, device="cuda", dtype=torch.bfloat16)
@@ -214,7 +212,6 @@ def split_row(run: Run, name: str, batch: int, rows: int, keys: int) -> Row:
 
 
 def mix() -> list[int]:
-    """64 sequences of a log-normal mix of lengths, 1 to 8k."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.exp(6.5 + 1.2 * torch.randn(64, generator=generator)).long().clamp(1, 8192)
     return [int(length) for length in lengths]

@@ -2,6 +2,7 @@
 
 The cost model is fitted to ``variants``; ``blocks`` is the same at short lengths, without turns. ``groups`` goes by the
 bytes of keys and values that a group of heads may have, ``sizes`` by how many heads are in a group, causal.
+``portable`` has the tiles of the portable kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks.attention.bench import SHAPES, Calls, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from tilestream.kernels.attention import Operands
-from tilestream.plan import hopper_attention
+from tilestream.plan import hopper_attention, portable_attention
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 
 #: Lengths at which groups are timed, and the room that they are given; where keys are few they may take half of it.
@@ -24,11 +25,13 @@ LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
 BYTES, ROUNDS = (2e6, 4e6, 8e6, 10e6, 13e6, 16e6, 20e6, 24e6, 32e6), (1, 2, 3)
 
 RECORD = "attention_tiles"
+#: Names candidates, given a problem and a device.
+Candidates = Callable[..., Iterable[tuple[str, AttentionCandidate]]]
 
 
-def launched_as(made: Callable[..., Iterable[tuple[str, AttentionCandidate]]]) -> Callable[[Shape], Calls]:
-    """cuDNN, and the Hopper kernel as each of the candidates that ``made`` names for a problem and a device."""
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+def launched_as(made: Candidates, backend: str = "hopper") -> Callable[[Shape], Calls]:
+    """cuDNN, and a backend's kernel as each of the candidates that ``made`` names for a problem and a device."""
+    from tilestream.ops.attention_gpu import launch_of
     from tilestream.runtime.properties import cuda_properties
 
     device = cuda_properties(torch.cuda.current_device())
@@ -38,9 +41,9 @@ def launched_as(made: Callable[..., Iterable[tuple[str, AttentionCandidate]]]) -
         problem, layout = problem_of_shape(shape)
         found: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
         for label, candidate in made(problem, device):
-            plan = of_candidate(problem, device, "hopper", candidate, "a benchmark's", ())
+            plan = of_candidate(problem, device, backend, candidate, "a benchmark's", ())
             x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
-            found[label] = launched(HopperAttentionLaunch(plan, layout), x)
+            found[label] = launched(launch_of(plan, layout), x)
         return found
 
     return calls
@@ -50,8 +53,6 @@ def variants(
     run: Run, what: str = "variants", lengths: Sequence[int] = (512, 2048, 16384),
     kinds: Sequence[str] = ("turns", "apart"),
 ) -> None:  # fmt: skip
-    """Every tile of the plan, with turns and without."""
-
     def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
         for variant in kinds:
             tiles = hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant)
@@ -62,11 +63,21 @@ def variants(
 
 
 def blocks(run: Run) -> None:
-    """Every tile at short lengths, without turns."""
     variants(run, "blocks", (512, 1024, 2048), ("apart",))
 
 
-def chosen_where(function: str, values: dict[str, float]) -> Callable[..., Iterable[tuple[str, AttentionCandidate]]]:
+def portable(run: Run) -> None:
+    """The portable kernel's tiles."""
+
+    def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
+        for found in portable_attention.candidates(problem, device, device.workers, kind="dynamic"):
+            yield f"{found.block[0]}x{found.block[1]}, {found.warps} warps, {found.stages} stages", found
+
+    shapes = (shape for shape in SHAPES if shape.length in (1024, 4096, 16384))
+    run.measure("portable", shapes, launched_as(made, "portable"), "attention_portable")
+
+
+def chosen_where(function: str, values: dict[str, float]) -> Candidates:
     """What the plan chooses where a function of its policy gives each of these values."""
 
     def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
@@ -94,8 +105,6 @@ def sizes_of(shape: Shape) -> list[int]:
 
 
 def sizes(run: Run) -> None:
-    """The plan's tile, with so many heads together."""
-
     def calls(shape: Shape) -> Calls:
         return launched_as(chosen_where("heads_together", {f"{n} heads": n for n in sizes_of(shape)}))(shape)
 

@@ -62,7 +62,6 @@ def different(x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def timeline(run: Run) -> None:
-    """Write ``trace_attention.json.gz``."""
     folder = run.out / folder_of(torch.cuda.get_device_name())
     folder.mkdir(parents=True, exist_ok=True)
     print(ts.trace.export(recorded(run), folder / "trace_attention.json.gz"))

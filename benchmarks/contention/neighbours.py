@@ -63,14 +63,12 @@ CASES = {
 
 
 def dry(case: Case) -> Case:
-    """Small, on the CPU."""
     shapes = tuple(Shape(max(s.m // 64, 16), max(s.n // 64, 16), max(s.k // 64, 16)) for s in case.shapes[:2])
     taken = (0, 1) if len(case.taken) > 1 else (0,)
     return case._replace(by="nccl" if case.by == "nccl" else "busy", taken=taken, shapes=shapes)
 
 
 def todo_of(case: Case) -> list[Way]:
-    """The ways that can be run here."""
     return ways((name for name in case.ways if sweeping.installed(name)), case.queues)
 
 

@@ -44,7 +44,6 @@ def records(results: Path, pattern: str) -> list[Data]:
 
 
 def text_of(data: Data) -> str:
-    """A record as JSON, a row a line."""
     rows = ",\n".join(f"  {json.dumps(row)}" for row in data["rows"])
     head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1)
     return f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'

@@ -31,14 +31,14 @@ class Section(NamedTuple):
     """
 
     call: str
-    what: str
+    what: str = ""
     seconds: int = 60
     usual: bool = False
     gpus: int = 1
     nvidia: str = ""
     tool: bool = False
 
-    def load(self) -> Callable[[Any], Any]:
+    def load(self) -> Callable[..., Any]:
         """Import the function."""
         return named(self.call)
 

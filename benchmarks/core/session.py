@@ -70,7 +70,7 @@ class Session:
                 if not name.startswith("_"):
                     print(f"== {name}, {self.left:.0f} s", flush=True)
                 try:
-                    sections[name].load()(self)
+                    self.call(sections[name])
                 except Exception:  # the next section may not need what this one lacks
                     self.bad += 1
                     traceback.print_exc()
@@ -81,6 +81,10 @@ class Session:
             record.write()
             print(record.path, *(f"{key}: {record.data[key]}" for key in ("failures", "missing") if record.data[key]))
         return self.bad
+
+    def call(self, section: Section) -> None:
+        """Run a section."""
+        section.load()(self)
 
     # Records ----------------------------------------------------------------------------------------------------------
 
@@ -151,7 +155,6 @@ class Session:
 
 
 def name_of(item: Any) -> str:
-    """What an item is called in a record."""
     return " ".join(map(str, item)) if type(item) is tuple else str(item)
 
 

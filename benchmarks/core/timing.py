@@ -1,4 +1,4 @@
-"""Clocks: calls taken in turn by the host's clock, the clocks of `tilestream.sweep`, and the host's part of a call.
+"""Clocks, by the host and on the GPU; what a call costs the host; and peaks that no figure may be above.
 
 Machines change speed from minute to minute: only ratios within one row can be compared.
 """
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tilestream.plan import cpu_properties
+from tilestream.plan.ask import device_properties
 from tilestream.sweep.clock import Call, GpuClock, Timing, WallClock, quartiles, torch
 from tilestream.sweep.run import StreamClock
 
@@ -114,10 +116,37 @@ def host_microseconds(
 
 
 def rates(operations: float, ms: dict[str, float]) -> dict[str, float]:
-    """TFLOP/s of calls that took so many milliseconds."""
     return {name: round(operations / value * 1e-9, 1) for name, value in ms.items()}
 
 
 def line(values: dict[str, Any], names: Sequence[str] = ()) -> str:
-    """``name value  name value``, for the terminal."""
     return "  ".join(f"{name} {value}" for name, value in values.items() if not names or name in names)
+
+
+# Peaks ----------------------------------------------------------------------------------------------------------------
+
+#: Dense bf16 of an H100 or H200, TFLOP/s, rounded up.
+HOPPER_PEAK = 1000.0
+
+
+def gpu_peak() -> float:
+    """Dense bf16 of this GPU, TFLOP/s, or a little more."""
+    if torch.version.hip is None:
+        return HOPPER_PEAK
+    device = device_properties("cuda")
+    return device.peak("bfloat16", device.workers) / 1e12
+
+
+def cpu_peak(dtype: str = "float32") -> float:
+    """Of all cores, TFLOP/s."""
+    device = cpu_properties()
+    return device.peak(dtype, device.workers) / 1e12
+
+
+def refuse_impossible(what: str, rates: dict[str, float], peak: float, unit: str = "TFLOP/s") -> None:
+    """Raise if a rate is above ``peak``: then the answer or the timing is wrong."""
+    for name, rate in rates.items():
+        if rate > peak:
+            raise AssertionError(
+                f"{what}: {name} has {rate:.4g} {unit}, above the peak of {peak:.4g}: the answer or the timing is wrong"
+            )

@@ -10,5 +10,5 @@ SECTIONS = {
     ),
     "stream": Section("cpu.stream:stream", "input read cold from disk while it is multiplied", usual=True, gpus=0),
     "first_call": Section("cpu.first_call:first_call", "a first call, taken apart in fresh processes", gpus=0),
-    "_process": Section("cpu.first_call:process", "", tool=True),
+    "_process": Section("cpu.first_call:process", tool=True),
 }

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.core.hardware import cpu_peak, refuse_impossible
 from benchmarks.core.session import Session
-from benchmarks.core.timing import interleave, medians, rates
+from benchmarks.core.timing import cpu_peak, interleave, medians, rates, refuse_impossible
 from tilestream.sweep.check import errors
 
 SHAPES = (
@@ -57,5 +56,4 @@ def measure(m: int, n: int, k: int, rounds: int = 21) -> dict[str, Any]:
 
 
 def matmul(session: Session) -> None:
-    """Every shape."""
     session.rows(session.record("matmul", cpu=True), SHAPES, lambda shape: measure(*shape))

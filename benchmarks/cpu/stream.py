@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 import tilestream as ts
-from benchmarks.core.hardware import cpu_peak, refuse_impossible
 from benchmarks.core.session import Session
-from benchmarks.core.timing import medians, rates
+from benchmarks.core.timing import cpu_peak, medians, rates, refuse_impossible
 from tilestream.arrival.files import drop_from_page_cache
 from tilestream.sweep.check import errors
 
@@ -87,7 +86,6 @@ def measure(path: Path, n: int, rounds: int) -> dict[str, Any]:
 
 
 def stream(session: Session) -> None:
-    """Every width."""
     with tempfile.TemporaryDirectory(dir=session.options.folder) as folder:
         path = Path(folder) / "activations.safetensors"
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.floors import judged
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, on_each_gpu, record_of, slowest
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, record_of, slowest
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import WAYS, trial
 from tilestream.distributed.plan import DistributedPlan
@@ -150,7 +150,6 @@ def gated(full: torch.Tensor, w: torch.Tensor, shards: Shards, rank: int) -> Cal
 
 
 def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
-    """One shape of all-gather + matmul."""
     import torch.distributed._symmetric_memory as symmetric
 
     torch.manual_seed(rank)
@@ -206,7 +205,6 @@ def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, r
 
 
 def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
-    """One shape of matmul + reduce-scatter."""
     torch.manual_seed(rank)
     a = torch.randn(m, k, device="cuda").to(BF16)
     w = (torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t()
@@ -269,13 +267,7 @@ def measured(
     return row
 
 
-def gather(session: Session) -> None:
-    """Gathers, sums, or both (``--op``), into ``all_gather_x<world>``."""
-    on_each_gpu(session, rank_main)
-
-
-def rank_main(rank: int, world: int, session: Session) -> None:
-    """One rank."""
+def gather(rank: int, world: int, session: Session) -> None:
     import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
 
     op, record = session.options.op, record_of(session, rank, "all_gather")

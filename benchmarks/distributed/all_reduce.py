@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import bench, checked
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, on_each_gpu, record_of
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, record_of
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 
@@ -67,13 +67,7 @@ def forms(rows: int, n: int, k: int, theirs: torch.Tensor) -> tuple[Forms, Forms
     return ways, alone, exact
 
 
-def all_reduce(session: Session) -> None:
-    """Every shape, into ``all_reduce_x<world>``."""
-    on_each_gpu(session, rank_main)
-
-
-def rank_main(rank: int, world: int, session: Session) -> None:
-    """One rank."""
+def all_reduce(rank: int, world: int, session: Session) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     torch.manual_seed(rank)

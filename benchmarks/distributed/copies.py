@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import tilestream as ts
 from benchmarks.core.session import Session
-from benchmarks.distributed.ranks import on_each_gpu, record_of
+from benchmarks.distributed.ranks import record_of
 from tilestream.distributed.protocol import receivers
 from tilestream.runtime.driver import copy_across
 from tilestream.runtime.streams import lend
@@ -112,13 +112,7 @@ def slowest(samples: list[tuple[float, float]]) -> tuple[float, float]:
     return round(-rate, 1), round(time, 4)
 
 
-def copies(session: Session) -> None:
-    """Every case, into ``copies_x<world>``."""
-    on_each_gpu(session, rank_main)
-
-
-def rank_main(rank: int, world: int, session: Session) -> None:
-    """One rank."""
+def copies(rank: int, world: int, session: Session) -> None:
     record, of = record_of(session, rank, "copies"), Copies(rank, world)
     ways = [("", "plain", 64 << 20, 1)]
     ways += itertools.product(("pull", "push"), ("plain", "symmetric"), (64 << 20, 8 << 20), sorted({1, world - 1}))

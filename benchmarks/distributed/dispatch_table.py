@@ -74,7 +74,6 @@ def taken(op: str, ms: dict[str, float]) -> float:
 
 
 def shape_of(row: dict[str, Any]) -> str:
-    """``MxNxK``, of a row of a record."""
     return f"{row['m']}x{row['n']}x{row['k']}"
 
 
@@ -117,7 +116,6 @@ def text(before: str, found: Iterable[dict[str, Any]]) -> str:
 
 
 def main(given: list[str]) -> None:
-    """Write the table, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--check", action="store_true")

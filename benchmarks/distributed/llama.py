@@ -10,16 +10,10 @@ import sys
 
 from benchmarks.core.paths import ROOT
 from benchmarks.core.session import Session
-from benchmarks.distributed.ranks import on_each_gpu, record_of
+from benchmarks.distributed.ranks import record_of
 
 
-def llama(session: Session) -> None:
-    """Both models, into ``llama_x<world>``."""
-    on_each_gpu(session, rank_main, seconds=120)
-
-
-def rank_main(rank: int, world: int, session: Session) -> None:
-    """One rank."""
+def llama(rank: int, world: int, session: Session) -> None:
     tests = ROOT / "tests"
     sys.path[:0] = [str(tests), str(tests / "gpu")]
     import distributed_jobs

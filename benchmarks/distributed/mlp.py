@@ -21,7 +21,7 @@ from torch import nn
 
 import tilestream as ts
 from benchmarks.core.session import Session
-from benchmarks.distributed.ranks import MeetingClock, on_each_gpu, record_of, slowest
+from benchmarks.distributed.ranks import MeetingClock, record_of, slowest
 from tilestream import distributed as tsd
 
 DIM, HIDDEN = 8192, 28672
@@ -108,13 +108,7 @@ def timed(ways: dict[str, Way], rounds: int) -> dict[str, float]:
     return slowest(times)
 
 
-def mlp(session: Session) -> None:
-    """The block, into ``mlp_x<world>``."""
-    on_each_gpu(session, rank_main, seconds=120)
-
-
-def rank_main(rank: int, world: int, session: Session) -> None:
-    """One rank."""
+def mlp(rank: int, world: int, session: Session) -> None:
     import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory as symmetric
 

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 import tilestream as ts
 from benchmarks.core.records import Record
+from benchmarks.core.section import Section
 from benchmarks.core.session import Session
 
 #: Bytes that are written to flush L2.
@@ -25,20 +26,23 @@ _FLUSH = 256 << 20
 
 
 BF16 = torch.bfloat16
-#: Seconds that a call of ours may wait for a peer.
-DEADLINE = 10.0
+#: Seconds that a call of ours may wait for a peer, and that NCCL and gloo may.
+DEADLINE, TIMEOUT = 10.0, 120
 #: Calls, by what the record calls them.
 Forms = dict[str, Callable[[], Any]]
 
 
-def on_each_gpu(session: Session, function: Callable[..., None], seconds: float = 60) -> None:
-    """``function(rank, world, session)`` in a process for each GPU, in a group whose timeout is ``seconds``.
+class Ranks(Session):
+    """A run whose sections are functions of ``(rank, world, session)``, called in a process for each GPU.
 
     Only rank 0's session makes records: see `record_of`.
     """
-    world = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world, f"{folder}/store", seconds, function, session.options), nprocs=world)
+
+    def call(self, section: Section) -> None:
+        """Start the processes, and wait for them."""
+        world = torch.cuda.device_count()
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_rank, args=(world, f"{folder}/store", section, self.options), nprocs=world)
 
 
 def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | None:
@@ -47,15 +51,13 @@ def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | 
     return session.record(f"{name}_x{world}", world=world, **extra) if rank == 0 else None
 
 
-def _rank(
-    rank: int, world: int, where: str, seconds: float, function: Callable[..., None], options: argparse.Namespace
-) -> None:
+def _rank(rank: int, world: int, where: str, section: Section, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=TIMEOUT),
     )  # fmt: skip
-    function(rank, world, Session(options))
+    section.load()(rank, world, Session(options))
     dist.barrier()
     dist.destroy_process_group()
 

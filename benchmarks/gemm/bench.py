@@ -153,7 +153,6 @@ def space(a: torch.Tensor, b: torch.Tensor, within: float) -> tuple[Any, list[An
 
 
 def planned(shape: Shape, device: str) -> Any:
-    """The plan for a Linear weight."""
     return ask(*shape[:3], dtype="bfloat16", device=device, layout="nt")
 
 

@@ -116,7 +116,6 @@ def row_of(shape: str, launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def counters(session: Session) -> None:
-    """One process a shape."""
     record = session.record("gemm_counters", metrics=METRICS)
     for shape in (session.options.shapes or SHAPES).split(","):
         try:

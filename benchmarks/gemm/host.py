@@ -33,7 +33,6 @@ def host(bench: Bench) -> None:
 
 
 def calls(size: int, device: str) -> dict[str, Call]:
-    """What is called, on square operands."""
     shape = Shape(size, size, size)
     a, w = operands(shape, device)
     b, bias = w.t(), torch.randn(size, device=device, dtype=a.dtype)
@@ -52,7 +51,6 @@ def calls(size: int, device: str) -> dict[str, Call]:
 
 
 def calls_row(bench: Bench, size: int) -> Row:
-    """Host microseconds of each call."""
     us, refused = host_microseconds(
         calls(size, bench.device), batch=BATCH, batches=3 if bench.dry else BATCHES, synchronize=bench.clock.synchronize
     )
@@ -60,7 +58,6 @@ def calls_row(bench: Bench, size: int) -> Row:
 
 
 def first_row(bench: Bench, what: str, folder: str) -> Row:
-    """The first calls of a process of its own."""
     environment = {**os.environ, "TRITON_CACHE_DIR": folder}
     given = ("64x64x64,16x64x64", "cpu") if bench.dry else (FIRST, "cuda")
     run = subprocess.run(

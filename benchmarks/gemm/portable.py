@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 import tilestream as ts
-from benchmarks.core.hardware import gpu_peak, refuse_impossible
 from benchmarks.core.records import Row
-from benchmarks.core.timing import host_microseconds, medians, rates
+from benchmarks.core.timing import gpu_peak, host_microseconds, medians, rates, refuse_impossible
 from benchmarks.gemm.bench import Bench
 from tilestream.sweep.check import errors
 
@@ -20,7 +19,6 @@ SHAPES = [
 
 
 def row(bench: Bench, m: int, n: int, k: int, layout: str) -> Row:
-    """One shape, every schedule."""
     a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     b = (
         torch.randn(n, k, device="cuda", dtype=a.dtype).t()
@@ -69,7 +67,6 @@ def tiles(bench: Bench, m: int, n: int, k: int) -> dict[str, float]:
 
 
 def portable(bench: Bench) -> None:
-    """Every shape, the host's part of a call, and the tiles."""
     a, b = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     made = ts.plan(512, 512, 512, dtype=a.dtype, device="cuda", backend="portable")

@@ -42,7 +42,6 @@ def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
 
 
 def queues(bench: Bench) -> None:
-    """Each way, on an idle device and beside a neighbour."""
     from tilestream.kernels.hopper.queues import EARLY  # needs Triton
 
     shapes = bench.shapes(QUEUES)

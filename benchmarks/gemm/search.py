@@ -38,7 +38,6 @@ def search(bench: Bench) -> None:
 
 
 def variants(bench: Bench) -> None:
-    """The time of every plan of the space."""
     _every_plan(bench, "variants", VARIANTS, variants_row)
 
 
@@ -48,19 +47,27 @@ def _every_plan(bench: Bench, section: str, usual: Iterable[Shape], row: Callabl
     bench.measure(section, shapes, lambda shape: row(bench, shape))
 
 
-def search_row(bench: Bench, shape: Shape) -> Row:
-    """All plans in a few rounds, then the fastest and the plan's own in many."""
+def launched(
+    bench: Bench, shape: Shape, chosen: bool = False
+) -> tuple[Any, list[Any], dict[str, Call], Call, list[dict[str, str]]]:
+    """The plan's choice, every plan, calls of those that are right (``chosen``: the choice too, first), and cuBLAS."""
     a, w = operands(shape, bench.device)
     b = w.t()
     peer = torch.mm(a, b)
     own, plans = space(a, b, bench.options.within)
-    functions, wrong = launches([own, *plans], a, b, Check.of_product(a, b, peer))
+    functions, wrong = launches([own, *plans] if chosen else plans, a, b, Check.of_product(a, b, peer))
+    return own, plans, functions, lambda: torch.mm(a, b, out=peer), wrong
+
+
+def search_row(bench: Bench, shape: Shape) -> Row:
+    """All plans in a few rounds, then the fastest and the plan's own in many."""
+    own, plans, functions, cublas, wrong = launched(bench, shape, chosen=True)
     if "0" not in functions:
         raise AssertionError(f"the plan's own choice: {wrong[0]}")
     first = bench.clock.interleave(functions, rounds=5, warmup=1)
     ranked = sorted((name for name in functions if name != "0"), key=first.median)
     final = {name: functions[name] for name in ("0", *ranked[:FINALISTS])}
-    timing = bench.clock.interleave({**final, "cublas": lambda: torch.mm(a, b, out=peer)}, rounds=25)
+    timing = bench.clock.interleave({**final, "cublas": cublas}, rounds=25)
     refuse_impossible(shape, bench.peaks, timing.medians())
     best = min(final, key=timing.median)
     chosen = plans[int(best) - 1] if best != "0" else own
@@ -86,12 +93,8 @@ def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str,
 
 def variants_row(bench: Bench, shape: Shape) -> Row:
     """One shape: a table of the knobs in which its plans differ, the model's microseconds and the clock's last."""
-    a, w = operands(shape, bench.device)
-    b = w.t()
-    peer = torch.mm(a, b)
-    own, plans = space(a, b, bench.options.within)
-    functions, wrong = launches(plans, a, b, Check.of_product(a, b, peer))
-    timing = bench.clock.interleave({**functions, "cublas": lambda: torch.mm(a, b, out=peer)}, rounds=7, warmup=1)
+    own, plans, functions, cublas, wrong = launched(bench, shape)
+    timing = bench.clock.interleave({**functions, "cublas": cublas}, rounds=7, warmup=1)
     refuse_impossible(shape, bench.peaks, timing.medians())
     rows = [(plan_fields(plans[int(name)]), timing.median(name)) for name in functions]
     columns, constant, table = compact(rows)

@@ -116,7 +116,6 @@ def fp8(bench: Bench) -> None:
 
 
 def fp8_row(bench: Bench, shape: Shape, scales: str, fast: bool) -> Row:
-    """One shape, one way of scaling, one way of adding up."""
     a, b, given = fp8_operands(shape, bench.device, scales, fast)
     functions: dict[str, Call] = {
         "scaled_mm": lambda: torch._scaled_mm(a, b, **given),
@@ -143,7 +142,6 @@ def epilogue(bench: Bench) -> None:
 
 
 def epilogue_row(bench: Bench, shape: Shape, activation: str) -> Row:
-    """One shape and activation."""
     x, w = operands(shape, bench.device)
     bias = torch.randn(shape.n, device=bench.device, dtype=x.dtype)
     approximate = "tanh" if activation == "gelu_tanh" else "none"

@@ -29,16 +29,8 @@ BEHIND: dict[str, Callable[[Row], bool]] = {
 
 
 def page(results: Path) -> list[str]:
-    """The parts of the page."""
     found = records(results, "attention*")
-    plotted = {id(data) for data in drawn(found).values()}
-    parts = [NOTES("page")]
-    for name, section in SECTIONS.items():
-        made = [part for data in found for part in section(data)]
-        parts += [NOTES(name), *made] if made and NOTES.parts[name] else made
-        if name == "dense":
-            parts += [NOTES("dense plot", device=data["device"], picture=f"attention_{data['folder']}.png")
-                      for data in found if id(data) in plotted]  # fmt: skip
+    parts = NOTES.page(SECTIONS, lambda _: found)
     parts += [f"{lacks[0]} ({where(data)})" for data in found if (lacks := _missing(data))]
     return parts + TIMELINES.sections(results)
 
@@ -46,19 +38,6 @@ def page(results: Path) -> list[str]:
 def _missing(data: Data) -> list[str]:
     missing = data.get("missing")
     return [f"Not measured, for want of time: {', '.join(missing)}"] if missing else []
-
-
-def drawn(found: list[Data]) -> dict[str, Data]:
-    """By device, the record that its plot is made from: that of dense calls beside most peers, the latest of such."""
-    best: dict[str, Data] = {}
-
-    def key(data: Data) -> tuple[int, str, str]:
-        peers = {one for row in dense_calls(data) for one in row["tflops"] if one in PEERS}
-        return len(peers), data["date"], data["stem"]
-
-    for data in (data for data in found if dense_calls(data)):
-        best[data["device"]] = max(best.get(data["device"], data), data, key=key)
-    return best
 
 
 def dense_calls(data: Data) -> list[Row]:
@@ -69,11 +48,6 @@ def dense_calls(data: Data) -> list[Row]:
 def rows_of(data: Data, what: str) -> list[Row]:
     """A record's rows of a section."""
     return [row for row in data["rows"] if row["name"].startswith(f"{what} ")]
-
-
-def said(data: Data, part: str, **figures: object) -> str:
-    """The note on a record."""
-    return NOTES(part, device=data["device"], dtype=data["dtype"], where=where(data), **figures)
 
 
 # Beside the faster peer -----------------------------------------------------------------------------------------------
@@ -95,13 +69,13 @@ def ratio(row: Row) -> float:
 
 
 def dense(data: Data) -> list[str]:
-    """Calls through `ts.attention`."""
-    return beside_peers(data, "dense record", [row for row in data["rows"] if row["name"].startswith("D")])
+    made = beside_peers(data, "dense", [row for row in data["rows"] if row["name"].startswith("D")])
+    plotted = made and data["stem"] == "attention"
+    return [*made, NOTES("dense plot", **data)] if plotted else made
 
 
 def variants(data: Data) -> list[str]:
-    """The Hopper kernel's tiles, launched by themselves."""
-    return beside_peers(data, "variants record", rows_of(data, "variants"))
+    return beside_peers(data, "variants", rows_of(data, "variants"))
 
 
 def beside_peers(data: Data, part: str, rows: list[Row]) -> list[str]:
@@ -109,7 +83,12 @@ def beside_peers(data: Data, part: str, rows: list[Row]) -> list[str]:
     if not rows:
         return []
     ratios = list(map(ratio, rows))
-    return [said(data, part, mean=geomean(ratios), worst=min(ratios)), by_width(rows), compared(rows), *behind(rows)]
+    return [
+        NOTES.of(data, part, mean=geomean(ratios), worst=min(ratios)),
+        by_width(rows),
+        compared(rows),
+        *behind(rows),
+    ]
 
 
 def compared(rows: list[Row]) -> str:
@@ -183,13 +162,12 @@ def heads(data: Data) -> list[str]:
         made.append([name, *cells(both, ("ts", "cudnn"))])
     sharing = [NOTES("sharing", mean=geomean(ratios), least=min(ratios)),
                table(["shared / own", "ours", "cuDNN"], made)] if made else []  # fmt: skip
-    return [said(data, "heads record"), compared(rows), *sharing]
+    return [NOTES.of(data, "heads"), compared(rows), *sharing]
 
 
 def host(data: Data) -> list[str]:
-    """The host's part of a call."""
     found = [row["us"] for row in data["rows"] if row["name"] == "host"]
-    return [part for us in found for part in (said(data, "host record"), table(list(us), [cells(us, us, ".1f")]))]
+    return [part for us in found for part in (NOTES.of(data, "host"), table(list(us), [cells(us, us, ".1f")]))]
 
 
 def lists(data: Data) -> list[str]:
@@ -202,22 +180,21 @@ def lists(data: Data) -> list[str]:
         near = min(rows_of(data, "lists dense"), key=lambda one: abs(one["length"] - same), default=None)
         rows = [cells(rates, rates, ".0f")]
         if near is None:
-            parts += [said(data, "lists alone", **about), table(list(rates), rows)]
+            parts += [NOTES("lists alone", device=data["device"], where=where(data), **about), table(list(rates), rows)]
             continue
         rate = near["tflops"]["ts"]
         rows.append([f"{own / rate:.3f}" for own in rates.values()])
-        parts += [said(data, "lists record", rate=rate, length=near["length"], **about), table(list(rates), rows)]
+        parts += [NOTES.of(data, "lists", rate=rate, length=near["length"], **about), table(list(rates), rows)]
     return parts
 
 
 def fp8(data: Data) -> list[str]:
-    """Operands of 8 bits beside cuDNN on the same numbers in 16."""
     rows = []
     for row in rows_of(data, "fp8"):
         rates = row["tflops"]
         over = rates["hopper"] / rates["cudnn"] if {"hopper", "cudnn"} <= set(rates) else None
         rows.append([row["name"].removeprefix("fp8 "), *cells(rates, NARROW, ".0f", ""), cell(over, without="")])
-    return [said(data, "fp8 record"), table(["", *NARROW.values(), "Hopper / cuDNN"], rows)] if rows else []
+    return [NOTES.of(data, "fp8"), table(["", *NARROW.values(), "Hopper / cuDNN"], rows)] if rows else []
 
 
 def listed(what: str, key: str = "tflops", form: str = ".0f") -> Callable[[Data], list[str]]:
@@ -233,21 +210,20 @@ def listed(what: str, key: str = "tflops", form: str = ".0f") -> Callable[[Data]
             [row["name"].removeprefix(f"{what} "), *cells(row[key], names, form, ""), *(str(row[one]) for one in more)]
             for row in rows
         ]
-        part = f"{what} record {data['stem']}"
-        return [said(data, part if part in NOTES.parts else f"{what} record"), table(["", *names, *more], made)]
+        whole = " whole" if data["stem"].endswith("whole") else ""
+        return [NOTES.of(data, f"{what}{whole}"), table(["", *names, *more], made)]
 
     return section
 
 
 def sizes(data: Data) -> list[str]:
-    """How many heads are taken together, as a picture."""
     found = sizes_of(data)
     if not found:
         return []
     lost = [1 - min(rates.values()) / max(rates.values()) for rates in found.values()]
     note = f" {data['note']}" if "note" in data else ""
     return [
-        said(data, "sizes record", timed=sum(map(len, found.values())), shapes=len(found), least=min(lost),
+        NOTES.of(data, "sizes", timed=sum(map(len, found.values())), shapes=len(found), least=min(lost),
              most=max(lost), note=note, picture=f"attention_sizes_{data['folder']}.png")
     ]  # fmt: skip
 

@@ -21,7 +21,6 @@ MODELS = {"blocks": "two blocks", "whole": "two blocks, embedding and head"}
 
 
 def sections(results: Path) -> list[str]:
-    """The parts that these records make."""
     parts = []
     for name, section in (("all_reduce", all_reduce), ("mlp", mlp), ("llama", llama)):
         made = [part for data in records(results, f"{name}_x*") for part in section(data, results)]
@@ -30,12 +29,10 @@ def sections(results: Path) -> list[str]:
 
 
 def head(data: Data, part: str, **figures: object) -> str:
-    """The note on a record."""
     return NOTES(part, device=device_of(data), dtype=data["dtype"], versions=versions(data), **figures)
 
 
 def all_reduce(data: Data, _: Path) -> list[str]:
-    """An all-reduce of few rows behind a matmul."""
     rows = [row for row in data["rows"] if {"nccl + mm", "nccl + ours"} <= set(row["ms"])]
 
     def over(row: Row, *peers: str) -> float:

@@ -18,20 +18,14 @@ OURS = WAYS[3:]
 
 
 def page(results: Path) -> list[str]:
-    """The parts of the page."""
     parts = [NOTES("page")]
     for name, section in SECTIONS.items():
-        found = sweeps(results, name)
-        if found:
-            parts.append(NOTES(name, title=NOTES.parts.get(f"{name} title", "")))
-        parts += [part for sweep in found for part in section(sweep)]
-        if found and name == "held":
-            parts.append(NOTES("held plot"))
+        made = [part for sweep in sweeps(results, name) for part in section(sweep)]
+        parts += [NOTES(name), *made] if made else []
     return parts
 
 
 def plots(results: Path, images: Path) -> None:
-    """The records of neighbours, laid over one another."""
     found = [(device_of(sweep.about), sweep) for sweep in sweeps(results, "held")]
     if found:
         images.mkdir(parents=True, exist_ok=True)
@@ -39,7 +33,6 @@ def plots(results: Path, images: Path) -> None:
 
 
 def sweeps(results: Path, name: str) -> list[Sweep]:
-    """The records of a section."""
     return [read(path) for path in paths(results, f"neighbours_{name}.json")]
 
 
@@ -89,7 +82,6 @@ def whole_waves(idle: Point, point: Point) -> float:
 
 
 def held(sweep: Sweep) -> list[str]:
-    """A neighbour on some SMs."""
     names = [name for name in WAYS if any(point.implementation == name for point in sweep.points)]
     ratios: dict[str, list[float]] = {name: [] for name in names if name not in OURS}
     parts = []
@@ -118,7 +110,6 @@ def held(sweep: Sweep) -> list[str]:
 
 
 def idle(sweep: Sweep) -> list[str]:
-    """What a queue costs."""
     rows, ratios = [], []
     for shape, ways in whole(sweep, "static", "dynamic", "torch"):
         ratios.append(ways["static"].seconds / ways["dynamic"].seconds)
@@ -147,7 +138,6 @@ def split(sweep: Sweep) -> list[str]:
 
 
 def green(sweep: Sweep) -> list[str]:
-    """Green contexts."""
     rows = []
     for shape, ways in whole(sweep, "dynamic", "told", "torch"):
         point = ways["dynamic"]
@@ -158,7 +148,6 @@ def green(sweep: Sweep) -> list[str]:
 
 
 def queues(sweep: Sweep) -> list[str]:
-    """Several queues."""
     labels = list(dict.fromkeys(point.label for point in sweep.points))
     rows = [
         [shape, str(taken), *rate(ways, labels)]
@@ -169,7 +158,6 @@ def queues(sweep: Sweep) -> list[str]:
 
 
 def nccl(sweep: Sweep) -> list[str]:
-    """Beside a collective."""
     rows = [
         [
             point.shape, str(point.taken), point.label,

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from benchmarks.core.records import Data, records
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import cells, table, versions, where
+from benchmarks.report.tables import columns, of, table, versions, where
 
 NOTES = Notes("cpu")
 
 
 def page(results: Path) -> list[str]:
-    """The parts of the page."""
     parts = [NOTES("page")]
     for name, section in SECTIONS.items():
         parts += [part for data in records(results, name) if data["folder"] == "cpu" for part in section(data)]
@@ -20,34 +19,24 @@ def page(results: Path) -> list[str]:
 
 
 def matmul(data: Data) -> list[str]:
-    """Everything arrived."""
-    kinds = list(data["rows"][0]["ratio"])
-    rows = [
-        ["x".join(map(str, row["shape"])), *cells(row["ms"], ["torch.mm"], ".2f"), *cells(row["ratio"], kinds)]
-        for row in data["rows"]
-    ]
-    head = ["M x N x K", "torch.mm, ms", *(f"{kind}, ratio" for kind in kinds)]
-    return [NOTES("matmul", where=where(data)), table(head, rows)]
+    rows = [row | {"shape": "x".join(map(str, row["shape"]))} for row in data["rows"]]
+    ratios = of("ratio", rows[0]["ratio"], suffix=", ratio")
+    fields = {"M x N x K": "{shape}", "torch.mm, ms": "{ms[torch.mm]:.2f}", **ratios}
+    return [NOTES("matmul", where=where(data)), columns(rows, fields)]
 
 
 def stream(data: Data) -> list[str]:
-    """Input from a disk."""
-    ways = ("read", "multiply", "in turn", "streamed")
-    rows = [
-        [
-            str(row["shape"][1]), *cells(row["ms"], ways, ".0f"), f"{row['speedup']:.2f}", f"{row['hidden']:.0%}",
-            f"{row['of_bound']:.3f}",
-        ]
-        for row in data["rows"]
-    ]  # fmt: skip
+    ways = of("ms", ("read", "multiply", "in turn", "streamed"), ".0f", ", ms")
     m, _, k = data["rows"][0]["shape"]
-    head = ["N", *(f"{way}, ms" for way in ways), "in turn / streamed", "hidden", "of the bound"]
     said = NOTES("stream", m=m, k=k, size=data["bytes"] / 2**20, where=where(data))
-    return [said, table(head, rows), NOTES("stream plot")]
+    fields = {
+        "N": "{shape[1]}", **ways, "in turn / streamed": "{speedup:.2f}", "hidden": "{hidden:.0%}",
+        "of the bound": "{of_bound:.3f}",
+    }  # fmt: skip
+    return [said, columns(data["rows"], fields), NOTES("stream plot")]
 
 
 def first_call(data: Data) -> list[str]:
-    """The Python part of a first call."""
     before = data["before"]["seconds"]
     rows = [[row["step"], row["whose"], f"{before[row['step']]:.2f}", f"{row['seconds']:.2f}"] for row in data["rows"]]
     total = f"{sum(before.values()):.2f}", f"{sum(row['seconds'] for row in data['rows']):.2f}"

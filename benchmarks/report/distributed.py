@@ -23,7 +23,6 @@ TITLES = {"all_gather_matmul": "Gather", "matmul_reduce_scatter": "Reduce-scatte
 
 
 def page(results: Path) -> list[str]:
-    """The parts of the page."""
     parts = [NOTES("page")]
     for op in TITLES:
         made = [part for data in records(results, "all_gather_x*") for part in of_op(data, op)]
@@ -33,7 +32,6 @@ def page(results: Path) -> list[str]:
 
 
 def of_op(data: Data, op: str) -> list[str]:
-    """An op in a record."""
     rows = [row for row in data["rows"] if row["op"] == op]
     found = [(row, told) for row in rows if (told := judged(row)) is not None]
     if not found:
@@ -71,7 +69,6 @@ def way(form: str) -> str:
 
 
 def named(form: Decided, op: str) -> str:
-    """A form in words."""
     if not form.fused:
         return "NCCL and our matmul"
     how = f"{form.way}ed " if op == "all_gather_matmul" else ""

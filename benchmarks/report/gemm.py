@@ -9,7 +9,7 @@ from benchmarks.core.records import Data, Row, records
 from benchmarks.gemm.shapes import GROUPS, group_of
 from benchmarks.report.gemm_losses import losses, of_epilogue, of_fp8, of_quack
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import cells, geomean, incomplete, table, verdict, where
+from benchmarks.report.tables import cells, columns, geomean, incomplete, of, table, verdict
 
 NOTES = Notes("gemm")
 MARK = {"won": "won", "even": "even", "lost": "**lost**"}
@@ -20,24 +20,15 @@ HANDED_OUT = {"static": "static", "queue": "one queue", "queues": "a queue each"
 
 
 def page(results: Path) -> list[str]:
-    """The parts of the page."""
-    parts = [NOTES("page")]
-    for name, section in SECTIONS.items():
-        found = records(results, "portable_gemm" if name == "portable" else f"gemm_{name}")
-        if found:
-            parts.append(NOTES(name))
-        for data in found:
-            parts += section(data)
-            if name == "suite":
-                parts.append(f"![Ratio to cuBLAS by shape, {data['device']}](../images/{picture(data)})")
-                parts += losses(data, _of_device(results, "gemm_counters", data))
-            if name == "quack":
-                parts += of_quack(data["rows"], _of_device(results, "gemm_suite", data)["rows"])
-    return parts
+    found = {name: records(results, "portable_gemm" if name == "portable" else f"gemm_{name}") for name in SECTIONS}
+    for data in found["suite"]:
+        data["counters"] = _of_device(results, "gemm_counters", data)
+    for data in found["quack"]:
+        data["since"] = _of_device(results, "gemm_suite", data)["rows"]
+    return NOTES.page(SECTIONS, found.__getitem__)
 
 
 def picture(data: Data) -> str:
-    """The file of a suite's plot."""
     return f"gemm_{data['folder']}.png"
 
 
@@ -47,7 +38,6 @@ def _of_device(results: Path, name: str, data: Data) -> Data:
 
 
 def outcome(row: Row) -> str:
-    """``won``, ``even``, ``lost``."""
     return verdict(row["ratio"], row["band"])
 
 
@@ -55,17 +45,18 @@ def outcome(row: Row) -> str:
 
 
 def suite(data: Data) -> list[str]:
-    """Every shape beside cuBLAS, by class."""
     groups, every = by_group(data["rows"]), data["rows"]
     summary = [_of(f"{name}: {GROUPS.get(name, '')}".rstrip(": "), rows) for name, rows in groups.items()]
     summary.append(_of("all", every))
     summary += [_of(name, rows) for name, rows in by_rows(every).items() if rows]
     return [
-        NOTES("suite record", device=data["device"], where=where(data), flush=data["flush"], empty=data["empty_us"]),
+        NOTES.of(data, "suite", flush=data["flush"], empty=data["empty_us"]),
         *incomplete(data),
         table(["class", "shapes", "ratio, geometric mean", "worst", "won / even / lost"], summary),
         *weights_read(every),
         *[f"**{name[0].upper()}{name[1:]}**\n\n{_group(name, rows)}" for name, rows in groups.items()],
+        f"![Ratio to cuBLAS by shape, {data['device']}](../images/{picture(data)})",
+        *losses(data, data["counters"]),
     ]
 
 
@@ -100,7 +91,6 @@ def weights_read(rows: Sequence[Row]) -> list[str]:
 
 
 def extents(row: Row) -> tuple[int, ...]:
-    """M, N and K."""
     return tuple(int(extent) for extent in row["shape"].split("x"))
 
 
@@ -118,133 +108,116 @@ def _of(name: str, rows: Sequence[Row]) -> list[str]:
     return [name, str(len(rows)), f"{geomean(ratios):.3f}", f"{min(ratios):.3f}", counts]
 
 
+def marked(rows: Sequence[Row]) -> list[Row]:
+    """Rows with their outcome as a word."""
+    return [row | {"mark": MARK[outcome(row)]} for row in rows]
+
+
 def _group(name: str, rows: Sequence[Row]) -> str:
     """One class's table: TFLOP/s, or for decoding microseconds beside a kernel that only reads the weights."""
-    decode = name == "decode"
-    more = ["weights read, us", "ours, GB/s", "weights read / ours"] if decode else [
-        "cuBLAS, TFLOP/s", "ours, TFLOP/s", "floor / ours"
-    ]  # fmt: skip
-    body = []
-    for row in rows:
-        read = row.get("weight_read", {})
-        figures = [
-            *cells(read, ["us"], ".1f"), f"{row['gbps']['ours']}", *cells(read, ["of_ours"])
-        ] if decode else [*cells(row["tflops"], ["cublas", "ours"], ".0f"), f"{row['of_floor']:.3f}"]  # fmt: skip
-        low, high = row["band"]
-        body.append([
-            f"{row['shape']} {row['name']}".strip(), *cells(row["us"], ["cublas", "ours"], ".1f"), *figures,
-            f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}", MARK[outcome(row)],
-        ])  # fmt: skip
-    return table(["M x N x K", "cuBLAS, us", "ours, us", *more, "ratio", "quartiles", ""], body)
+    rates = {
+        "cuBLAS, TFLOP/s": "{tflops[cublas]:.0f}", "ours, TFLOP/s": "{tflops[ours]:.0f}",
+        "floor / ours": "{of_floor:.3f}",
+    }  # fmt: skip
+    if name == "decode":
+        rates = {
+            "weights read, us": "{weight_read[us]:.1f}", "ours, GB/s": "{gbps[ours]}",
+            "weights read / ours": "{weight_read[of_ours]:.3f}",
+        }  # fmt: skip
+    named = [row | {"shape": f"{row['shape']} {row['name']}".strip()} for row in marked(rows)]
+    return columns(named, {
+        "M x N x K": "{shape}", "cuBLAS, us": "{us[cublas]:.1f}", "ours, us": "{us[ours]:.1f}", **rates,
+        "ratio": "{ratio:.3f}", "quartiles": "{band[0]:.3f} to {band[1]:.3f}", "": "{mark}",
+    })  # fmt: skip
 
 
 # The other sections ---------------------------------------------------------------------------------------------------
 
 
 def quack(data: Data) -> list[str]:
-    """Beside quack's three ways, and cuBLAS."""
     ways = ["cublas", "quack", "quack dynamic", "quack tuned"]
-    rows = [
-        [
-            row["shape"], f"{row['tflops']['ours']:.0f}",
-            *(f"{row['tflops'][way]:.0f} ({row['ratios'][way]:.3f})" if way in row["ratios"] else "-" for way in ways),
-            MARK[outcome(row)],
-        ]
-        for row in data["rows"]
-    ]  # fmt: skip
     ratios = {way: [row["ratios"][way] for row in data["rows"] if way in row["ratios"]] for way in ways}
     means = ", ".join(f"{way} {geomean(found):.3f}" for way, found in ratios.items() if found)
     bests = [min(row["ratios"][way] for way in ways if way in row["ratios"]) for row in data["rows"]]
+    rated = {way: f"{{tflops[{way}]:.0f}} ({{ratios[{way}]:.3f}})" for way in ways}
     return [
-        NOTES("quack record", version=data["quack"], device=data["device"], dtype=data["dtype"], where=where(data),
-              means=means, best=geomean(bests), worst=min(bests, default=float("nan"))),
+        NOTES.of(data, "quack", version=data["quack"], means=means, best=geomean(bests),
+             worst=min(bests, default=float("nan"))),
         *incomplete(data),
-        table(["M x N x K", "ours", *ways, ""], rows),
+        columns(marked(data["rows"]), {"M x N x K": "{shape}", "ours": "{tflops[ours]:.0f}", **rated, "": "{mark}"}),
+        *of_quack(data["rows"], data["since"]),
     ]  # fmt: skip
 
 
 def fp8(data: Data) -> list[str]:
-    """Beside torch._scaled_mm."""
-    rows = [
-        [
-            row["shape"], f"{row['scales']}, {'fast' if row['fast_accum'] else 'precise'}",
-            *cells(row["us"], ["scaled_mm", "ours"], ".1f"), *cells(row["tflops"], ["scaled_mm", "ours"], ".0f"),
-            f"{row['ratio']:.3f}", MARK[outcome(row)],
-        ]
-        for row in data["rows"]
-    ]  # fmt: skip
+    rows = [row | {"sum": "fast" if row["fast_accum"] else "precise"} for row in marked(data["rows"])]
 
-    def mean(**like: object) -> str:
-        found = (row["ratio"] for row in data["rows"] if all(row[name] == value for name, value in like.items()))
-        return f"{geomean(found):.3f}"
+    def mean(*kind: str) -> str:
+        ratios = (row["ratio"] for row in rows if kind in ((row["scales"],), (row["scales"], row["sum"])))
+        return f"{geomean(ratios):.3f}"
 
-    kinds = dict.fromkeys((row["scales"], row["fast_accum"]) for row in data["rows"])
-    means = ", ".join(
-        f"{scales}, {'fast' if fast else 'precise'} {mean(scales=scales, fast_accum=fast)}" for scales, fast in kinds
-    )
-    whole = ", ".join(f"{scales}-wise {mean(scales=scales)}" for scales in dict.fromkeys(kind[0] for kind in kinds))
-    head = ["M x N x K", "scales, sum", "_scaled_mm, us", "ours, us", "_scaled_mm, TFLOP/s", "ours, TFLOP/s", "ratio"]
+    kinds = dict.fromkeys((row["scales"], row["sum"]) for row in rows)
+    whole = ", ".join(f"{scales}-wise {mean(scales)}" for scales in dict.fromkeys(kind[0] for kind in kinds))
     return [
-        NOTES("fp8 record", device=data["device"], dtype=data["dtype"], where=where(data), whole=whole, means=means),
+        NOTES.of(data, "fp8", whole=whole, means=", ".join(f"{', '.join(kind)} {mean(*kind)}" for kind in kinds)),
         *incomplete(data),
-        table([*head, ""], rows),
+        columns(rows, {
+            "M x N x K": "{shape}", "scales, sum": "{scales}, {sum}",
+            "_scaled_mm, us": "{us[scaled_mm]:.1f}", "ours, us": "{us[ours]:.1f}",
+            "_scaled_mm, TFLOP/s": "{tflops[scaled_mm]:.0f}", "ours, TFLOP/s": "{tflops[ours]:.0f}",
+            "ratio": "{ratio:.3f}", "": "{mark}",
+        }),
         *of_fp8(data["rows"]),
-    ]
+    ]  # fmt: skip
 
 
 def epilogue(data: Data) -> list[str]:
-    """Beside torch.compile."""
-    rows = [
-        [
-            row["shape"], row["activation"], f"{row['us']['torch']:.0f}",
-            f"{row['us'][row['best']]:.0f} ({row['best'].removeprefix('compile, ').partition('-no')[0]})",
-            *cells(row["us"], ["ours", "ours, no epilogue"], ".0f"), f"{row['ratio']:.3f}", MARK[outcome(row)],
-        ]
-        for row in data["rows"]
-    ]  # fmt: skip
     means = [f"{geomean(row['ratio'] for row in data['rows']):.3f}"]
     for text, short in ((f"K of {SHORT_K} and less", True), ("longer K", False)):
         some = [row["ratio"] for row in data["rows"] if (extents(row)[2] <= SHORT_K) == short]
         means += [f"{geomean(some):.3f} of the {len(some)} with {text}"] if some else []
-    head = ["M x N x K", "activation", "torch, us", "torch.compile's best, us", "ours, us", "ours without, us", "ratio"]
-    said = NOTES(
-        "epilogue record", device=data["device"], dtype=data["dtype"], where=where(data), means=", ".join(means)
-    )
-    return [said, *incomplete(data), table([*head, ""], rows), *of_epilogue(data["rows"])]
+    rows = [
+        row | {"peer": row["us"][row["best"]], "mode": row["best"].removeprefix("compile, ").partition("-no")[0]}
+        for row in marked(data["rows"])
+    ]
+    return [
+        NOTES.of(data, "epilogue", means=", ".join(means)),
+        *incomplete(data),
+        columns(rows, {
+            "M x N x K": "{shape}", "activation": "{activation}", "torch, us": "{us[torch]:.0f}",
+            "torch.compile's best, us": "{peer:.0f} ({mode})", "ours, us": "{us[ours]:.0f}",
+            "ours without, us": "{us[ours, no epilogue]:.0f}", "ratio": "{ratio:.3f}", "": "{mark}",
+        }),
+        *of_epilogue(data["rows"]),
+    ]  # fmt: skip
 
 
 def search(data: Data) -> list[str]:
-    """The plan beside the best of its space."""
-    rows = [
-        [
-            row["shape"], str(row["space"]), *cells(row["us"], ["plan", "best"], ".1f"), f"{row['of_best']:.3f}",
-            f"{row['ratio']:.3f}", row["plan"], row["best"],
-        ]
-        for row in data["rows"]
-    ]  # fmt: skip
     shares = [row["of_best"] for row in data["rows"]]
     wrong = sum(len(row["wrong"]) for row in data["rows"])
-    said = NOTES("search record", device=data["device"], where=where(data), mean=geomean(shares),
-                 worst=min(shares, default=float("nan")),
-                 wrong=" " + NOTES("search wrong", count=wrong) if wrong else "")  # fmt: skip
-    head = ["M x N x K", "plans", "plan, us", "best, us", "best / plan", "cuBLAS / plan", "plan", "best"]
-    return [said, *incomplete(data), table(head, rows)]
+    return [
+        NOTES.of(data, "search", mean=geomean(shares), worst=min(shares, default=float("nan")),
+             wrong=" " + NOTES("search wrong", count=wrong) if wrong else ""),
+        *incomplete(data),
+        columns(data["rows"], {
+            "M x N x K": "{shape}", "plans": "{space}", "plan, us": "{us[plan]:.1f}", "best, us": "{us[best]:.1f}",
+            "best / plan": "{of_best:.3f}", "cuBLAS / plan": "{ratio:.3f}", "plan": "{plan}", "best": "{best}",
+        }),
+    ]  # fmt: skip
 
 
 def host(data: Data) -> list[str]:
-    """Microseconds of a call, seconds of the first."""
     calls = [row for row in data["rows"] if row["what"] == "call"]
     firsts = [row for row in data["rows"] if row["what"] == "first call"]
-    names = list(dict.fromkeys(name for row in calls for name in row["us"]))
+    names = dict.fromkeys(name for row in calls for name in row["us"])
     parts = [
-        NOTES("host record", device=data["device"], batch=data["batch"], batches=data["batches"], where=where(data)),
+        NOTES.of(data, "host", batch=data["batch"], batches=data["batches"]),
         *incomplete(data),
-        table(["M x N x K", *names], [[row["shape"], *cells(row["us"], names, ".1f")] for row in calls]),
+        columns(calls, {"M x N x K": "{shape}", **of("us", names, ".1f")}),
     ]
     if firsts:
-        shapes = [one["shape"] for one in firsts[0]["shapes"]]
-        rows = [[row["name"], *(f"{one['first_s']:.3f}" for one in row["shapes"])] for row in firsts]
-        parts += [NOTES("host first"), table(["Triton's cache", *shapes], rows)]
+        shapes = {one["shape"]: f"{{shapes[{i}][first_s]:.3f}}" for i, one in enumerate(firsts[0]["shapes"])}
+        parts += [NOTES("host first"), columns(firsts, {"Triton's cache": "{name}", **shapes})]
     return parts
 
 
@@ -263,37 +236,28 @@ def queues(data: Data) -> list[str]:
                 *(f"{idle[name]:.1f} ({name.split()[-1]})" for name in best), *cells(held, ["cublas", *best], ".1f"),
             ])  # fmt: skip
     drawn = NOTES("queues early", early=data["early"]) if data["early"] else NOTES("queues late")
-    said = NOTES("queues record", device=data["device"], dtype=data["dtype"], held=data["held"], drawn=drawn,
-                 where=where(data))  # fmt: skip
     head = ["M x N x K", "tile", "cuBLAS", *HANDED_OUT.values(), "held: cuBLAS", *HANDED_OUT.values()]
-    return [said, *incomplete(data), table(head, rows)]
+    return [NOTES.of(data, "queues", held=data["held"], drawn=drawn), *incomplete(data), table(head, rows)]
 
 
 def cluster(data: Data) -> list[str]:
-    """Workers of two CTAs that share a tile's columns."""
-    ways = ["torch.mm", "one CTA", "two CTAs"]
     rows = [
-        [
-            row["shape"], *cells(row["us"], ways, ".1f"), f"{row['us']['one CTA'] / row['us']['two CTAs']:.3f}",
-            row["plans"]["two CTAs"].partition(", ")[2].replace(", grouped raster", ""),
-        ]
+        row | {"over": row["us"]["one CTA"] / row["us"]["two CTAs"],
+               "two": row["plans"]["two CTAs"].partition(", ")[2].replace(", grouped raster", "")}
         for row in data["rows"]
     ]  # fmt: skip
-    return [NOTES("cluster record", **data), table(["M x N x K", *ways, "one / two", "the two"], rows)]
+    ways = of("us", ("torch.mm", "one CTA", "two CTAs"), ".1f")
+    fields = {"M x N x K": "{shape}", **ways, "one / two": "{over:.3f}", "the two": "{two}"}
+    return [NOTES("cluster record", **data), columns(rows, fields)]
 
 
 def portable(data: Data) -> list[str]:
-    """The portable kernel, by schedule."""
-    kinds = list(data["rows"][0]["of_cublas"])
-    rows = [
-        [f"{row['shape']} {row['layout']}", *cells(row["tflops"], ["cublas", "auto"], ".0f"),
-         *cells(row["of_cublas"], kinds)]
-        for row in data["rows"]
-    ]  # fmt: skip
+    rates = {"cuBLAS, TFLOP/s": "{tflops[cublas]:.0f}", "auto, TFLOP/s": "{tflops[auto]:.0f}"}
+    ratios = of("of_cublas", data["rows"][0]["of_cublas"], suffix=", ratio")
     host = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in data["host_us"].items())
     return [
-        NOTES("portable record", device=data["device"], dtype=data["dtype"], where=where(data)),
-        table(["M x N x K", "cuBLAS, TFLOP/s", "auto, TFLOP/s", *(f"{kind}, ratio" for kind in kinds)], rows),
+        NOTES.of(data, "portable"),
+        columns(data["rows"], {"M x N x K": "{shape} {layout}", **rates, **ratios}),
         NOTES("portable host", host=host),
     ]
 

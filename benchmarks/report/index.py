@@ -19,7 +19,6 @@ Gain = tuple[str, str, str, list[float], str]
 
 
 def page(results: Path) -> list[str]:
-    """The parts of the page."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for what, peer, device, ratios, page in gains(results):
         if ratios:
@@ -53,7 +52,7 @@ def gains(results: Path) -> Iterator[Gain]:
         yield "bias and GELU", "`torch.compile`", device_of(data), [row["ratio"] for row in data["rows"]], "gemm"
     for device, ratios in beside_neighbour(results):
         yield "GEMM beside a kernel on 4 to 64 SMs", "cuBLAS", device, ratios, "contention"
-    for data in attention.drawn(records(results, "attention*")).values():
+    for data in records(results, "attention"):
         ratios = [attention.ratio(row) for row in attention.dense_calls(data)]
         yield "attention prefill", "the faster of cuDNN and FA4", device_of(data), ratios, "attention"
     for data in records(results, "stream"):

@@ -8,10 +8,15 @@ fields, ``{ratio:.3f}``.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core.records import Data
+from benchmarks.report.tables import where
+
 NOTES = Path(__file__).parents[1] / "notes"
+Section = Callable[[Data], list[str]]
 
 
 class Notes:
@@ -35,6 +40,19 @@ class Notes:
             If there is no such part, or a field has no figure.
         """
         return self.parts[part].format_map(figures)
+
+    def of(self, data: Data, part: str, **figures: Any) -> str:
+        """The note on a record, with what it was made on."""
+        known = {"device": data["device"], "dtype": data.get("dtype"), "where": where(data)}
+        return self(f"{part} record", **known | figures)
+
+    def page(self, sections: dict[str, Section], found: Callable[[str], list[Data]]) -> list[str]:
+        """The head of a page; then of each section its note and what it makes of its records, if it makes anything."""
+        parts = [self("page")]
+        for name, section in sections.items():
+            made = [part for data in found(name) for part in section(data)]
+            parts += [self(name), *made] if made and self.parts[name] else made
+        return parts
 
     def line(self, part: str, figures: dict[str, str]) -> str:
         """A part in one line, for a table or a list; ``-`` for figures that a record lacks."""

@@ -21,12 +21,10 @@ PAGES: dict[str, Callable[[Path], list[str]]] = {
 
 
 def text(name: str, results: Path = RESULTS) -> str:
-    """A page."""
     return "\n\n".join(part.strip() for part in PAGES[name](results)) + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages and plots, or check the pages."""
     made = {FOLDER / f"{name}.md": text(name) for name in PAGES}
     if arguments == ["--check"]:
         there = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}

@@ -18,16 +18,14 @@ _WIDTHS = {64: _PEER, 128: _OURS, 256: "#9e2a2b"}
 
 
 def draw_all(results: Path, images: Path) -> None:
-    """Every plot that the records make."""
     for data in records(results, "stream"):
         if data["folder"] == "cpu":
             cpu_stream(data, images / "cpu_stream.png")
     for data in records(results, "gemm_suite"):
         suite(data, images / gemm.picture(data))
-    found = records(results, "attention*")
-    for data in attention.drawn(found).values():
+    for data in records(results, "attention"):
         lengths(data, images / f"attention_{data['folder']}.png")
-    for data in found:
+    for data in records(results, "attention*"):
         if attention.sizes_of(data):
             sizes(data, images / f"attention_sizes_{data['folder']}.png")
     contention.plots(results, images)

@@ -81,7 +81,6 @@ def schedule_of(kind: Kind) -> Schedule:
 
 
 def main(arguments: list[str]) -> None:
-    """Draw all into a folder, or into docs/images."""
     folder = Path(arguments[0]) if arguments else IMAGES
     folder.mkdir(parents=True, exist_ok=True)
     for kind in ("static", "dynamic", "stream_k"):

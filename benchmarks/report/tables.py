@@ -14,6 +14,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
 
+def columns(rows: Iterable[Row], fields: dict[str, str], without: str = "-") -> str:
+    """A table whose cells are format fields of its rows, by their heads; ``without`` stands for what a row lacks."""
+
+    def cell_of(row: Row, field: str) -> str:
+        try:
+            return field.format_map(row)
+        except KeyError:
+            return without
+
+    return table(list(fields), [[cell_of(row, field) for field in fields.values()] for row in rows])
+
+
+def of(key: str, names: Iterable[str], form: str = ".3f", suffix: str = "") -> dict[str, str]:
+    """Fields of a row's figures by name, as `columns` takes them: ``{"ours, us": "{us[ours]:.1f}"}``."""
+    return {f"{name}{suffix}": f"{{{key}[{name}]:{form}}}" for name in names}
+
+
 def geomean(values: Iterable[float]) -> float:
     """Geometric mean; NaN of nothing."""
     logs = [math.log(value) for value in values]
@@ -26,12 +43,10 @@ def cell(value: float | None, form: str = ".3f", without: str = "-") -> str:
 
 
 def cells(values: dict[str, float], names: Iterable[str], form: str = ".3f", without: str = "-") -> list[str]:
-    """Numbers by name."""
     return [cell(values.get(name), form, without) for name in names]
 
 
 def versions(data: Data) -> str:
-    """Software, commit and day."""
     return f"torch {data['torch']}, Triton {data.get('triton', 'none')}, commit `{data['commit']}`, {data['date']}"
 
 
@@ -75,5 +90,4 @@ def verdict(ratio: float, band: Sequence[float]) -> str:
 
 
 def mask(row: Row) -> str:
-    """Of attention."""
     return "causal" if row["causal"] else "full"

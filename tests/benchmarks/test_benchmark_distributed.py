@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.distributed import floors, gather_timeline, mlp_timeline, ranks
+from benchmarks.distributed import floors, ranks
+from benchmarks.distributed import timelines as recorded
 from benchmarks.report import distributed, timelines
 
 ABOUT = {
@@ -159,7 +160,7 @@ def block() -> dict[str, object]:
         activity("gemm", 7, 740e3, 1100e3, 0), activity("Memcpy PtoP", 22, 900e3, 1150e3, 1 << 25),
         activity("add_parts", 7, 1150e3, 1200e3, 0), activity("Memcpy HtoD", 7, 1, 2, 64),
     ]  # fmt: skip
-    return mlp_timeline.lanes(found, 0)
+    return recorded.lanes(found, 0)
 
 
 def test_the_timeline_of_a_block(results: Path, write) -> None:
@@ -169,10 +170,10 @@ def test_the_timeline_of_a_block(results: Path, write) -> None:
         "sums of others": 1,
     }  # fmt: skip
     rows = [
-        {"rank": rank, "lane": lane, "spans": [mlp_timeline._microseconds(one, 0) for one in of]}
+        {"rank": rank, "lane": lane, "spans": [recorded._microseconds(one, 0) for one in of]}
         for rank in range(2) for lane, of in lanes.items()
     ]  # fmt: skip
-    data = {**ABOUT, "tokens": 8192, "ms": mlp_timeline._end(lanes) / 1e6, "rows": rows}
+    data = {**ABOUT, "tokens": 8192, "ms": recorded._end(lanes) / 1e6, "rows": rows}
     write("h200", "mlp_timeline_x2", data)
     text = page(results)
     assert "## The timeline of an MLP block, 2 x H200 " in text
@@ -184,7 +185,7 @@ def test_the_timeline_of_a_block(results: Path, write) -> None:
 
 def test_what_is_no_block_is_said_aloud() -> None:
     with pytest.raises(RuntimeError, match=r"rank 3: 1 matmuls and 0 copies of rows; a block has 3, and some. Kernels"):
-        mlp_timeline.lanes([ranks.Activity("gemm", 7, 0, 1, 0)], 3)
+        recorded.lanes([ranks.Activity("gemm", 7, 0, 1, 0)], 3)
 
 
 def event(kind: str, stream: int, begin: float, length: float, size: int = 0) -> dict[str, object]:
@@ -203,7 +204,7 @@ def test_the_timeline_of_a_gather(results: Path, write) -> None:
         met = {**event("kernel", 8, -100, 1), "name": "ncclDevKernel_AllReduce"}
         events = [*kernels, met, *pushes, own, other, {"cat": "cpu_op", "ts": 0}]
         found = ranks.activities({"baseTimeNanoseconds": 1e9, "traceEvents": events})
-        return gather_timeline.behind_meeting(found)
+        return recorded.behind_meeting(found)
 
     # Two chunks each to the rank before and to the one before that, on a stream that is not the kernel's.
     found = [
@@ -215,7 +216,7 @@ def test_the_timeline_of_a_gather(results: Path, write) -> None:
     moments = (("wait", 5.0, 5.00002), ("tile", 5.00002, 5.00009))
     launch.by_worker[0] = [Span(0, *moment, 0, 0, 0, 0, 1) for moment in moments]
     launch.end = 5.00009
-    gather_timeline.laid_over(launch, found, rank=1, size=64, parts=2)
+    recorded.laid_over(launch, found, rank=1, size=64, parts=2)
     # Of the own shard, copied in one piece, both chunks are there at once; rank 0's came last, behind rank 2's own.
     microseconds = [round(1e6 * (when - 5.0), 3) for when in launch.arrivals[0]]
     assert microseconds == [35, 45, 8, 8, 11, 23]

@@ -163,6 +163,7 @@ def test_each_kernel_is_compiled_ahead_by_one_process(monkeypatch: pytest.Monkey
 
 ABOUT = {
     "device": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "abc", "date": "then", "dtype": "bfloat16",
+    "counters": {"rows": []}, "since": [], "folder": "h200",
     "flush": "reads 256 MiB before each call", "empty_us": {"eager": 4.0, "graph": 5.5}, "failures": [], "missing": [],
 }  # fmt: skip
 

@@ -1,14 +1,19 @@
-"""The timeline of one all-gather + matmul across GPUs: copies and tiles on one time axis, as a trace.
+"""Timelines across GPUs: one all-gather + matmul as a trace, and one MLP block as a record, on the ranks' time axis.
 
-Rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring the others' rows are
-what torch's profiler saw, of each rank on its own GPU. The two are laid over each other by the kernel, which both have,
-and ranks by the host's clock. The call is traced `CALLS` times, and the one of median length is kept; its answer must
-be the same as without a trace, bit by bit. Writes ``trace_gather_x<world>*.json.gz``, for https://ui.perfetto.dev, and
-prints when each copy of each rank's began and ended, and how fast it was. ``--ways``: a call in each of them, whatever
-the table says.
+What each GPU did is what torch's profiler saw: kernels and copies, by stream, in nanoseconds of the host's clock, which
+all ranks share. The ranks meet on their streams before, behind a pause in which the hosts issue the call. `CALLS` calls
+are profiled, and that of median length on rank 0 is kept. Answers must be those without a profile, bit by bit.
+
+Of the gather rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring the
+others' rows are the profiler's, of each rank. The two are laid over each other by the kernel, which both have. The
+block is Llama-3 70B's (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1 and w3, silu(.)
+* ., and w2's product is summed and scattered.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +21,21 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.records import folder_of
 from benchmarks.core.session import Session
-from benchmarks.distributed.ranks import DEADLINE, Activity, on_each_gpu, profiled
+from benchmarks.distributed.mlp import DIM, HIDDEN
+from benchmarks.distributed.ranks import DEADLINE, Activity, profiled, record_of
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 from tilestream.distributed.protocol import peers, receivers
 
 SHAPE = "8192x3584x8192"
-#: Cycles in which the host issues a call, before the ranks meet on their streams: some milliseconds.
-_PAUSE = 20_000_000
 CALLS = 5
+#: Cycles in which the host issues a call: 10 ms and more.
+_PAUSE = 20_000_000
+#: Copies of less than this are no rows: descriptors, tables.
+_ROWS_BYTES = 1 << 20
+
+
+# A gather -------------------------------------------------------------------------------------------------------------
 
 
 def arrivals(
@@ -116,13 +127,7 @@ def say(launch: ts.trace.LaunchTrace, found: list[list[Activity]], size: int) ->
     return "\n".join(lines)
 
 
-def gather_timeline(session: Session) -> None:
-    """A call, or one in each of ``--ways``."""
-    on_each_gpu(session, rank_main)
-
-
-def rank_main(rank: int, world: int, session: Session) -> None:
-    """One rank."""
+def gather_timeline(rank: int, world: int, session: Session) -> None:
     m, n, k = map(int, (session.options.shapes or SHAPE).split("x"))
     torch.manual_seed(rank)
     a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
@@ -152,3 +157,100 @@ def rank_main(rank: int, world: int, session: Session) -> None:
             folder = session.out / folder_of(device)
             folder.mkdir(parents=True, exist_ok=True)
             print(ts.trace.export(kept, folder / f"{name}.json.gz"))
+
+
+# A block --------------------------------------------------------------------------------------------------------------
+
+
+def lanes(found: Sequence[Activity], rank: int) -> dict[str, list[Activity]]:
+    """What a GPU did, by what it was for, in order.
+
+    Parameters
+    ----------
+    found
+        Of one block, behind NCCL's kernel by which the ranks have met: two gated matmuls, what is between, a matmul
+        that publishes, a sum; copies that gather on one side stream, and copies of partial sums on another.
+
+    Raises
+    ------
+    RuntimeError
+        If it is not that: what is missing, and what was seen.
+    """
+    met = max((one.end for one in found if "nccl" in one.name.lower()), default=0.0)
+    found = [one for one in found if one.begin >= met]
+    kernels = [one for one in found if not one.size]
+    matmuls = [one for one in kernels if "gemm" in one.name]
+    copies = [one for one in found if one.size >= _ROWS_BYTES]
+    if len(matmuls) != 3 or not copies:
+        names = sorted({one.name[:60] for one in kernels})
+        raise RuntimeError(
+            f"rank {rank}: {len(matmuls)} matmuls and {len(copies)} copies of rows; a block has 3, and some. Kernels: "
+            f"{names}"
+        )
+    calling, last = matmuls[0].stream, matmuls[2]
+    beside = [one for one in copies if one.stream != calling]
+    return {
+        "gather: w1, w3": matmuls[:2],
+        "w2, and publish": matmuls[2:],
+        "silu, sum": [one for one in kernels if one not in matmuls and one.stream == calling],
+        "own rows": [one for one in copies if one.stream == calling],
+        "rows of others": [one for one in beside if one.begin < last.begin],
+        "sums of others": [one for one in beside if one.begin >= last.begin],
+    }
+
+
+def mlp_timeline(rank: int, world: int, session: Session) -> None:
+    tokens = session.options.tokens
+    torch.manual_seed(rank)
+    x = torch.randn(tokens // world, DIM, device="cuda").to(torch.bfloat16)
+    w1, w3 = (torch.randn(HIDDEN // world, DIM, device="cuda").to(torch.bfloat16).t() / DIM**0.5 for _ in range(2))
+    w2 = torch.randn(DIM, HIDDEN // world, device="cuda").to(torch.bfloat16).t() / HIDDEN**0.5
+
+    def block() -> torch.Tensor:
+        gate, up = tsd.all_gather_matmul(x, [w1, w3], form="fused", deadline=DEADLINE)
+        hidden = torch.nn.functional.silu(gate) * up
+        return tsd.matmul_reduce_scatter(hidden, w2, form="fused", deadline=DEADLINE)
+
+    record = record_of(session, rank, "mlp_timeline")
+    meet = torch.zeros(1, device="cuda")
+
+    def together() -> torch.Tensor:
+        torch.cuda._sleep(_PAUSE)
+        dist.all_reduce(meet)
+        return block()
+
+    right = together()
+    profiled(together)  # compiled, and the profiler begun
+    calls = []
+    for i in range(CALLS):
+        out, found = profiled(together)
+        assert torch.equal(out, right), "a profile changed the answer"
+        calls.append(lanes(found, rank))
+        print(f"rank {rank}: block {i + 1} of {CALLS}, {len(found)} activities", flush=True)
+    lengths = torch.tensor([_end(call) - _begin(call) for call in calls], dtype=torch.float64)
+    kept = torch.tensor(int(lengths.argsort()[CALLS // 2]), device="cuda")
+    dist.broadcast(kept, 0)
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, calls[int(kept.item())])
+    ts.check()
+    if record is not None:
+        zero = min(map(_begin, everybody))
+        for other, call in enumerate(everybody):
+            for lane, of in call.items():
+                spans = [_microseconds(one, zero) for one in of]
+                record.rows.append({"rank": other, "lane": lane, "spans": spans})
+        record.data["tokens"], record.data["ms"] = tokens, round((max(map(_end, everybody)) - zero) / 1e6, 4)
+        record.write()
+        print(record.path, record.data["ms"], "ms", flush=True)
+
+
+def _begin(call: dict[str, list[Activity]]) -> float:
+    return min(one.begin for of in call.values() for one in of)
+
+
+def _end(call: dict[str, list[Activity]]) -> float:
+    return max(one.end for of in call.values() for one in of)
+
+
+def _microseconds(one: Activity, zero: float) -> list[float]:
+    return [round((when - zero) / 1e3, 2) for when in (one.begin, one.end)]
