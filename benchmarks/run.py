@@ -31,7 +31,7 @@ def listing(subjects: tuple[str, ...] = SUBJECTS) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of everything that is no tool."""
+    """The parser for sections that are no tools."""
     made = argparse.ArgumentParser(
         description=__doc__, epilog=listing(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options(*arguments: str) -> argparse.Namespace:
-    """Parse; sections become a list, and must be there."""
+    """Parse the command line; ``sections`` becomes a list of known names."""
     made = parser()
     found = made.parse_args(arguments)
     there = sections(found.subject)

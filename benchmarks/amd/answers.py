@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What is here."""
+    """The machine, its versions, and the plans of a few shapes."""
     from tilestream.cli.doctor import BACKENDS, backend
 
     if not torch.cuda.is_available():
@@ -65,7 +65,7 @@ def driver() -> str:
 
 
 def isa() -> dict[str, Any]:
-    """The report of the kernels that this device's arch has."""
+    """What the compiler made of the kernels of this device's arch."""
     from tilestream.isa import report
     from tilestream.isa.kernels import KERNELS, Question
 
@@ -120,7 +120,7 @@ def attend(
     def theirs() -> Any:
         return functional.scaled_dot_product_attention(*turned, is_causal=masked, enable_gqa=heads != heads_kv)
 
-    # The last queries of one head, which see the most keys.
+    # The last queries of one head: they see the most keys.
     some = slice(max(rows - 512, 0), rows)
     scores = q[0, some, 0].double() @ k[0, :, 0].double().t() * columns**-0.5
     if masked:

@@ -1,7 +1,7 @@
 """A pytest plugin for `amd_selfcheck`: each outcome is on disk as soon as it is known, and is not tried for again.
 
 The file is named by TILESTREAM_OUTCOMES: a JSON object a line, ``{"test": id}`` when a test begins, and with
-``outcome`` and ``message`` when it has ended. Whoever ends a process that hangs learns from it which test that was.
+``outcome`` and ``message`` when it has ended. It says which test a process that hangs was at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 
 def read(file: Path) -> dict[str, dict[str, str]]:
-    """The last word on each test; of one that has not ended only its name."""
+    """The latest line of each test; a test that has not ended has only its name."""
     if not file.exists():
         return {}
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
@@ -24,7 +24,7 @@ def read(file: Path) -> dict[str, dict[str, str]]:
 
 
 def write(file: Path, **line: str) -> None:
-    """One line more, for good."""
+    """Append a line, and flush it to the disk."""
     with file.open("a", encoding="utf-8") as to:
         to.write(json.dumps(line) + "\n")
         to.flush()
@@ -36,7 +36,7 @@ def _file() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What has ended is not run again."""
+    """Deselect the tests that have ended."""
     known = read(_file())
     done = [item for item in items if item.nodeid in known]
     items[:] = [item for item in items if item.nodeid not in known]
@@ -49,7 +49,7 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
-    """A test has ended: after its call, or where it did not come to that."""
+    """Write the outcome: after the call, or at a set-up that failed."""
     report: Any = yield
     if report.when == "call" or report.outcome != "passed":
         message = ""

@@ -55,9 +55,9 @@ ATTENTION = (
 QUICK_ATTENTION = ((1, 8, 2, 1024, 128, True),)
 #: Archs of the CDNA kernels.
 CDNA = ("gfx942", "gfx950")
-#: Seconds until a process has imported what it needs, and its first test begins.
+#: Seconds that a process may take to import, before its first test begins.
 _START = 120
-#: Characters of what a process said that are kept.
+#: Characters of a process's output that are kept, from its end.
 _KEPT = 4000
 
 
@@ -75,7 +75,7 @@ class Ran(NamedTuple):
 
 
 def run(arguments: list[str], seconds: float, progress: Path | None = None) -> Ran:
-    """Run a command until nothing has happened for so long; it and what it started are killed then.
+    """Run a command; kill it, and what it started, once nothing has happened for ``seconds``.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def run(arguments: list[str], seconds: float, progress: Path | None = None) -> R
 
 
 class Report:
-    """What was found so far, on disk."""
+    """What was found so far; it is written to disk."""
 
     def __init__(self, folder: Path, total: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,11 +116,11 @@ class Report:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self._end - time.monotonic()
 
     def write(self) -> None:
-        """Both files, whole."""
+        """Write both files, each whole or not at all."""
         for name, text in (("report.json", json.dumps(self.data, indent=1)), ("report.md", markdown(self.data))):
             new = self._folder / f"{name}.tmp"
             new.write_text(text + "\n", encoding="utf-8")
@@ -131,7 +131,7 @@ class Report:
 
 
 def ask(what: str, *arguments: str, seconds: float) -> dict[str, Any]:
-    """What `answers` says of ``what``, in a process of its own; or why it said nothing."""
+    """The answer of a process of `answers`, or why there is none."""
     ran = run(command("amd", "_answer", what, *arguments), seconds)
     lines = [line for line in ran.said.splitlines() if line.startswith("{")]
     if ran.status == 0 and lines:
@@ -202,7 +202,7 @@ def benchmarks() -> dict[str, Section]:
 
 
 def check_benchmarks(report: Report, seconds: float) -> None:
-    """A process for each of `benchmarks`, and the records that it leaves, also where it was ended."""
+    """Run each of `benchmarks` in a process; keep its records, even if it was killed."""
     found = report.data["benchmarks"] = {}
     here = report.data.get("machine", {}).get("devices", 1)
     for name, section in benchmarks().items():

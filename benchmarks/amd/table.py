@@ -12,14 +12,16 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.core.paths import DOCS, RESULTS
-from benchmarks.core.records import about, load, text_of
-from benchmarks.report.tables import table
+from benchmarks.core.records import Data, Row, about, load, text_of
+from benchmarks.report.notes import Notes
+from benchmarks.report.tables import columns
 
+NOTES = Notes("amd")
 RECORD = RESULTS / "amd" / "isa.json"
 #: What others publish, measured: devices as `tilestream.plan.known` names them.
 PUBLISHED = RESULTS / "amd" / "published.json"
 PAGE = DOCS / "amd.md"
-#: What stands between these lines of the page is made here.
+#: The text between these lines of the page is made here.
 MARKS = {name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {name} -->") for name in ("ours", "theirs")}
 
 
@@ -27,7 +29,7 @@ MARKS = {name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {nam
 
 
 def questions() -> Iterator[tuple[str, Any]]:
-    """``(kernel, question)``: of each kernel what its plan picks, of the portable one the other large tiles, too."""
+    """``(kernel, question)``: each kernel with its plan's tile; the portable one with the other large tiles, too."""
     from tilestream.isa.kernels import KERNELS, Question
     from tilestream.plan.portable import CDNA, fp8_units
 
@@ -66,73 +68,56 @@ def record() -> dict[str, Any]:
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def ours(data: dict[str, Any]) -> str:
-    head = [
-        "kernel", "arch", "tile, stages", "VGPR + AGPR", "spilled", "LDS", "waves a SIMD", "matrix instructions",
-        "loads", "LDS reads, writes", "barriers", "waits", "all", "cycles: floor, estimate", "of the peak",
-    ]  # fmt: skip
-    rows = [_row(row) for row in data["rows"]]
-    made = f"Triton {data['triton']}, commit `{data['commit']}`, {data['date']}"
-    text = (
-        "Compiled for 8192 x 8192 x 8192, attention for 16 sequences of 4096 in 16 heads of so many columns, and read, "
-        f"**not run** ({made}). Instructions are those of one wave in an iteration of the main loop, attention's "
-        "without a mask; cycles are a compute unit's, the estimate's share is of the peak at the same clock. The clock "
-        "under load is half to two thirds of the data sheet's, so a share of 60 % is not 60 % of the data sheet's peak."
-    )
-    return f"{text}\n\n{table(head, rows)}"
+def ours(data: Data) -> str:
+    return NOTES("ours", **data) + "\n\n" + columns(map(_counted, data["rows"]), {
+        "kernel": "{kernel}, {dtype}{wide}", "arch": "{arch}", "tile, stages": "{tile}, {stages}",
+        "VGPR + AGPR": "{vgpr} + {registers[agpr]}", "spilled": "{spilled}", "LDS": "{kib:.0f} KiB",
+        "waves a SIMD": "{occupancy[waves]}", "matrix instructions": "{mfma}", "loads": "{loads}",
+        "LDS reads, writes": "{reads}; {writes}", "barriers": "{barriers}", "waits": "{waits}",
+        "all": "{loop[instructions]}",
+        "cycles: floor, estimate": "{floor:.0f} ({cycles[binds]}), {cycles[estimate]:.0f}",
+        "of the peak": "{cycles[share]:.0%}",
+    })  # fmt: skip
 
 
-def _row(row: dict[str, Any]) -> list[str]:
-    loop, cycles, registers = row["loop"], row["cycles"], row["registers"]
-    counts = loop["counts"]
+def _counted(row: Row) -> Row:
+    """A row with its sums."""
+    loop, registers, counts = row["loop"], row["registers"], row["loop"]["counts"]
 
-    def sum_of(*kinds: str) -> str:
-        found = {kind: n for kind, n in counts.items() if kind.rpartition(" ")[0] in kinds}
-        return ", ".join(f"{n} x {kind.rpartition(' ')[2]} bit" for kind, n in found.items()) or "0"
+    def sum_of(kind: str) -> str:
+        found = {name: n for name, n in counts.items() if name.rpartition(" ")[0] == kind}
+        return ", ".join(f"{n} x {name.rpartition(' ')[2]} bit" for name, n in found.items()) or "0"
 
     direct = sum_of("load_to_lds")
-    loads = f"{direct}, to LDS" if direct != "0" else sum_of("load")
-    floor = max(cycles["floor"].values())
-    return [
-        f"{row['kernel']}, {row['dtype']}" + (f", {row['k']} columns" if row["kernel"].endswith("attention") else ""),
-        row["arch"],
-        f"{'x'.join(map(str, row['tile']))}, {row['stages']}",
-        f"{registers['vgpr'] - registers['agpr']} + {registers['agpr']}",
-        str(sum(row["spilled"].values())),
-        f"{row['shared'] / 1024:.0f} KiB",
-        str(row["occupancy"]["waves"]),
-        ", ".join(f"{n} x {shape}" for shape, n in loop["mfma"].items()),
-        loads,
-        f"{sum_of('lds_read')}; {sum_of('lds_write')}",
-        str(counts.get("barrier", 0)),
-        str(counts.get("wait", 0)),
-        str(loop["instructions"]),
-        f"{floor:.0f} ({cycles['binds']}), {cycles['estimate']:.0f}",
-        f"{cycles['share']:.0%}",
-    ]
+    return row | {
+        "wide": f", {row['k']} columns" if row["kernel"].endswith("attention") else "",
+        "tile": "x".join(map(str, row["tile"])), "vgpr": registers["vgpr"] - registers["agpr"],
+        "spilled": sum(row["spilled"].values()), "kib": row["shared"] / 1024,
+        "mfma": ", ".join(f"{n} x {shape}" for shape, n in loop["mfma"].items()),
+        "loads": f"{direct}, to LDS" if direct != "0" else sum_of("load"), "reads": sum_of("lds_read"),
+        "writes": sum_of("lds_write"), "barriers": counts.get("barrier", 0), "waits": counts.get("wait", 0),
+        "floor": max(row["cycles"]["floor"].values()),
+    }  # fmt: skip
 
 
 def theirs() -> str:
     from tilestream.plan.known import named
 
     rows = []
-    for one in load(PUBLISHED)["rows"]:
-        device = named(one["device"])
+    for row in load(PUBLISHED)["rows"]:
+        device = named(row["device"])
         assert device is not None
-        share = one["tflops"] * 1e12 / device.peak(one["dtype"], device.workers)
-        rows.append([
-            one["who"], device.name.removeprefix("AMD Instinct "), one["dtype"], one["shape"], f"{one['tflops']:.0f}",
-            f"{share:.0%}", one["busy"], one["compiled"], one["source"],
-        ])  # fmt: skip
-    head = [
-        "kernel", "GPU", "dtype", "M x N x K, or attention", "TFLOP/s", "of the data sheet", "matrix units busy",
-        "compiled", "source",
-    ]  # fmt: skip
-    return "Measured by others, as they publish it; ours has no such column.\n\n" + table(head, rows)
+        share = row["tflops"] * 1e12 / device.peak(row["dtype"], device.workers)
+        rows.append(row | {"share": share, "gpu": device.name.removeprefix("AMD Instinct ")})
+    return NOTES("theirs") + "\n\n" + columns(rows, {
+        "kernel": "{who}", "GPU": "{gpu}", "dtype": "{dtype}", "M x N x K, or attention": "{shape}",
+        "TFLOP/s": "{tflops:.0f}", "of the data sheet": "{share:.0%}", "matrix units busy": "{busy}",
+        "compiled": "{compiled}", "source": "{source}",
+    })  # fmt: skip
 
 
-def page(text: str, data: dict[str, Any]) -> str:
-    """The page with its tables made anew."""
+def page(text: str, data: Data) -> str:
+    """The page with its tables made again."""
     for name, made in (("ours", ours(data)), ("theirs", theirs())):
         begin, end = MARKS[name]
         if text.count(begin) != 1 or text.count(end) != 1:

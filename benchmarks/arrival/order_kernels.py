@@ -34,7 +34,7 @@ SLOTS: gl.constexpr = gl.constexpr(64)
 
 @gluon.jit
 def awaited(word, least, clock, begin, allowed, SEM: gl.constexpr):
-    """Whether ``word`` has come to ``least`` before the deadline."""
+    """Wait until ``word`` is at least ``least``; 0 at the deadline."""
     there = tl.atomic_add(word, 0, sem=SEM, scope="sys") >= least
     late = begin < 0
     while (there | late) == 0:
@@ -103,7 +103,7 @@ def consume(
 
 @triton.jit
 def poll(word, clock, looks, allowed: tl.int64, pause, NAPS: tl.constexpr):
-    """What a worker at a gate does, with pauses of one length, until the word is up or time is; how often it looked."""
+    """Poll as a worker at a gate does, with pauses of one length, until the word is set or time is up; count polls."""
     begin = present(clock)
     count = tl.cast(0, tl.int64)
     state = look(word, 0, 1)

@@ -34,15 +34,15 @@ from tilestream.runtime.driver import copy_in, stream_write
 from tilestream.sweep.check import errors
 
 ROUNDS = 100_000
-#: What boxes are filled with, in turn: prime to their number.
+#: Values that fill the boxes in turn; prime to the number of boxes.
 VALUES = 61
-#: How a consumer looks at the flag, and whether it fences before the copy by TMA.
+#: How a consumer reads the flag, and whether it fences before the TMA copy.
 WAYS = {"acquire, fence": ("acquire", True), "acquire, no fence": ("acquire", False), "relaxed": ("relaxed", False)}
 #: Nanoseconds that any launch here may take.
 ALLOWED = 15_000_000_000
-#: Pauses between two looks, in nanoseconds.
+#: Pauses between two polls, in nanoseconds.
 PAUSES = (0, SHORTEST.value, 256, LONGEST.value, 4096)
-#: SMs whose workers wait while the others multiply, as where a chunk is late; and a pause in which nobody looks.
+#: SMs whose workers wait while the others multiply, as if a chunk were late; and a pause in which no worker polls.
 WAITING, ASLEEP = 16, 1_000_000
 SIZE, MULTIPLICATIONS = 8192, 22
 
@@ -62,7 +62,7 @@ def order(session: Session, rounds: int = ROUNDS) -> None:
                 acknowledged = torch.zeros(1, dtype=torch.int64).pin_memory()
             flag, acknowledged = flag.view(torch.int32), acknowledged.view(torch.int32)
             described = TensorDescriptor.from_tensor(boxes, shape, layout)
-            # Before the kernel: while one runs that waits, the driver may make no stream.
+            # Before the launch: while a kernel waits, the driver may be unable to make a stream.
             stream = torch.cuda.Stream()
             torch.cuda.synchronize()
             begin = time.perf_counter()
@@ -87,7 +87,7 @@ def _produce(
     stream: int, boxes: torch.Tensor, flag: torch.Tensor, acknowledged: torch.Tensor, host: torch.Tensor, size: int,
     rounds: int,
 ) -> None:  # fmt: skip
-    """Issue each round's copy and flag as soon as its box is free; end when the consumer has been silent too long."""
+    """Issue each round's copy and flag once its box is free; stop when the consumer is silent for too long."""
     seen = ctypes.c_int32.from_address(acknowledged.data_ptr())
     silent = time.perf_counter() + 1e-9 * ALLOWED
     for r in range(rounds):
@@ -126,7 +126,7 @@ def polling(session: Session) -> None:
 
 
 def _polled(workers: int, pause: int, meanwhile: Callable[[], list[Any]]) -> tuple[float, list[Any]]:
-    """What ``meanwhile`` gives while so many workers wait; and how often each of them looks, in a microsecond."""
+    """Polls a microsecond and worker while so many workers wait, and what ``meanwhile`` returns meanwhile."""
     words = torch.zeros(256, dtype=torch.int64, device="cuda")
     word, clock, looks = words[:1].view(torch.int32), words[32:], words[64:]
     beside = torch.cuda.Stream()
@@ -159,7 +159,7 @@ def _power() -> list[float]:
 
 
 def _watts() -> float | None:
-    """What the driver says that the first GPU draws; None where it does not."""
+    """Power of the first GPU, as the driver has it; None if it has none."""
     asked = ["nvidia-smi", "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits", "-i", "0"]
     try:
         return float(subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout)

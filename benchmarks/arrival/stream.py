@@ -44,7 +44,7 @@ ROUNDS = 15
 
 
 class Problem:
-    """The buffers of one shape, and each way to run it; every way leaves the GPU idle.
+    """The buffers of one shape, and the ways to run it; each way ends with an idle GPU.
 
     ``copiers``: of each count, a plan whose kernel makes the copies; 0: as many as it has of itself.
     """
@@ -60,7 +60,7 @@ class Problem:
         self.x = self.stream.wait()
         self.offered = ts.stream_in(self.host, copies="kernel")
         self.backend = backend
-        #: What is multiplied: views of what is there and of what the stream brings.
+        #: The operands: views of the resident one and of the streamed one.
         self.a, self.w = (there, self.x.mT) if self.weight else (self.x, there)
         self.plan = self._plan("chunk_major")
         self.streaming = self._plan()
@@ -89,7 +89,7 @@ class Problem:
         return dataclasses.replace(plan, copiers=count or plan.copiers)
 
     def ways(self, others: bool = True) -> dict[str, Callable[[], None]]:
-        """By name; ``others``: those that have no copies made by the kernel, all of them."""
+        """The ways by name. ``others``: with all of those in which the kernel makes no copies."""
         by_kernel = {
             f"by the kernel{f', {count} copiers' if count else ''}": lambda plan=plan: self._alone(
                 lambda: self._run_by_kernel(plan)
@@ -161,7 +161,7 @@ class Problem:
         self._run(plan, self.offered)
 
     def before(self, name: str) -> None:
-        """Poison what ``name`` shall write, flush, and wait."""
+        """Fill the outputs of ``name`` with NaN, flush, and wait."""
         self.out.fill_(float("nan"))
         if name.startswith("by the kernel"):
             self.offered.tensor.fill_(float("nan"))
@@ -178,7 +178,7 @@ class Problem:
 
 
 def row(m: int, n: int, k: int, what: str, copiers: Sequence[int], backend: str | None) -> dict[str, Any]:
-    """One shape, every way; of those with copy items alone where ``copiers`` are named, or a backend is."""
+    """One shape, every way; only ways with copy items if ``copiers`` or a backend is named."""
     problem = Problem(m, n, k, what, (0, *copiers), backend)
     ways = problem.ways(others=not copiers and backend is None)
     samples = interleave(ways, rounds=ROUNDS, before=problem.before, after=problem.after)

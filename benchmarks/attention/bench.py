@@ -29,7 +29,7 @@ Calls = dict[str, Callable[[], torch.Tensor]]
 
 
 class Shape(NamedTuple):
-    """A dense call: columns and heads of 16k tokens, in sequences of a length."""
+    """A dense call on 16k tokens: columns of a head, heads, length of a sequence."""
 
     dim: int
     heads: int
@@ -39,17 +39,17 @@ class Shape(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """How many sequences."""
         return TOKENS // self.length
 
     @property
     def operations(self) -> float:
-        """Causal counted half."""
+        """Floating-point operations; causal counts half."""
         return 4 * self.batch * self.heads * self.length**2 * self.dim * (0.5 if self.causal else 1.0)
 
     @property
     def name(self) -> str:
-        """Of its row."""
+        """The name of its row."""
         return f"D{self.dim} {'causal' if self.causal else 'full'} S{self.length}"
 
 
@@ -57,7 +57,7 @@ SHAPES = [Shape(dim, heads, length, causal) for dim, heads in DIMS for causal in
 
 
 def problem_of_shape(shape: Shape) -> tuple[AttentionProblem, AttentionLayout]:
-    """As the plan, and the launch, see it."""
+    """The plan's problem and the launch's layout."""
     kv = shape.heads_kv or shape.heads
     problem = AttentionProblem(
         shape.batch, shape.heads, kv, shape.length, shape.length, shape.dim, causal=shape.causal
@@ -77,7 +77,7 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
 
 
 def launched(launch: Callable[[Operands], None], x: Operands) -> Callable[[], torch.Tensor]:
-    """A call of a launch that is prepared, on operands that have an output."""
+    """A call of a prepared launch on operands that hold their output."""
 
     def call() -> torch.Tensor:
         launch(x)

@@ -63,7 +63,7 @@ def numbers(shape: Shape, device: str = "cuda") -> Numbers:
 
 
 def finer(shape: Shape, wide: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the last sequence, and what they are in float64: ``[rows, H, D]``."""
+    """Numbers of sampled rows of the last sequence, and the rows in float64: ``[rows, H, D]``."""
     rows = sampled_rows(shape.length, ROWS).to(wide[0].device)
     q, k, v = (x[-1].double() for x in wide)
     scores = torch.einsum("rhd,khd->hrk", q[rows], k) / math.sqrt(shape.dim)
@@ -79,7 +79,7 @@ def launches(shape: Shape, device: DeviceProperties) -> dict[str, tuple[Any, Att
 
 
 def checked(record: Record, name: str, shape: Shape, given: Numbers, calls: Calls) -> tuple[Calls, dict[str, Any]]:
-    """Those of ``calls`` whose answers keep the rule, and by how much; the first is torch's."""
+    """The calls whose answers keep the error rule, and their errors; the first call is torch's."""
     rows, reference = finer(shape, given.wide)
     kept: Calls = {}
     found: dict[str, Any] = {}

@@ -31,7 +31,7 @@ HELD = 16
 
 
 def dense(run: Run, shapes: Sequence[Shape] = tuple(SHAPES)) -> None:
-    """Ours, as the plan has it, beside the peers."""
+    """Ours, by the plan's own choice, beside the peers."""
 
     def calls(shape: Shape) -> Calls:
         q, k, v = operands_of(shape)
@@ -256,12 +256,12 @@ def lists(run: Run) -> None:
 
 
 def like(lengths: Sequence[int]) -> int:
-    """The length of equal sequences that have as many operations a token as these, to a whole block of 64."""
+    """The length of equal sequences with as many operations a token as these, in whole blocks of 64."""
     return max(64, round(sum(x * x for x in lengths) / sum(lengths) / 64) * 64)
 
 
 def in_pages(lengths: list[int], page: int) -> tuple[torch.Tensor, int]:
-    """A table of pages in no order, and how many there are."""
+    """A table of pages in random order, and the number of pages."""
     needed = [-(-length // page) for length in lengths]
     order = torch.randperm(sum(needed), device="cuda", dtype=torch.int32)
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32, device="cuda")

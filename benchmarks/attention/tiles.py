@@ -19,9 +19,9 @@ from tilestream.kernels.attention import Operands
 from tilestream.plan import hopper_attention, portable_attention
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 
-#: Lengths at which groups are timed, and the room that they are given; where keys are few they may take half of it.
+#: Lengths at which groups are timed, and the bytes that a group may have (half of them at short lengths).
 LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
-#: Bytes of keys and values that so many heads are timed with, about, and how often they have all workers' tiles.
+#: Bytes of a group's keys and values that are timed, about; and rounds of all workers that its tiles fill.
 BYTES, ROUNDS = (2e6, 4e6, 8e6, 10e6, 13e6, 16e6, 20e6, 24e6, 32e6), (1, 2, 3)
 
 RECORD = "attention_tiles"
@@ -78,7 +78,7 @@ def portable(run: Run) -> None:
 
 
 def chosen_where(function: str, values: dict[str, float]) -> Candidates:
-    """What the plan chooses where a function of its policy gives each of these values."""
+    """The plan's choice with a function of its policy replaced by each of these values."""
 
     def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
         for label, value in values.items():
@@ -90,7 +90,7 @@ def chosen_where(function: str, values: dict[str, float]) -> Candidates:
 
 
 def groups(run: Run) -> None:
-    """The plan's tile, with as many heads together as so many bytes hold the keys and values of."""
+    """The plan's tile, with heads grouped by the bytes of their keys and values."""
     made = chosen_where("room_of", {f"{room / 1e6:.0f} MB": room for room in ROOMS})
     run.measure("groups", (shape for shape in SHAPES if shape.length in LENGTHS), launched_as(made), RECORD)
 

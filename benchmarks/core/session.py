@@ -107,7 +107,7 @@ class Session:
         earlier, done = list(record.data["missing"]), 0
 
         def write() -> list[str]:
-            """Write with all that is not done as missing: a run that is killed leaves that."""
+            """Write, with all items that are not done as missing: so a killed run leaves them."""
             left = [name_of(item) for item in items[done:]]
             record.data["missing"] = earlier + left
             record.write()

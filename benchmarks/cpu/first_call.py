@@ -19,7 +19,7 @@ from benchmarks.core.paths import command
 from benchmarks.core.session import Session
 
 PROCESSES = 7
-#: What is taken apart, by whose it is.
+#: The steps, and whose code they are.
 STEPS = {
     "import tilestream": "ours",
     "its ops": "Triton's import and ours",

@@ -59,7 +59,7 @@ def scatters(world: int) -> list[tuple[int, int, int]]:
 
 
 def everywhere(said: str) -> str:
-    """What the first rank that says anything says, on all of them: so they leave a form out together."""
+    """The first rank's message, on all ranks, so that they leave a form out together."""
     heard: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(heard, said)
     return next((f"rank {rank}: {x}" for rank, x in enumerate(heard) if x), "")
@@ -122,7 +122,7 @@ def bench(functions: Forms, rounds: int, failures: dict[str, str]) -> tuple[dict
 def on_trial(
     fused: bool, chunks: int, function: Callable[[], torch.Tensor], way: Way | None = None
 ) -> Callable[[], torch.Tensor]:
-    """``function``, with what the table would decide decided otherwise."""
+    """``function`` with this decision instead of the table's."""
 
     def call() -> torch.Tensor:
         with trial(fused, chunks, way):
@@ -132,7 +132,7 @@ def on_trial(
 
 
 def chunk_counts(rows: int) -> list[int]:
-    """Chunks to try: none so small that it has no whole tile of rows."""
+    """Numbers of chunks to try; each chunk has a whole tile of rows at least."""
     return [c for c in CHUNKS if c == 1 or (rows // c >= 128 and rows % c == 0)]
 
 
@@ -214,7 +214,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
     exact = exact.chunk(world)[rank].clone()
-    # Of the first all travels that a call sends, of the second a tile a rank; next to nothing is multiplied.
+    # The first sends all that a call sends, the second a tile a rank; both multiply next to nothing.
     short = a[:, :64].contiguous(), w[:64].contiguous()
     little = short[0][: min(m, 128 * world)], short[1][:, :64].contiguous()
 
@@ -254,7 +254,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
 def measured(
     shape: dict[str, Any], forms: Forms, alone: Forms, exact: torch.Tensor, plan: DistributedPlan, rounds: int
 ) -> dict[str, Any]:
-    """A row: times, the floor, and what share of the way to it was won."""
+    """A row: times, the floor, and the share of the way to it that was won."""
     right, errors, failures = checked(forms, exact)
     ms, host = bench({**alone, **right}, rounds, failures)
     row = {

@@ -47,7 +47,7 @@ class Copies:
         shared = symmetric.empty(2 * SIDE * SIDE + 2 * TOTAL, dtype=torch.uint8, device="cuda")
         handle = symmetric.rendezvous(shared, dist.group.WORLD.group_name)
         far = [handle.get_buffer(peer, (shared.numel(),), torch.uint8) for peer in range(world)]
-        # Behind what a matmul reads: what is copied from, and what is copied to.
+        # Behind a matmul's operand: the copies' source, and their destination.
         begins = [2 * SIDE * SIDE, 2 * SIDE * SIDE + TOTAL]
         plain = torch.empty(2 * TOTAL, dtype=torch.uint8, device="cuda")
         self.own = {
@@ -104,7 +104,7 @@ class Copies:
 
 
 def slowest(samples: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of the medians, the least rate and the longest time of all ranks."""
+    """The slowest rank's medians: the least rate, the longest time."""
     rates, times = zip(*samples, strict=True)
     worst = torch.tensor([-statistics.median(rates), statistics.median(times)]).cuda()
     dist.all_reduce(worst, dist.ReduceOp.MAX)

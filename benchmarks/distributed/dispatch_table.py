@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 from tilestream.distributed import dispatch
 
 TABLE = Path(dispatch.__file__).with_name("table.json")
-#: Share of the time by which more chunks, or a fused form, must be faster than what is simpler.
+#: Share of the time by which more chunks, or a fused form, must be faster than the simpler form.
 WORTH = 0.01
 #: Share of the time by which torch's own matmul must be faster than ours.
 LIBRARY = 0.005
-#: What is decided shall not be slower than NCCL and torch.mm by more than this share; where it is, that is said aloud.
+#: The decided form may be slower than NCCL and torch.mm by this share at most; a test holds it.
 BAR = 0.02
 #: How shards travelled when records did not say.
 PULL = "pull"
-#: What a record's device is compiled for.
+#: The arch of a record's device.
 ARCH = {"H100": "sm_90", "H200": "sm_90"}
 
 
 class Decided(NamedTuple):
-    """What a form is: fused or not, in how many chunks, and of a gather, which way."""
+    """A form: fused or not, the number of chunks, and the way of a gather."""
 
     fused: bool
     chunks: int
@@ -48,7 +48,7 @@ def form(name: str) -> Decided:
 
 
 def decided(ms: dict[str, float]) -> Decided:
-    """What is done, by what each form took."""
+    """The form to take, by the time of each."""
     best = Decided(False, 1)
     least = min(ms[name] for name in ("nccl + mm", "nccl + ours") if name in ms)
     forms = {name: form(name) for name in ms if name.startswith("fused ")}

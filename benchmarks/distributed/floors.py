@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: What one tile of every SM is, of the output.
+#: Elements of the output that one tile on every SM makes.
 _WAVE = 132 * 128 * 256
-#: Whose time is the best of the others'.
+#: The peers.
 PEERS = ("nccl + mm", "torch fused", "torch native")
 
 
 class Floor(NamedTuple):
-    """What no overlap goes below, milliseconds: ``max(matmul, transfer + one tile) + handshake``.
+    """The bound of any overlap, milliseconds: ``max(matmul, transfer + one tile) + handshake``.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Floor(NamedTuple):
 
 
 def floor_of(row: dict[str, Any]) -> Floor:
-    """That of a row: the faster matmul, the fastest transfer (of ours, less its handshake), the shortest handshake."""
+    """A row's floor: of the faster matmul, the fastest transfer (without its handshake), the shortest handshake."""
     ms: dict[str, float] = row["ms"]
     matmul = min(ms[name] for name in ("mm", "ours mm") if name in ms)
     ways = [name.removeprefix("handshake") for name in ms if name.startswith("handshake")]

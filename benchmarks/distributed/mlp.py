@@ -30,7 +30,7 @@ BATCH = 2
 #: Cycles in which the host issues a call: 10 ms and more.
 _PAUSE = 20_000_000
 
-#: What is open while a way runs, and the way.
+#: A context that is open while a way runs, and the way.
 Way = tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[[], Any]]
 
 
@@ -49,14 +49,14 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """What `made` cuts: styles are of parts."""
+    """A module whose part is the MLP: parallel styles are of parts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mlp = Mlp()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Its MLP, of tokens that are sharded."""
+        """The MLP on sharded tokens."""
         y: torch.Tensor = self.mlp(x)
         return y
 
@@ -126,7 +126,7 @@ def mlp(rank: int, world: int, session: Session) -> None:
     errors: dict[str, list[float]] = {}
     sites: list[str] = []
     for name, opened in (("nccl", contextlib.nullcontext), ("torch", contextlib.nullcontext), ("ours", tsd.async_tp)):
-        # Options tell what was compiled for whom: torch's strides are others than ours. (The last says nothing else.)
+        # The options keep the three graphs apart in the compiler's cache: torch's strides differ from ours.
         model, options = made(world), {"_micro_pipeline_tp": name != "nccl", "comment_origin": name == "ours"}
         inductor._micro_pipeline_tp = name != "nccl"
         call = torch.compile(model, options=options)

@@ -63,7 +63,7 @@ def _rank(rank: int, world: int, where: str, section: Section, options: argparse
 
 
 class MeetingClock:
-    """Times a call on its stream, from when all ranks have met there: L2 is flushed, and the host's part is hidden.
+    """Times a call on its stream once all ranks have met there, with L2 flushed and the host's part hidden.
 
     Parameters
     ----------

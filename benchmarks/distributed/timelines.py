@@ -58,14 +58,14 @@ def arrivals(
             by, order = (rank, list(peers(rank, world))) if pulled else (source, receivers(source, world))
             first = order.index(source if pulled else rank) * parts
             mine = copies[by][first : first + parts]
-        # Copied in one piece, an own shard is there at once.
+        # An own shard is copied in one piece.
         ends = [one.end for one in mine]
         there += [ends[min(i, len(ends) - 1)] if ends else None for i in range(parts)]
     return there
 
 
 def behind_meeting(found: list[Activity]) -> list[Activity]:
-    """What a GPU did when it had met the others, by a collective of NCCL's."""
+    """A GPU's activities behind the NCCL collective by which the ranks have met."""
     last = max((i for i, one in enumerate(found) if "nccl" in one.name.lower()), default=-1)
     return found[last + 1 :]
 
@@ -73,7 +73,7 @@ def behind_meeting(found: list[Activity]) -> list[Activity]:
 def traced(
     a: torch.Tensor, w: torch.Tensor, meet: torch.Tensor
 ) -> tuple[ts.trace.LaunchTrace, torch.Tensor, list[Activity]]:
-    """One call, as is on trial: its launch, its answer, and what this GPU did."""
+    """One call, by the decision on trial: its launch, its answer, and this GPU's activities."""
 
     def call() -> tuple[ts.trace.LaunchTrace, torch.Tensor]:
         torch.cuda._sleep(_PAUSE)
@@ -89,7 +89,7 @@ def traced(
 
 
 def kernel_of(found: list[Activity]) -> Activity:
-    """The matmul of what a GPU did."""
+    """The matmul among a GPU's activities."""
     return max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
 
 
@@ -163,7 +163,7 @@ def gather_timeline(rank: int, world: int, session: Session) -> None:
 
 
 def lanes(found: Sequence[Activity], rank: int) -> dict[str, list[Activity]]:
-    """What a GPU did, by what it was for, in order.
+    """A GPU's activities by purpose, in order.
 
     Parameters
     ----------

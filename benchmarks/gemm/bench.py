@@ -97,7 +97,7 @@ def rates(shape: Shape, timing: Timing, itemsize: int = 2) -> dict[str, dict[str
 
 
 class PlanLog(logging.Handler):
-    """Problems and plans as the planner logs them, once each: what an op makes of its operands can't be asked for."""
+    """Problems and plans as the planner logs them: no call returns the problem that an op makes of its operands."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -108,7 +108,7 @@ class PlanLog(logging.Handler):
         logger.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep them."""
+        """Keep the problem and its plan's label."""
         problem, *rest = record.args if isinstance(record.args, tuple) and record.args else (None,)
         if isinstance(problem, Problem) and rest:
             key = (problem.m, problem.n, problem.k, problem.dtype)
@@ -119,14 +119,14 @@ _log: PlanLog | None = None
 
 
 def plan_log() -> PlanLog:
-    """The one there is; from now on it listens."""
+    """The process's log; it listens from the first call on."""
     global _log
     _log = _log or PlanLog()
     return _log
 
 
 def label(shape: Shape, dtype: str = "bfloat16") -> str:
-    """How an op that has run went about it; empty where nobody knows."""
+    """The plan that an op has run; empty if none was logged."""
     return plan_log().labels.get((*shape[:3], dtype), "")
 
 
@@ -189,19 +189,19 @@ def plan_fields(plan: Any) -> dict[str, int | float | str | bool]:
     return found
 
 
-#: Of a plan's knobs, those that a compiled kernel is given when it is launched.
+#: Knobs of a plan that a compiled kernel gets at launch.
 RUN_TIME = (
     "workers", "queues", "shares", "first_batch", "predicted", "raster.first", "raster.band", "raster.group",
 )  # fmt: skip
 
 
 def kernel_of(plan: Any) -> str:
-    """What tells the compiled kernel of a plan from others: its other knobs, and whether rows of C are aligned."""
+    """A key of the plan's compiled kernel: its compile-time knobs, and whether rows of C are aligned."""
     knobs = sorted((name, value) for name, value in plan_fields(plan).items() if name not in RUN_TIME)
     return repr((*knobs, plan.problem.n % 8 == 0, plan.problem.m == 1))
 
 
-#: Scales, and whether products may be added up in the matrix units.
+#: Scales, and `use_fast_accum`.
 FP8_WAYS = tuple((scales, fast) for scales in ("tensor", "row") for fast in (True, False))
 
 

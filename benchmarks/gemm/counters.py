@@ -23,7 +23,7 @@ from benchmarks.gemm.bench import operands
 from benchmarks.gemm.shapes import parse
 
 SHAPES = "256x4096x14336,64x10240x8192,256x10240x8192,256x57344x8192,1x28672x4096,16x28672x4096"
-#: By what the record calls them. Percentages are of what the unit sustains.
+#: ncu's metrics, by their names in the record. Percentages are of the sustained peak.
 METRICS = {
     "us": "gpu__time_duration.sum",
     "dram read": "dram__bytes_read.sum",
@@ -37,7 +37,7 @@ METRICS = {
     "issue %": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
 }
 _SECTOR = 32
-#: What a metric is counted in, in the record's unit.
+#: ncu's units, in the record's.
 _SCALES = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "nsecond": 1e-3, "usecond": 1.0, "msecond": 1e3,
            "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}  # fmt: skip
 

@@ -18,14 +18,14 @@ from benchmarks.gemm.shapes import Shape
 
 #: Small enough that the GPU is done before the host is.
 SIZES = (256, 512)
-#: Calls between two looks at the clock, and such batches.
+#: Calls a batch, and batches.
 BATCH, BATCHES = 64, 50
 #: Made in this order in one process: three classes of shape, and another shape of the first class.
 FIRST = "4096x4096x4096,5120x5120x4096,16x8192x8192,4095x4097x4096"
 
 
 def host(bench: Bench) -> None:
-    """Cached calls, then first calls in fresh processes: Triton's cache empty, and filled by the process before."""
+    """Cached calls, then first calls in fresh processes, with Triton's cache empty and filled."""
     record = bench.gemm_record("host", batch=BATCH, batches=BATCHES)
     bench.rows(record, SIZES, lambda size: calls_row(bench, size))
     folder = tempfile.mkdtemp(prefix="triton-cache-")

@@ -52,7 +52,7 @@ def row(bench: Bench, m: int, n: int, k: int, layout: str) -> Row:
 
 
 def tiles(bench: Bench, m: int, n: int, k: int) -> dict[str, float]:
-    """TFLOP/s by tile: what the cost model's efficiencies are read from."""
+    """TFLOP/s by tile: the cost model's efficiencies are read from these."""
     a, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (k, n)))
     out = torch.empty(m, n, device="cuda", dtype=a.dtype)
     plans = {

@@ -63,7 +63,7 @@ def quack_row(bench: Bench, shape: Shape, gemm: Any) -> Row:
             refused[name] = f"{type(error).__name__}: {error}"[:200]
             del functions[name]
         first[name] = round(time.perf_counter() - begin, 2)
-    # Its launches are not all made for capture: the host is kept out by the spin, for everybody.
+    # Not all of its launches can be captured: the spin hides the host instead, for all functions.
     timing = timed(bench, shape, functions, check, graphs=False)
     quacks = {name: timing.median(name) for name in functions if "quack" in name}
     best = min(quacks, key=lambda name: quacks[name]) if quacks else "cublas"

@@ -23,7 +23,7 @@ OTHERS = (("ping_pong", (128, 128)), ("cooperative", (256, 128)))
 
 
 def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
-    """Plans by what tells them apart: tile, schedule, group."""
+    """Plans by variant, tile, schedule and group."""
     own = planned(shape, device)
     for variant, tile in dict.fromkeys([(own.variant, own.tile), *OTHERS]):
         for name, kind, queues in (("static", "static", None), ("queue", "dynamic", 1), ("queues", "dynamic", None)):
@@ -50,7 +50,7 @@ def queues(bench: Bench) -> None:
 
 
 def queues_row(bench: Bench, shape: Shape) -> Row:
-    """One shape: microseconds of each way, idle and beside a neighbour, which all have launched before."""
+    """One shape: microseconds of each way, idle and beside a neighbour. All ways have launched before."""
     from tilestream.runtime.properties import cuda_properties
     from tilestream.sweep.run import StreamClock
     from tilestream.sweep.takers import Neighbour

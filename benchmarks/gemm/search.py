@@ -20,7 +20,7 @@ FINALISTS = 8
 def launches(
     plans: Sequence[Any], a: torch.Tensor, b: torch.Tensor, check: Check
 ) -> tuple[dict[str, Call], list[dict[str, str]]]:
-    """Calls of those plans that give the right answer, by their place, and what is wrong with the others."""
+    """Calls of the plans that are right, by their index, and what is wrong with the others."""
     wrong: list[dict[str, str]] = []
 
     def failed(_: int, plan: Any, error: Exception) -> None:

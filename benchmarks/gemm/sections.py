@@ -12,7 +12,7 @@ from benchmarks.gemm.shapes import EPILOGUE, FP8, Shape, refuse_impossible, roun
 from benchmarks.gemm.shapes import suite as all_shapes
 from tilestream.sweep.check import Check, poison
 
-#: Seconds of samples of a shape. Nothing hangs on them but the width of the band.
+#: Seconds of samples of a shape; they set the width of the band.
 SAMPLING = 1.0
 #: Calls whose floor is below this are replayed from graphs.
 GRAPH_BELOW = 50e-6
@@ -36,7 +36,7 @@ def timed(
 
 
 def compared(bench: Bench, shape: Shape, timing: Timing, peer: str, itemsize: int = 2) -> Row:
-    """What every row says: times, rates, the floor, the ratio to ``peer`` and its band."""
+    """The figures of every row: times, rates, the floor, the ratio to ``peer`` and its band."""
     floor, binds = bench.peaks.floor(shape, itemsize)
     ours = timing.median("ours")
     return {
@@ -149,7 +149,7 @@ def epilogue_row(bench: Bench, shape: Shape, activation: str) -> Row:
     def by_torch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, w, bias), approximate=approximate)
 
-    # Scaled so that the activation has something to do on both sides of zero.
+    # Scaled so that the activation's inputs lie on both sides of zero.
     w.mul_(shape.k**-0.5)
     functions: dict[str, Call] = {
         "torch": lambda: by_torch(x, w, bias),

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a model's configuration says of its layers."""
+    """The extents of a model's layers, from its configuration."""
 
     hidden: int
     intermediate: int
@@ -75,7 +75,7 @@ def group_of(tokens: int) -> str:
 
 
 def suite() -> list[Shape]:
-    """Every shape of the suite, in the order in which they are measured: each class early, then all in step."""
+    """Every shape of the suite, in the order of measuring: some of each class early, then all in step."""
     shapes = [Shape(size, size, size, "square") for size in (4096, 8192, 1024, 2048, 16384)]
     shapes += [Shape(8192, 8192, k, "short K") for k in (1024, 512, 2048)]
     shapes += [Shape(4096, 4097, 4096, "odd"), Shape(4095, 4099, 4104, "odd")]
@@ -94,7 +94,7 @@ def suite() -> list[Shape]:
 
 
 def in_step(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes so that a run that is cut short has done about the same share of each class, and some of each."""
+    """Order the shapes so that a run that is cut short has about the same share of each class."""
     sizes = {group: sum(s.group == group for s in shapes) for group in {s.group for s in shapes}}
     seen = dict.fromkeys(sizes, 0)
     placed = []
@@ -113,7 +113,7 @@ def _shapes(text: str) -> list[Shape]:
     return parse(",".join(text.split()))
 
 
-#: Beside quack: those of its table that one reads elsewhere, and a layer's projections.
+#: Beside quack: shapes of its own published table, and a layer's projections.
 QUACK = _shapes(
     "8192x8192x8192 4096x4096x4096 64x8192x8192 8192x8192x1024 2048x2048x2048 512x8192x8192 4096x14336x4096 "
     "8192x28672x8192 16384x1024x8192 16x8192x8192 1024x10240x8192 8192x8192x2048"
@@ -145,7 +145,7 @@ VARIANTS = _shapes(
 )
 
 
-#: Where it matters which SM does which tile: short K, few columns, few rows; and where it should not.
+#: Shapes where the placement of tiles matters (short K, few columns, few rows), and others where it should not.
 QUEUES = _shapes(
     "8192x8192x1024 8192x8192x512 8192x8192x8192 4096x4096x4096 1024x10240x8192 256x8192x28672 4096x14336x4096 "
     "16384x1024x8192 256x57344x8192"
@@ -168,12 +168,12 @@ class Peaks(NamedTuple):
         return max(compute, memory), "operations" if compute >= memory else "bytes"
 
 
-#: By what the device's name holds, the first that fits. SXM parts.
+#: By a part of the device's name. SXM parts.
 PEAKS = {"H200": Peaks(989.4e12, 4.8e12), "H100": Peaks(989.4e12, 3.35e12)}
 
 
 def peaks_of(device: str) -> Peaks:
-    """The data sheet of a device that torch calls so; an unknown one has H200's, so that nothing is refused wrongly."""
+    """The data sheet of a device by torch's name for it; an unknown device has the H200's."""
     return next((peaks for name, peaks in PEAKS.items() if name in device), PEAKS["H200"])
 
 

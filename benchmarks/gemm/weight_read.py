@@ -23,7 +23,7 @@ def _read(words, sums, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     stride = tl.num_programs(0) * BLOCK * STEPS
-    # A count of words is within 31 bits, a place in a stride beyond the end may not be.
+    # The count of words fits 31 bits; an index in a stride beyond the end may not.
     for begin in range(pid.to(tl.int64) * BLOCK * STEPS, count, stride):
         for step in tl.static_range(STEPS):
             at = begin + step * BLOCK + lanes
@@ -42,7 +42,7 @@ def read(weight: torch.Tensor, variant: Variant) -> torch.Tensor:
 
 
 def check(weight: torch.Tensor, variant: Variant) -> None:
-    """Raise if it has not read every word once."""
+    """Raise if not every word was read once."""
     got = read(weight, variant).sum(dtype=torch.int64)
     want = weight.view(torch.int32).sum(dtype=torch.int64)
     if (got - want).item() % 2**32:

@@ -27,7 +27,7 @@ GRID = Grid.of(5 * 128, 5 * 128, 24 * 64, 128, 128, 64)
 
 
 def simulate(schedule: Schedule, units: int = UNITS, held: int = HELD) -> LaunchTrace:
-    """The launch of ``schedule`` on ``units`` SMs of which ``held`` are somebody else's all the while."""
+    """The launch of ``schedule`` on ``units`` SMs, of which another kernel holds ``held`` from start to end."""
     launch = LaunchTrace("simulated", schedule.kind, schedule.workers, schedule.grid.tiles, 0.0)
     counters, counted = [0] * schedule.queues, dict.fromkeys(range(schedule.slots), 0)
     waiting = list(range(schedule.workers))
