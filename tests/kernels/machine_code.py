@@ -50,8 +50,9 @@ import hopper_attention_gate
 import hopper_gate
 import trace_gate
 import triton
-from tilestream.isa.build import TARGETS, build
 from triton.runtime.cache import triton_key
+
+from tilestream_tools.isa.build import TARGETS, build
 
 RECORD = Path(__file__).parent / "machine_code.json"
 BACKENDS = ("portable", "hopper", "cdna")
