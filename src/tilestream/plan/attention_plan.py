@@ -11,71 +11,61 @@ from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.attention_problem import AttentionProblem
-from tilestream.plan.plan import Refusal
+from tilestream.plan.candidate import Refusal
 
 
 @dataclass(frozen=True)
 class AttentionCandidate:
-    """A way to run a problem, and what the device's cost model says it costs.
+    """A way to run a problem, and what the device's cost model expects of it.
 
     Attributes
     ----------
+    variant
+        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``turns`` or
+        ``apart``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
+        ``staged``, whether copies go past the registers or through them.
     block
         ``(block_m, block_n)``: rows of a tile, and keys of a block.
+    schedule
+        Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
+        are positions of the list that the call makes of them, longest first, some of which are void.
+    predicted
+        Seconds that the cost model expects, with everything arrived.
     pack
         Query heads of one head of keys that share a tile's rows.
     warps, stages
         Of a worker, and of its ring; 0 where the backend has none.
     shares
-        Into how many shares a tile's keys are split.
-    """
-
-    variant: str
-    block: tuple[int, int]
-    schedule: Schedule
-    seconds: float
-    pack: int = 1
-    warps: int = 0
-    stages: int = 0
-    shares: int = 1
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """How a problem is run: every knob, in one place. See `AttentionCandidate` for those of the kernel.
-
-    Attributes
-    ----------
-    backend
-        Which package of `tilestream.kernels` runs it.
-    variant
-        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.Plan`; on Hopper ``turns`` or ``apart``:
-        whether a worker's consumers take turns at starting their multiplications; on CDNA ``direct`` or ``staged``:
-        whether copies go past the registers or through them.
-    schedule
-        Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
-        are positions of the list that the call makes of them, longest first, some of which are void.
-    why, refused
-        Why this, and what else was considered.
-    predicted
-        Seconds the cost model expects, with everything arrived.
-    shares
         Into how many shares the keys of a tile are split; their outputs are joined by a second launch.
     """
 
-    problem: AttentionProblem
-    device: DeviceProperties
-    backend: str
     variant: str
     block: tuple[int, int]
     schedule: Schedule
-    why: str
-    refused: tuple[Refusal, ...]
     predicted: float
     pack: int = 1
     warps: int = 0
     stages: int = 0
     shares: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan(AttentionCandidate):
+    """How a problem is run: every knob, in one place. `AttentionCandidate` has those of the kernel.
+
+    Attributes
+    ----------
+    backend
+        Which package of `tilestream.kernels` runs it.
+    why, refused
+        Why this plan, and what else was considered.
+    """
+
+    problem: AttentionProblem
+    device: DeviceProperties
+    backend: str
+    why: str
+    refused: tuple[Refusal, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -113,10 +103,7 @@ def of_candidate(
     refused: tuple[Refusal, ...],
 ) -> AttentionPlan:  # fmt: skip
     """A candidate as a plan."""
-    return AttentionPlan(
-        problem, device, backend, found.variant, found.block, found.schedule, why, refused, found.seconds,
-        found.pack, found.warps, found.stages, found.shares,
-    )  # fmt: skip
+    return AttentionPlan(**vars(found), problem=problem, device=device, backend=backend, why=why, refused=refused)
 
 
 def packed_heads(problem: AttentionProblem, rows: int, most: int = sys.maxsize) -> int:

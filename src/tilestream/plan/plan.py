@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
-from tilestream.core.schedule import Schedule
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import Candidate, Refusal
 from tilestream.plan.copies import COPIERS, Copies, copied_operand
 from tilestream.plan.explain import explain
 from tilestream.plan.hooks import hooks
@@ -20,17 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Something that was considered and not taken, and why."""
-
-    what: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a problem is run: every knob, in one place.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Candidate):
+    """How a problem is run: every knob, in one place. `Candidate` has those of the kernel.
 
     Attributes
     ----------
@@ -40,57 +31,18 @@ class Plan:
         What the plan was made for.
     backend
         Which package of `tilestream.kernels` runs it.
-    variant
-        ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
-        torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
-        programs, one a worker. Of those on Hopper, ``cooperative``, ``ping_pong`` and ``single``: see
-        `tilestream.kernels.hopper.gemm`. Of those on CDNA, ``direct`` and ``staged``: see
-        `tilestream.kernels.cdna.ring`.
-    block
-        ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
-    schedule
-        Schedule, raster, workers, queues.
-    why
-        Why this and not another.
-    refused
-        What else was considered.
-    predicted
-        Seconds the cost model expects, with everything arrived.
-    warps, stages
-        GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
-    swapped
-        Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
-    strip
-        Hopper: columns of the accumulator that go through a C buffer at a time.
-    buffers
-        Hopper: C buffers of a math loop.
+    why, refused
+        Why this plan, and what else was considered.
     copiers
         Workers that copy the operand whose copies the kernel makes itself, until no piece is left.
-    registers
-        Hopper: of a thread of the load warp, and of the math warps.
     """
 
     problem: Problem
     device: DeviceProperties
     backend: str
-    variant: str
-    block: tuple[int, int, int]
-    schedule: Schedule
     why: str
-    refused: tuple[Refusal, ...]
-    predicted: float
-    warps: int = 0
-    stages: int = 0
-    swapped: bool = False
-    strip: int = 0
-    buffers: int = 0
+    refused: tuple[Refusal, ...] = ()
     copiers: int = 0
-    registers: tuple[int, int] = (0, 0)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-        return self.block[:2]
 
     @property
     def workers(self) -> int:
@@ -184,8 +136,7 @@ def of_candidate(
 ) -> Plan:  # fmt: skip
     """A candidate as a plan."""
     copied, _ = copied_operand(problem, backend)
+    copiers = 0 if copied == "none" else min(COPIERS, candidate.schedule.workers)
     return Plan(
-        problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
-        candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
-        candidate.buffers, 0 if copied == "none" else min(COPIERS, candidate.schedule.workers), candidate.registers,
-    )  # fmt: skip
+        **vars(candidate), problem=problem, device=device, backend=backend, why=why, refused=refused, copiers=copiers
+    )
