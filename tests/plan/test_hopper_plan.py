@@ -563,6 +563,10 @@ def test_memory_binds_where_there_is_little_to_compute():
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth / 100)
     found = [min(c.predicted for c in hopper.candidates(few, device, 132, kinds=KINDS)) for device in (H100, slow)]
     assert found[1] > 10 * found[0]
+    many = Problem(2048, 2048, 512, **BF16)
+    for one in hopper.candidates(many, slow, 132, kinds=("stream_k",)):
+        partials = 2 * 4 * one.schedule.slots * math.prod(one.tile)  # written, and read again
+        assert one.predicted > (many.bytes + partials) / slow.bandwidth, "stream_k's partial results are bytes, too"
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])
