@@ -12,6 +12,8 @@ from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Refusal
+from tilestream.plan.explain import Lines, table
+from tilestream.plan.roofline import Floor
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class AttentionPlan(AttentionCandidate):
     def workers(self) -> int:
         """Number of workers."""
         return self.schedule.workers
+
+    @property
+    def floor(self) -> Floor:
+        """What cannot be gone below on this device."""
+        return Floor.of(self.problem, self.device, self.workers)
 
     @property
     def label(self) -> str:
@@ -155,38 +162,16 @@ def schedule_of(
 
 def explain(plan: AttentionPlan) -> str:
     """What was chosen, what was refused and why, and the floor."""
-    p, device = plan.problem, plan.device
+    p, floor = plan.problem, plan.floor
     longest = " at most" if p.varlen or p.lengths else ""
     shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"
     columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
-    lines = [
-        ("device", f"{device.name}, {device.workers} workers ({device.source})"),
-        ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),
-        ("keys", _keys(p)),
-        ("mask", _mask(p)),
-    ]
+    chosen = [("keys", _keys(p)), ("mask", _mask(p))]
     if plan.variant != "inline":
-        lines += _schedule(plan)
-    operations = device.peak(_kind(p), plan.workers)
-    compute, memory = p.operations / operations, p.bytes / device.bandwidth
-    lines += [
-        ("arrival", _arrival(p)),
-        (
-            "floor",
-            f"{p.operations / 1e9:.3g} GFLOP, {p.bytes / 1e6:.3g} MB: {max(compute, memory) * 1e3:.3g} ms, bound by "
-            f"{'operations' if compute >= memory else 'bytes'}",
-        ),
-        ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
-    ]
-    lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused]
-    head = f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}"
-    return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
-
-
-def _kind(problem: AttentionProblem) -> str:
-    if problem.dtype == "float8_e4m3fn":
-        return "fp8"
-    return "tf32" if problem.tf32 and problem.dtype == "float32" else problem.dtype
+        chosen += _schedule(plan)
+    chosen.append(("arrival", _arrival(p)))
+    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB"
+    return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
 
 
 def _keys(p: AttentionProblem) -> str:
@@ -213,7 +198,7 @@ def _mask(p: AttentionProblem) -> str:
     return ", ".join(parts) or "none"
 
 
-def _schedule(plan: AttentionPlan) -> list[tuple[str, str]]:
+def _schedule(plan: AttentionPlan) -> Lines:
     schedule, grid = plan.schedule, plan.schedule.grid
     tiles = f"{grid.num_m} query blocks x {grid.num_n // plan.shares} {'packs' if plan.pack > 1 else 'heads'}"
     if plan.problem.varlen:

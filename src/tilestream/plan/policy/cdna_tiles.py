@@ -270,13 +270,10 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
         return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        return "there is nothing to load"
     if not problem.aligned:
         return "a stride, an extent or an address is no multiple of 16"
-    for name in ("m", "n", "k"):
-        if getattr(problem, name) >= _MOST:
-            return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    if why := problem.unfit(_MOST):
+        return why
     if problem.k < 64 * max(tile.lines for tile in TILES[device.arch]) // ITEMSIZE[problem.dtype]:
         return f"k={problem.k}; it has no whole K step of each tile"
     return ""

@@ -203,11 +203,8 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
         return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        return "there is nothing to load"
-    for name in ("m", "n", "k"):
-        if getattr(problem, name) >= _MOST:
-            return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    if why := problem.unfit(_MOST):
+        return why
     if problem.publishes is not None and not problem.publishes.chunks.rows_per_chunk:
         return "it publishes chunks of one size, and these are ragged"
     if problem.publishes is not None and problem.batch > 1:
