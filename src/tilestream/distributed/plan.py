@@ -16,7 +16,7 @@ from tilestream.distributed.dispatch import Case, Decision, Form, Op, decide, on
 from tilestream.distributed.group_state import Member
 from tilestream.distributed.handshake import greeting
 from tilestream.distributed.protocol import Way
-from tilestream.plan.plan import Refusal
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.problem import dtype_name
 
 #: Plans that a member keeps.
