@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
+from mutants.checker import seeded_bugs
 from tilestream.core.loop import Add, AddUp, Look, Restore, Write, work_through
 from tilestream_tools.verify import sweep
 from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.search import search
-from tilestream_tools.verify.seeded import seeded_bugs
 from tilestream_tools.verify.sweep import matmul
 from tilestream_tools.verify.words import Words
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from mutants.checker import seeded_bugs
 from tilestream.core.gate import Gate, See
 from tilestream.core.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
 from tilestream_tools.verify.oracle import Oracle
 from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.search import search
-from tilestream_tools.verify.seeded import seeded_bugs
 from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, matmul
 from tilestream_tools.verify.workers import WorkersModel
 

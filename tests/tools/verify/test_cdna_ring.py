@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream_tools.verify import configurations, explore, seeded_bugs
+from mutants.checker import seeded_bugs
+from tilestream_tools.verify import configurations, explore
 from tilestream_tools.verify.search import search
 from tilestream_tools.verify.shared_ring import Copy, SharedCase, SharedRing, direct, staged
 

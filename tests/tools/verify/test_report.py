@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mutants.checker import seeded_bugs
 from tilestream_tools import verify
 from tilestream_tools.verify import Report, Result, Violation
-from tilestream_tools.verify.seeded import seeded_bugs
 from tilestream_tools.verify.sweep import matmul
 
 VIOLATION = Violation("deadlock", "worker 0 at wait", "two workers", tuple(f"step {n}" for n in range(10)))

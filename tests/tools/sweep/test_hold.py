@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-GATES = Path(__file__).parents[1] / "kernels"
+GATES = Path(__file__).parents[2] / "kernels"
 CODE = """
 import json, hopper_gate
 from gate import Pointer

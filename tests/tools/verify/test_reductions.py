@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream_tools import verify
+from mutants.checker import seeded_bugs
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.processes import LEFT, NotAlikeError
 from tilestream_tools.verify.product import ProductCase
@@ -91,7 +91,7 @@ def test_sound_protocols_are_sound_either_way(case):
 
 
 @pytest.mark.parametrize("limit", [FEW, pytest.param(MANY, marks=SLOW)], ids=("few", "many"))
-@pytest.mark.parametrize("bug", verify.seeded_bugs(), ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", seeded_bugs(), ids=lambda bug: bug.name)
 def test_seeded_bugs_are_found_or_not_at_the_same_sizes(bug, limit):
     # Of keys that arrive only the smallest are small enough.
     ranks = bug.model in ("gather", "sums", "reduce")
@@ -189,7 +189,7 @@ def test_reductions_pay():
 
 
 def test_programs_that_look_at_their_number_are_not_interchangeable():
-    bug = next(b for b in verify.seeded_bugs() if b.name == "wait without abort")
+    bug = next(b for b in seeded_bugs() if b.name == "wait without abort")
     case = next(c for c in bug.cases if c.schedule.workers == 2)
     with pytest.raises(NotAlikeError, match="worker 0, worker 1"):
         search(case.build())
