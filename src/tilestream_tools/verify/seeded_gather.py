@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilestream.distributed import protocol as p
+from tilestream.core.protocols import gather as p
 from tilestream_tools.verify.seeded_bug import with_slots
 from tilestream_tools.verify.seeded_ring import rewritten
 

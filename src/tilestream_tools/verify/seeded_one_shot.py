@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilestream.distributed import one_shot_protocol as text
-from tilestream.distributed import protocol as p
-from tilestream.distributed import sum_protocol as q
-from tilestream.distributed.one_shot_protocol import Turn
+from tilestream.core.protocols import gather as p
+from tilestream.core.protocols import one_shot as text
+from tilestream.core.protocols import reduce_scatter as q
+from tilestream.core.protocols.one_shot import Turn
 from tilestream_tools.verify.seeded_bug import with_slots
 from tilestream_tools.verify.seeded_ring import rewritten
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilestream.distributed import protocol as p
-from tilestream.distributed import sum_protocol as q
+from tilestream.core.protocols import gather as p
+from tilestream.core.protocols import reduce_scatter as q
 from tilestream_tools.verify.seeded_ring import rewritten
 
 Turn = p.Turn
