@@ -130,7 +130,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     import torch
 
     import tilestream as ts
-    from tilestream.launch.attention import Operands
+    from tilestream.core.operands import Operands
     from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
+from tilestream.arrival.flat import check_deadline
 from tilestream.distributed.dispatch import FORMS, Form, Op
 from tilestream.distributed.group_state import GroupState
-from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import shutdown

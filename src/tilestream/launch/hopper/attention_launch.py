@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import Operands
 from tilestream.kernels.hopper.attention import attend
-from tilestream.launch.attention import Operands
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.launch import described_by
 from tilestream.launch.launch import address
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.portable.attention_launch import (
-    IncomingKeys,
     KeyGateLaunch,
     ListLaunch,
     MergeLaunch,
@@ -44,9 +44,7 @@ class HopperAttentionLaunch(TracedLaunch):
         self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._floats else None
         self._launchers: dict[bool, Launcher] = {}
 
-    def _issue(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         if words.partials is not None and self._floats:
             shares = self._merge.scratch(words.partials)
             self._merge.load(shares, x)  # before what may wait is launched
@@ -56,9 +54,7 @@ class HopperAttentionLaunch(TracedLaunch):
         else:
             self._attend(stream, x, words, incoming, log)
 
-    def _attend(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _attend(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         starts, order = self._list(stream, x, words)
         gate = self._gate(x.q.device, incoming)
         given = (

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from tilestream.arrival.flat import Awaited
 from tilestream.core.error_record import op_number
 from tilestream.core.integers import cdiv
+from tilestream.core.operands import Operands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.varlen import PLACED, list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_shares
-from tilestream.launch.attention import Operands
-from tilestream.launch.launch import LONGEST_SECONDS, Signals, Table, address, with_words
+from tilestream.launch.launch import LONGEST_SECONDS, Table, address, with_words
 from tilestream.launch.portable.attention_arguments import (
     NO_KEY_GATE,
     AttentionArguments,
@@ -31,24 +32,6 @@ from tilestream.runtime.device_workspace import Words
 
 #: Shares that a program which joins them reads at a time, and its warps.
 TOGETHER, MERGE_WARPS = 16, 4
-
-
-class IncomingKeys(NamedTuple):
-    """How the keys and values of a call arrive.
-
-    Attributes
-    ----------
-    signals
-        Of their chunks.
-    deadline
-        Seconds from the start of each worker.
-    op
-        For messages.
-    """
-
-    signals: Signals
-    deadline: float
-    op: str = "attention"
 
 
 class ListLaunch:
@@ -137,11 +120,11 @@ class KeyGateLaunch:
         ragged = keys is not None and not keys.chunks.rows_per_chunk
         self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
 
-    def __call__(self, device: torch.device, incoming: IncomingKeys | None) -> KeyGate:
+    def __call__(self, device: torch.device, incoming: Awaited | None) -> KeyGate:
         """For a launch on the current stream of ``device``."""
         if incoming is None:
             return NO_KEY_GATE
-        words = incoming.signals.use()
+        words = incoming.rows.use()
         report = channel(device)
         return KeyGate(
             words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
@@ -158,7 +141,7 @@ class TracedLaunch:
     #: Elements of scratch that a launch asks for.
     _floats = 0
 
-    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None, log: SpanLog | None = None) -> None:
+    def __call__(self, operands: Operands, incoming: Awaited | None = None, log: SpanLog | None = None) -> None:
         """Issue the launch on the current stream of the current device, which is the operands'.
 
         Parameters
@@ -174,9 +157,7 @@ class TracedLaunch:
 
         with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed, self._floats)
 
-    def _issue(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         raise NotImplementedError
 
 
@@ -196,9 +177,7 @@ class AttentionLaunch(TracedLaunch):
         self._schedule = None if wordless else plan.schedule
         self._compiled: dict[bool, Callable[[int, tuple[Any, ...]], None]] = {}
 
-    def _issue(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         made = self._made[log is not None]
         starts, order = self._list(stream, x, words)
         gate = self._gate(x.q.device, incoming)
