@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from tilestream.arrival import Gate
+from tilestream.core.schedule import Peek, Ready, Take
 from tilestream.schedule import Cursor, Schedule, WorkItem, take
-from tilestream.schedule.schedule import Peek, Ready, Take
 
 TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = range(7)
 
@@ -33,6 +33,7 @@ def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkIt
                     continue
                 kind, queue, answer = next(records)[:3]
                 assert (kind, queue) == ({Take: TOOK, Peek: PEEKED}[type(asked)], asked.queue), (asked, kind, queue)
+                assert answer >= 0, "a ticket, or a count of them, before the launch's first"
         except StopIteration as end:
             item, cursor = end.value
         kind, *values = next(records)

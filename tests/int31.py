@@ -1,6 +1,6 @@
 """`Int31`: an integer that refuses whatever a device's 32-bit arithmetic and Python's would not agree on.
 
-Leaf functions (`tilestream.schedule.integers` says what they are) are run on it: an operand, an intermediate or a
+Leaf functions (`tilestream.core.integers` says what they are) are run on it: an operand, an intermediate or a
 result outside [0, 2**31) raises, and so does everything but ``+ - * // % ^`` and comparisons.
 """
 

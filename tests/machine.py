@@ -1,4 +1,4 @@
-"""A machine for `tilestream.kernels.loop`: shared words in plain Python, and workers that step in any order.
+"""A machine for `tilestream.core.loop`: shared words in plain Python, and workers that step in any order.
 
 Each worker is stopped before each operation it asks for; whoever drives picks who goes next. So an interleaving is a
 list of choices, and a test can take them at random, unfairly, or all.
@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tilestream.arrival.gate import Gate, See, Wait
-from tilestream.kernels.loop import (
+from tilestream.core.gate import Gate, See, Wait
+from tilestream.core.grid import WorkItem
+from tilestream.core.loop import (
     Add,
     AddUp,
     Compute,
@@ -29,9 +30,8 @@ from tilestream.kernels.loop import (
     Write,
     work,
 )  # fmt: skip
-from tilestream.schedule.grid import WorkItem
-from tilestream.schedule.queues import next_base
-from tilestream.schedule.schedule import Peek, Ready, Schedule, Take
+from tilestream.core.queues import next_base
+from tilestream.core.schedule import Peek, Ready, Schedule, Take
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Machine:
     reads
         ``item -> (operand, chunk)`` pairs it truly reads: an oracle of its own, not the gate.
     program
-        The protocol: what of `tilestream.kernels.loop` the workers run.
+        The protocol: what of `tilestream.core.loop` the workers run.
 
     Each K step counts 1, so a tile's result is its K steps; ``slots`` and ``tiles`` hold results, NaN for poison.
     ``arrived`` are the signals that are up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilestream.isa import amdgcn
+from tilestream_tools.isa import amdgcn
 
 
 def polling_faults(parsed: amdgcn.Kernel) -> list[str]:

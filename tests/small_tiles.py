@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tilestream.plan import cpu
-from tilestream.plan.choose import plan_problem
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import cpu
 
 #: Rows and columns of a tile.
 TILE = 16

@@ -15,8 +15,8 @@ from torch.nn import functional
 import tilestream as ts
 from benchmarks.core.records import about
 from benchmarks.core.timing import GpuClock, host_microseconds, medians, rates
-from tilestream.plan.ask import device_properties
-from tilestream.sweep.check import errors
+from tilestream.plan.api import device_properties
+from tilestream_tools.sweep.check import errors
 
 #: Problems whose plans the report has.
 PLANNED = (("bfloat16", 4096, 4096, 4096), ("bfloat16", 8192, 8192, 8192), ("bfloat16", 4096, 4864, 8256))
@@ -66,8 +66,8 @@ def driver() -> str:
 
 def isa() -> dict[str, Any]:
     """What the compiler made of the kernels of this device's arch."""
-    from tilestream.isa import report
-    from tilestream.isa.kernels import KERNELS, Question
+    from tilestream_tools.isa import report
+    from tilestream_tools.isa.kernels import KERNELS, Question
 
     arch = device_properties("cuda").arch
     arch = "sm_90a" if arch == "sm_90" else arch

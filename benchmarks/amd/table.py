@@ -18,7 +18,7 @@ from benchmarks.report.tables import columns
 
 NOTES = Notes("amd")
 RECORD = RESULTS / "amd" / "isa.json"
-#: What others publish, measured: devices as `tilestream.plan.known` names them.
+#: What others publish, measured: devices as `tilestream.core.gpu_specs` names them.
 PUBLISHED = RESULTS / "amd" / "published.json"
 PAGE = DOCS / "amd.md"
 #: The text between these lines of the page is made here.
@@ -30,8 +30,8 @@ MARKS = {name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {nam
 
 def questions() -> Iterator[tuple[str, Any]]:
     """``(kernel, question)``: each kernel with its plan's tile; the portable one with the other large tiles, too."""
-    from tilestream.isa.kernels import KERNELS, Question
-    from tilestream.plan.portable import CDNA, fp8_units
+    from tilestream.plan.policy.portable import CDNA, fp8_units
+    from tilestream_tools.isa.kernels import KERNELS, Question
 
     for arch in ("gfx942", "gfx950"):
         for name, entry in KERNELS.items():
@@ -54,7 +54,7 @@ def questions() -> Iterator[tuple[str, Any]]:
 
 def record() -> dict[str, Any]:
     """Compile all of it, each in a process of its own."""
-    from tilestream.isa.report import of
+    from tilestream_tools.isa.report import of
 
     made_by = {key: value for key, value in about("isa").items() if key not in ("device", "dtype")}
     rows = []
@@ -101,7 +101,7 @@ def _counted(row: Row) -> Row:
 
 
 def theirs() -> str:
-    from tilestream.plan.known import named
+    from tilestream.core.gpu_specs import named
 
     rows = []
     for row in load(PUBLISHED)["rows"]:

@@ -21,10 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilestream.kernels.device.clock import latest, nap, present
+from tilestream.kernels.device.gate import PENDING, look
 from tilestream.kernels.hopper.compat import barrier, tma_load
 from tilestream.kernels.hopper.gate import fenced
-from tilestream.kernels.portable.clock import latest, nap, present
-from tilestream.kernels.portable.gate import PENDING, look
 
 #: A box: 16 KB, 128 registers of a thread of one warp.
 ROWS: gl.constexpr = gl.constexpr(64)

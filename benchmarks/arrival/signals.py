@@ -8,7 +8,7 @@ for the next GPU: the memory model asks for the fence. The result is published e
 drawn, and the looks a second. Then workers take `WAITING` SMs, and our matmul runs on the others: what it loses beside
 workers that hold their SMs and all but sleep (`ASLEEP`). A worker of ours or of cuBLAS's takes all registers of an SM,
 so it does not share one with a poller. The pauses of the kernels grow from the shortest to the longest that
-`tilestream.kernels.portable.clock` names.
+`tilestream.kernels.device.clock` names.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import tilestream as ts
 from benchmarks.arrival.order_kernels import COLUMNS, ROWS, SLOTS, consume, poll
 from benchmarks.core.session import Session
 from benchmarks.core.timing import line
-from tilestream.kernels.portable.clock import LONGEST, SHORTEST
+from tilestream.kernels.device.clock import LONGEST, SHORTEST
 from tilestream.runtime.driver import copy_in, stream_write
-from tilestream.sweep.check import errors
+from tilestream_tools.sweep.check import errors
 
 ROUNDS = 100_000
 #: Values that fill the boxes in turn; prime to the number of boxes.

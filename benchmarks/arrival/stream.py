@@ -30,7 +30,7 @@ import torch
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.core.timing import gpu_peak, interleave, medians, rates, refuse_impossible
-from tilestream.sweep.check import errors
+from tilestream_tools.sweep.check import errors
 
 #: M, N, K, and what is streamed.
 SHAPES = [

@@ -18,9 +18,9 @@ import tilestream as ts
 from benchmarks.core.records import Record, Row
 from benchmarks.core.session import Session
 from benchmarks.core.timing import HOPPER_PEAK, HiddenLaunchClock, rates
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.plan.attention import AttentionProblem
+from tilestream.core.operands import Operands
+from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.plan.attention_problem import AttentionProblem
 
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -17,13 +17,13 @@ import tilestream as ts
 from benchmarks.attention.bench import Calls, Run, Shape, cudnn, launched, problem_of_shape
 from benchmarks.core.records import Record, Row
 from benchmarks.core.timing import HOPPER_PEAK
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
+from tilestream.core.device import DeviceProperties
+from tilestream.core.operands import Operands
+from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.ops.attention_gpu import launch_of, layout_of
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.device import DeviceProperties
-from tilestream.sweep.check import errors, sampled_rows
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream_tools.sweep.check import errors, sampled_rows
 
 SHAPES = [
     Shape(dim, heads, length, causal)

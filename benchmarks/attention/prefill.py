@@ -155,7 +155,7 @@ def arrival_row(run: Run, name: str, rows: int, keys: int, count: int) -> Row:
 def neighbour(run: Run) -> None:
     """Beside a kernel that holds 16 SMs: the share of the idle GPU's rate that is left, of what is proportional."""
     from tilestream.runtime.properties import cuda_properties
-    from tilestream.sweep.takers import taker
+    from tilestream_tools.sweep.contention import taker
 
     device = cuda_properties(torch.cuda.current_device())
     fair = (device.workers - HELD) / device.workers

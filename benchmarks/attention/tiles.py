@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.attention.bench import SHAPES, Calls, Run, Shape, cudnn, launched, operands_of, problem_of_shape
-from tilestream.kernels.attention import Operands
-from tilestream.plan import hopper_attention, portable_attention
+from tilestream.core.operands import Operands
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
+from tilestream.plan.policy import hopper_attention, portable_attention
 
 #: Lengths at which groups are timed, and the bytes that a group may have (half of them at short lengths).
 LENGTHS, ROOMS = (512, 1024, 2048), (1e6, 4e6, 10e6, 24e6)
@@ -84,7 +84,7 @@ def chosen_where(function: str, values: dict[str, float]) -> Candidates:
         for label, value in values.items():
             with patch.object(hopper_attention, function, lambda *_, value=value: value):
                 found = list(hopper_attention.candidates(problem, device, device.workers, kind="dynamic"))
-            yield label, min(found, key=lambda one: one.seconds)
+            yield label, min(found, key=lambda one: one.predicted)
 
     return made
 

@@ -1,4 +1,4 @@
-"""GEMM while other kernels hold SMs: `tilestream.sweep` over the shapes and neighbours that docs/performance shows.
+"""GEMM while other kernels hold SMs: `tilestream_tools.sweep` over the shapes and neighbours of docs/performance.
 
 A dry run is on the CPU, with small extents and neighbours on its cores.
 """
@@ -13,12 +13,12 @@ import torch
 from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import folder_of
 from benchmarks.core.session import Session
-from tilestream.sweep import run as sweeping
-from tilestream.sweep.beside import sweep_beside
-from tilestream.sweep.record import Sweep
-from tilestream.sweep.run import Runner, Way, ways
-from tilestream.sweep.suite import Shape, Suite
-from tilestream.sweep.takers import taker
+from tilestream_tools.sweep import run as sweeping
+from tilestream_tools.sweep.collective_overlap import sweep_beside
+from tilestream_tools.sweep.contention import taker
+from tilestream_tools.sweep.record import Sweep
+from tilestream_tools.sweep.run import Runner, Way, ways
+from tilestream_tools.sweep.suite import Shape, Suite
 
 
 class Case(NamedTuple):

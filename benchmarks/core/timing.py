@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilestream.plan import cpu_properties
-from tilestream.plan.ask import device_properties
-from tilestream.sweep.clock import Call, GpuClock, Timing, WallClock, quartiles, torch
-from tilestream.sweep.run import StreamClock
+from tilestream.plan.api import device_properties
+from tilestream_tools.sweep.clock import Call, GpuClock, Timing, WallClock, quartiles, torch
+from tilestream_tools.sweep.run import StreamClock
 
 __all__ = ["Call", "GpuClock", "HiddenLaunchClock", "Timing", "WallClock", "interleave", "quartiles", "torch"]
 

@@ -48,15 +48,15 @@ def process(_: list[str]) -> None:
     done()
     _ = ts.mm
     done()
-    import tilestream.kernels.hopper.launch
+    import tilestream.launch.hopper.launch
 
     done()
     from triton.runtime.cache import triton_key
 
     triton_key()
     done()
-    from tilestream.isa.build import build
-    from tilestream.isa.kernels import Question, source
+    from tilestream_tools.isa.build import build
+    from tilestream_tools.isa.kernels import Question, source
 
     kernel, filled, options, *_ = source("hopper-gemm", Question("sm_90a", 4096, 4096, 4096))
     begin = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.core.timing import cpu_peak, interleave, medians, rates, refuse_impossible
-from tilestream.sweep.check import errors
+from tilestream_tools.sweep.check import errors
 
 SHAPES = (
     (2048, 2048, 2048), (1024, 1024, 1024), (512, 512, 512), (4096, 1024, 2048), (2000, 1536, 1111),

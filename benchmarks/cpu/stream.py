@@ -22,7 +22,7 @@ import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.core.timing import cpu_peak, medians, rates, refuse_impossible
 from tilestream.arrival.files import drop_from_page_cache
-from tilestream.sweep.check import errors
+from tilestream_tools.sweep.check import errors
 
 ROWS, DEPTH = 16384, 4096  # 256 MiB of float32
 WIDTHS = (64, 128, 192, 256, 384, 512)

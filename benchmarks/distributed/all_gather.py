@@ -30,9 +30,9 @@ from benchmarks.core.session import Session
 from benchmarks.distributed.floors import judged
 from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, record_of, slowest
 from tilestream import distributed as tsd
+from tilestream.core.protocols.gather import Way
 from tilestream.distributed.dispatch import WAYS, trial
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.protocol import Way
 from tilestream.distributed.shards import Shards
 from tilestream.ops.publish import Publication, matmul_published
 

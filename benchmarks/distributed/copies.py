@@ -1,7 +1,7 @@
 """Copies between GPUs beside a matmul on each: how fast they are, and what the matmul loses.
 
 Each GPU copies to, or from, its peers over torch's symmetric memory, by copy engines, in the order of
-`tilestream.distributed.protocol`. What is compared:
+`tilestream.core.protocols.gather`. What is compared:
 
 - ``op``: a GPU *pushes* to its peers, or *pulls* from them. The other end is always symmetric memory.
 - ``own``: whether this end is, too, or a tensor of torch's allocator (``plain``): a caller's.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.ranks import record_of
-from tilestream.distributed.protocol import receivers
+from tilestream.core.protocols.gather import receivers
 from tilestream.runtime.driver import copy_across
 from tilestream.runtime.streams import lend
 

@@ -24,8 +24,8 @@ from benchmarks.core.session import Session
 from benchmarks.distributed.mlp import DIM, HIDDEN
 from benchmarks.distributed.ranks import DEADLINE, Activity, profiled, record_of
 from tilestream import distributed as tsd
+from tilestream.core.protocols.gather import peers, receivers
 from tilestream.distributed.dispatch import trial
-from tilestream.distributed.protocol import peers, receivers
 
 SHAPE = "8192x3584x8192"
 CALLS = 5

@@ -10,7 +10,7 @@ import tilestream as ts
 from benchmarks.core.records import Row
 from benchmarks.core.timing import gpu_peak, host_microseconds, medians, rates, refuse_impossible
 from benchmarks.gemm.bench import Bench
-from tilestream.sweep.check import errors
+from tilestream_tools.sweep.check import errors
 
 SHAPES = [
     (4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (8192, 8192, 1024), (4096, 14336, 4096),

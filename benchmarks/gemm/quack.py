@@ -26,7 +26,7 @@ from benchmarks.core.timing import Call
 from benchmarks.gemm.bench import Bench, Row, label, operands
 from benchmarks.gemm.sections import checked, compared, timed
 from benchmarks.gemm.shapes import QUACK, Shape
-from tilestream.sweep.check import poison
+from tilestream_tools.sweep.check import poison
 
 
 def quack(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from benchmarks.gemm.bench import Bench, Row, operands, planned, rounded
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import QUEUES, Shape, refuse_impossible
 from tilestream.plan import plan as ask
-from tilestream.sweep.check import Check
+from tilestream_tools.sweep.check import Check
 
 #: Rows of tiles that a raster's group has, beside those of the plan's own.
 GROUPS = (2, 4, 8, 16)
@@ -52,8 +52,8 @@ def queues(bench: Bench) -> None:
 def queues_row(bench: Bench, shape: Shape) -> Row:
     """One shape: microseconds of each way, idle and beside a neighbour. All ways have launched before."""
     from tilestream.runtime.properties import cuda_properties
-    from tilestream.sweep.run import StreamClock
-    from tilestream.sweep.takers import Neighbour
+    from tilestream_tools.sweep.contention import Neighbour
+    from tilestream_tools.sweep.run import StreamClock
 
     a, w = operands(shape, bench.device)
     b = w.t()

@@ -10,8 +10,8 @@ import torch
 from benchmarks.core.timing import Call
 from benchmarks.gemm.bench import Bench, Row, operands, plan_fields, rounded, space
 from benchmarks.gemm.shapes import SEARCH, VARIANTS, Shape, refuse_impossible
-from tilestream.sweep.check import Check
-from tilestream.sweep.tune import right
+from tilestream_tools.sweep.check import Check
+from tilestream_tools.sweep.tune import right
 
 #: Plans that are measured once more, side by side with the plan's own choice.
 FINALISTS = 8

@@ -10,7 +10,7 @@ from benchmarks.core.timing import Call, Timing
 from benchmarks.gemm.bench import FP8_WAYS, Bench, Row, fp8_operands, label, operands, rates, rounded
 from benchmarks.gemm.shapes import EPILOGUE, FP8, Shape, refuse_impossible, rounds_for
 from benchmarks.gemm.shapes import suite as all_shapes
-from tilestream.sweep.check import Check, poison
+from tilestream_tools.sweep.check import Check, poison
 
 #: Seconds of samples of a shape; they set the width of the band.
 SAMPLING = 1.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.core.records import paths
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import cells, device_of, geomean, table, where
-from tilestream.sweep.plot import draw
-from tilestream.sweep.record import Point, Sweep, read
+from tilestream_tools.sweep.plot import draw
+from tilestream_tools.sweep.record import Point, Sweep, read
 
 NOTES = Notes("contention")
 #: Implementations, in the order in which they are shown.

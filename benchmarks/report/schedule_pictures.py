@@ -2,8 +2,8 @@
 
 One product on eight SMs of which a neighbour holds two, by each schedule: simulated. And two launches as an H100 ran
 them, from a trace. The simulation shows the schedules and no machine: a K step takes as long on every SM. A worker
-takes what `tilestream.schedule.take` gives it, as in every backend. A worker whose SM is held begins when another has
-left.
+takes what `tilestream.core.schedule.take` gives it, as in every backend. A worker whose SM is held begins when another
+has left.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import heapq
 from pathlib import Path
 
 from benchmarks.core.paths import IMAGES, RESULTS
-from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, take
-from tilestream.schedule.schedule import Kind, Take
+from tilestream.core.schedule import Cursor, Grid, Kind, Raster, Schedule, Take, WorkItem, take
 from tilestream.trace.draw import draw
 from tilestream.trace.perfetto import load
 from tilestream.trace.record import LaunchTrace, Span

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from int31 import on_int31
 from strategies import TOP, chunkings, int31
 from tilestream.arrival import Chunks
-from tilestream.arrival.chunks import chunk_of, pivot_tile
+from tilestream.core.chunks import chunk_of, pivot_tile
 
 
 def chunks_of_rows(chunks: Chunks, begin: int, end: int) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import chunkings
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.copy_items import (
+from tilestream.core.chunks import Chunks
+from tilestream.core.copy_items import (
     HEAD,
     PIECE_BYTES,
     Copy,

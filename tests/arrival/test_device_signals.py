@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
 from tilestream.arrival import device as module
 from tilestream.arrival.device import DeviceSignals, GateWords, PeerSignals
-from tilestream.runtime.errors import ProducerStopped
-from tilestream.runtime.record import EXPIRED, FAILED, Record
+from tilestream.core.error_record import EXPIRED, FAILED, Record
+from tilestream.core.errors import ProducerStopped
 
 
 def make(count: int = 3, words: torch.Tensor | None = None) -> DeviceSignals:
@@ -34,7 +34,7 @@ def refused(error, message):
 
 
 def seen(launch: GateWords) -> list[str]:
-    """What the launch finds now, chunk by chunk: as `tilestream.kernels.portable.gate.look` has it."""
+    """What the launch finds now, chunk by chunk: as `tilestream.kernels.device.gate.look` has it."""
     words, epoch = launch.words.tolist(), launch.epoch
     return [
         "here" if (word >= epoch if epoch else word) else "failed" if epoch and word == -epoch else "missing"

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 import tilestream as ts
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from strategies import chunkings
-from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.sources import FileSource, IteratorSource, Source, TensorSource, as_rows, row_count
 from tilestream.arrival.stream import Stream
+from tilestream.core.chunks import Chunks
+from tilestream.core.error_record import FAILED, Record
+from tilestream.core.errors import ProducerStopped
 from tilestream.runtime import channel as channels
 from tilestream.runtime.channel import Channel
-from tilestream.runtime.errors import ProducerStopped
-from tilestream.runtime.record import FAILED, Record
 
 LONG = 30.0
 

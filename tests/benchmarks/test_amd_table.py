@@ -7,9 +7,9 @@ import json
 import pytest
 from benchmarks.amd import table as amd
 
-from tilestream.plan.cdna_attention import TILES
-from tilestream.plan.known import named
-from tilestream.plan.portable import CDNA
+from tilestream.core.gpu_specs import named
+from tilestream.plan.policy.cdna_attention import TILES
+from tilestream.plan.policy.portable import CDNA
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_page_says_that_nothing_was_run(data):
 
 
 def test_the_plans_efficiencies_are_the_records(data):
-    """`tests/isa` compiles again; here the record stands for it."""
+    """`tests/tools/isa` compiles again; here the record stands for it."""
     kinds = {"bfloat16": "16-bit", "float8_e4m3fn": "8-bit", "float8_e4m3fnuz": "8-bit", "float32": "float32"}
     seen = 0
     for row in data["rows"]:

@@ -12,7 +12,7 @@ from benchmarks.core.records import Record
 from benchmarks.report import attention, plots
 
 import tilestream as ts
-from tilestream.plan.known import named
+from tilestream.core.gpu_specs import named
 from tilestream.trace import LaunchTrace, export
 from tilestream.trace.record import Span
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from benchmarks.report import contention, schedule_pictures
 
-from tilestream.sweep.record import Point, Sweep
 from tilestream.trace import faults
+from tilestream_tools.sweep.record import Point, Sweep
 
 ROOT = Path(__file__).parents[2]
 ABOUT = {

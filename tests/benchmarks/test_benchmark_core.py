@@ -17,7 +17,7 @@ from benchmarks.core.section import SUBJECTS, sections
 from benchmarks.core.session import OutOfTime, Session
 
 from benchmarks import run
-from tilestream.sweep.check import Check, sampled_rows
+from tilestream_tools.sweep.check import Check, sampled_rows
 
 ROOT = Path(__file__).parents[2]
 

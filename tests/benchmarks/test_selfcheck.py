@@ -192,7 +192,7 @@ def test_what_it_says_of_an_mi300x(mi300x):
 
 
 def test_there_every_kernel_is_compiled_and_timed(mi300x, monkeypatch, tmp_path):
-    from tilestream.isa import kernels, report
+    from tilestream_tools.isa import kernels, report
 
     asked = []
     monkeypatch.setattr(

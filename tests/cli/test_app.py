@@ -5,7 +5,7 @@ import pytest
 
 import tilestream
 from tilestream import cli as package
-from tilestream.runtime.errors import ArrivalTimeout
+from tilestream.core.errors import ArrivalTimeout
 
 COMMANDS = ("demo", "verify", "plan", "sweep", "trace", "doctor")
 

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "isa"))
 
 from loops import gemm, text
 
-from tilestream.isa.kernels import KERNELS
+from tilestream_tools.isa.kernels import KERNELS
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import csv
 
 import pytest
 
-from tilestream.sweep import record
-from tilestream.sweep.record import Point, Sweep
+from tilestream_tools.sweep import record
+from tilestream_tools.sweep.record import Point, Sweep
 
 pytest.importorskip("yaml")
 
@@ -78,7 +78,7 @@ def test_nothing_to_run_is_said_before_anything_is(cli, monkeypatch):
 
 
 def test_refused_points_end_with_status_1(cli, tmp_path, monkeypatch):
-    from tilestream.plan.device import DeviceProperties
+    from tilestream.core.device import DeviceProperties
 
     monkeypatch.setattr(DeviceProperties, "peak", lambda self, dtype, units: 1.0)
     result = cli(
@@ -91,7 +91,7 @@ def test_refused_points_end_with_status_1(cli, tmp_path, monkeypatch):
 
 
 def test_a_device_that_is_not_ours_is_one_line(cli, tmp_path, monkeypatch):
-    from tilestream.sweep import takers
+    from tilestream_tools.sweep import contention as takers
 
     def busy(self, count):
         raise RuntimeError("the neighbour holds 3 SMs, not 4: something else runs on this GPU")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tilestream.plan import tuned
-from tilestream.sweep import run, tune
+from tilestream_tools.sweep import run, tune
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_without_a_gpu(cli):
 @pytest.mark.parametrize(("wrong", "status"), [([], 0), (["a plan: AssertionError: wrong answer"], 1)])
 def test_it_says_what_it_found_and_where_it_is_kept(cli, monkeypatch, tmp_path, wrong, status):
     import tilestream as ts
-    from tilestream.sweep import clock
+    from tilestream_tools.sweep import clock
 
     monkeypatch.setenv(tuned.ENVIRONMENT, str(tmp_path / "tuned.json"))
     monkeypatch.setattr(run, "device_of", lambda backend: None)

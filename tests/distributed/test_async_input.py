@@ -10,8 +10,8 @@ import torch
 import torch.distributed._symmetric_memory  # defines the op
 
 from error_rule import Maths, check, nans, rand
+from tilestream.core.errors import ArrivalTimeout
 from tilestream.distributed import async_input
-from tilestream.runtime.errors import ArrivalTimeout
 
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
 
@@ -65,7 +65,7 @@ def test_rows_are_read_when_their_chunk_is_there(op, pivot, dtype):
 
 
 def test_a_chunk_that_never_comes(op, monkeypatch):
-    from tilestream.ops import flat
+    from tilestream.arrival import flat
 
     monkeypatch.setattr(flat, "DEFAULT_DEADLINE", 0.2)
     with pytest.raises(ArrivalTimeout):

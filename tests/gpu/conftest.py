@@ -28,8 +28,8 @@ def _seeded():
 def portable(monkeypatch):
     """Every plan is the portable kernel's, as where there is no other; what was decided before is forgotten."""
     from tilestream.ops import again, gpu
-    from tilestream.plan import hopper
-    from tilestream.plan.choose import plan_problem
+    from tilestream.plan.planner import plan_problem
+    from tilestream.plan.policy import hopper
 
     def forget():
         for known in (again._known, gpu._launches):

@@ -39,9 +39,9 @@ class AttentionCase(NamedTuple):
     def plan(self, device: Any) -> Any:
         """One worker, a few items, several blocks of keys each."""
         from attention_maths import FEATURES
-        from tilestream.plan import hopper_attention
-        from tilestream.plan.attention import AttentionProblem
         from tilestream.plan.attention_plan import of_candidate
+        from tilestream.plan.attention_problem import AttentionProblem
+        from tilestream.plan.policy import hopper_attention
 
         paged = {"page_size": 8, "pages": sum(-(-n // 8) for n in self.keys) + 3, "lengths": True}
         keys = (-(-max(self.keys) // 8) + 1) * 8 if self.how == "paged" else max(self.keys)
@@ -130,8 +130,8 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     import torch
 
     import tilestream as ts
-    from tilestream.kernels.attention import Operands
-    from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
+    from tilestream.core.operands import Operands
+    from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
 
     call, plan = case.call(device), case.plan(properties)

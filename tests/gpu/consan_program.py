@@ -87,7 +87,7 @@ class Sanitized(NamedTuple):
 #: What it says. A deadlock it does not see here, though it has words for one: a barrier that counts an arrival too
 #: many, or a turn that is not handed on, hangs. It judges what happens, in the order in which it happens: where another
 #: wait covers it, a missing one goes unseen (for an empty slot of the item ring, for Q's buffer in attention). Those
-#: are for `tilestream.verify` to find, which sees every order.
+#: are for `tilestream_tools.verify` to find, which sees every order.
 READS, WRITES = "Buffer being accessed has outstanding reads", "Buffer being accessed has outstanding writes"
 PENDING = "Accessing buffer with pending access"
 _FIRST = "    accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, False, Y_K_MAJOR), PARTS)\n"
@@ -157,7 +157,7 @@ def descriptor(made: Any, tensor: Any) -> Any:
     """What Triton launches with for a map."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from tilestream.kernels.hopper.launch import described_by
+    from tilestream.launch.hopper.launch import described_by
 
     if made is None:
         return None
@@ -196,14 +196,14 @@ def _hangs() -> None:
 def run(kernel: Any, case: HopperCase) -> None:
     """A launch, whose answer is checked."""
     from error_rule import passes
-    from tilestream.kernels.hopper.arguments import Arguments
+    from tilestream.launch.hopper.arguments import Arguments
     from tilestream.runtime.properties import cuda_properties
 
     plan, layout = case.plan(cuda_properties())
     arguments = Arguments(plan, layout)
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
     a, b = operands["a"], operands["b"]
-    x, y = (b, a) if plan.swapped else (a, b)
+    x, y = (b, a) if plan.swap_ab else (a, b)
     parts = (descriptor(part, y) for part in arguments.y)
     maps = (descriptor(arguments.x, x), None, *parts, descriptor(arguments.out, out))
     filled = arguments.fill((*maps, out, *[None] * 9, 0, 0, 1.0, 1.0))

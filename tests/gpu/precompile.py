@@ -28,17 +28,17 @@ from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from gate import Pointer, gate_arguments
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.isa.kernels import copy_arguments
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.portable.arguments import Arguments, Layout, is_aligned
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.core.operands import Epilogue
+from tilestream.launch.portable.arguments import Arguments, Layout, is_aligned
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.search import search_space
+from tilestream_tools.isa.kernels import copy_arguments
 
 #: For where there is no GPU to ask. A plan depends on the clock, if little.
 STAND_IN = DeviceProperties(

@@ -27,14 +27,14 @@ import torch
 from precompile import STAND_IN
 
 import tilestream as ts
-from tilestream.kernels.portable.attention_arguments import AttentionLayout, constants
+from tilestream.core.device import DeviceProperties
+from tilestream.launch.portable.attention_arguments import AttentionLayout, constants
 from tilestream.ops import attention_library
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import problem_of
-from tilestream.plan import hopper_attention
-from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
-from tilestream.plan.device import DeviceProperties
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.policy import hopper_attention
 
 Job = tuple[AttentionPlan, AttentionLayout]
 

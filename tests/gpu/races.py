@@ -4,7 +4,7 @@ Two kinds of hand-over racecheck does not follow, and reports in whatever kernel
 a kernel's first warps tell the others what to run. The other is ours: a warp stores the item ring's words,
 ``bar.warp.sync``, one of its lanes arrives at an mbarrier, all who read have waited for it. In PTX's memory model the
 first happens before the last. For the words, that is ConSan's to judge, which knows mbarriers (`test_gpu_consan`: of
-the GEMM, whose ring is attention's), and `tilestream.verify`'s.
+the GEMM, whose ring is attention's), and `tilestream_tools.verify`'s.
 
 So a report is let pass that has a read on one side and writes on the other, all of them at lines (a file's name, a
 number) where such a hand-over has them:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from hopper_cases import BF16, E4M3, FEW, FULL, HopperCase, ways
 
 from attention_maths import Case, call_of
-from tilestream.plan import unrun
+from tilestream.plan import experimental as unrun
 
 
 def cases() -> Iterator[HopperCase]:

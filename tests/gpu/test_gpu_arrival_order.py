@@ -22,7 +22,7 @@ import tilestream as ts
 from error_rule import Maths, check
 from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.streams import lend_to
-from tilestream.sweep.takers import Neighbour
+from tilestream_tools.sweep.contention import Neighbour
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("backend", "nothing_reported")]
 WORKERS = 60

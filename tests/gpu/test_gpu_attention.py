@@ -16,11 +16,11 @@ from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
 from attention_maths import FEATURES, MIXES, Case, call_of
+from tilestream.core.device import DeviceProperties
+from tilestream.core.schedule import Schedule
 from tilestream.ops import attention_again, attention_gpu
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.device import DeviceProperties
-from tilestream.schedule.schedule import Schedule
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.trace import LaunchTrace, faults, record
 
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -12,7 +12,7 @@ import torch
 
 import tilestream as ts
 from error_rule import FNUZ, FP8, Maths, check, units_of
-from tilestream.plan.cdna_tiles import TILES, refusal
+from tilestream.plan.policy.cdna_tiles import TILES, refusal
 
 pytestmark = pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU")
 

@@ -18,7 +18,7 @@ if not (torch.cuda.is_available() and torch.version.hip is None):
 import triton
 import triton.language as tl
 
-from tilestream.kernels.portable.clock import present
+from tilestream.kernels.device.clock import present
 from tilestream.runtime.driver import copy_across, stream_write
 from tilestream.runtime.streams import aside
 

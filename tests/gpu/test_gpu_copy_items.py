@@ -18,7 +18,7 @@ from test_gpu_arrival import BF16, BLOCKING, pinned, weight
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream.runtime.properties import cuda_properties
-from tilestream.sweep.takers import Neighbour
+from tilestream_tools.sweep.contention import Neighbour
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("backend", "nothing_reported")]
 

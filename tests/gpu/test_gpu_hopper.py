@@ -30,9 +30,9 @@ from hopper_cases import (
 import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check, errors, one_ulp, passes
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.hopper.launch import GemmLaunch
-from tilestream.kernels.launch import Probe
+from tilestream.core.operands import Epilogue
+from tilestream.launch.hopper.launch import GemmLaunch
+from tilestream.launch.launch import Probe
 from tilestream.ops import gpu
 from tilestream.plan.plan import Plan
 from tilestream.runtime import device_workspace as workspaces

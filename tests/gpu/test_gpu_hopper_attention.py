@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from attention_maths import Call, Case, call_of
-from tilestream.kernels.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.plan import hopper_attention
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.policy import hopper_attention
 from tilestream.runtime.properties import cuda_properties
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -75,7 +75,7 @@ def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_tile(name, variant, kind):
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 
     call = call_of(CASES[name], "cuda")
     operands, tensors, settings = operands_of(call)
@@ -92,7 +92,7 @@ def test_every_tile(name, variant, kind):
 
 @pytest.mark.parametrize("name", ["dense", "packed", "8 bits"])
 def test_launches_on_two_streams(name):
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 
     call = call_of(CASES[name], "cuda")
     first, tensors, settings = operands_of(call)
@@ -114,7 +114,7 @@ def test_launches_on_two_streams(name):
 @pytest.mark.parametrize("name", ["dense", "8 bits"])
 def test_what_lies_around_an_operand_is_not_read(name):
     """Views in the middle of NaN: of rows, of heads and of columns."""
-    from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 
     call = call_of(CASES[name], "cuda")
     operands, tensors, settings = operands_of(call)

@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher, ptx_parameter_sizes
+from tilestream.launch.tensor_map import SIZE, TensorMap
 from tilestream.runtime.driver import cuda_function
-from tilestream.runtime.launcher import VARIES, Descriptor, Launcher, ptx_parameter_sizes
-from tilestream.runtime.tensor_map import SIZE, TensorMap
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

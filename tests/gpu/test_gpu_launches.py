@@ -14,10 +14,10 @@ import torch
 import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.launch import Probe
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.kernels.portable.launch import GemmLaunch
+from tilestream.core.operands import Epilogue
+from tilestream.launch.launch import Probe
+from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.portable.launch import GemmLaunch
 from tilestream.runtime import device_workspace as workspaces
 
 KINDS = ("static", "dynamic", "stream_k")

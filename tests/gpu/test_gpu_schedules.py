@@ -15,10 +15,10 @@ from schedule_cases import BACKENDS, HELD, KINDS, WORKERS, K, M, N, plan_of
 
 import tilestream as ts
 from error_rule import Maths, check
-from tilestream.plan import choose
+from tilestream.plan import planner as choose
 from tilestream.runtime.properties import cuda_properties
-from tilestream.sweep.takers import GreenContext, Neighbour
 from tilestream.trace import draw, export, faults, load, record
+from tilestream_tools.sweep.contention import GreenContext, Neighbour
 
 by_kind = pytest.mark.parametrize(("kind", "queues"), KINDS, ids=[f"{k}-{q or 'own'}" for k, q in KINDS])
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -154,12 +154,12 @@ def test_a_mutant_with_pools_that_nobody_visits_is_caught(backend, data, monkeyp
     """Without stealing, the queues that are no worker's own are never emptied: their tiles stay NaN."""
     skip_other(backend)
     if backend == "hopper":
-        from tilestream.kernels.hopper.arguments import Arguments
+        from tilestream.launch.hopper.arguments import Arguments
 
         made = Arguments._made
         monkeypatch.setattr(Arguments, "_made", lambda *given: {**made(*given), "STEAL": False})
     else:
-        from tilestream.kernels.portable import arguments
+        from tilestream.launch.portable import arguments
 
         constants = arguments.constants
         monkeypatch.setattr(arguments, "constants", lambda *given: {**constants(*given), "STEAL": False})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.kernels.portable.attention_arguments import AttentionArguments, AttentionLayout, constants, padded
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.device import DeviceProperties
+from tilestream.launch.portable.attention_arguments import AttentionArguments, AttentionLayout, constants, padded
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
 
 A100 = DeviceProperties("an A100", "portable", 108, 3e11, 1.5e12, "a stub", "sm_80", 166912)
 MI300 = DeviceProperties("an MI300X", "portable", 304, 5e11, 5.3e12, "a stub", "gfx942", 65536)

@@ -17,8 +17,8 @@ import torch
 import tilestream as ts
 from error_rule import Maths, check, nans, rand
 from streaming import Feeder, intra_op_threads_of_a_new_thread, late, no_thread_left, run_together
-from tilestream.kernels.cpu import threads as pinning
 from tilestream.kernels.cpu.gemm import GemmBody
+from tilestream.launch.cpu import threads as pinning
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_tiles")]
 

@@ -12,7 +12,7 @@ import tilestream as ts
 from error_rule import Maths, check, nans, rand
 from streaming import Feeder, late, no_thread_left, workers_alive
 from tilestream.kernels.cpu.gemm import GemmBody
-from tilestream.plan import cpu
+from tilestream.plan.policy import cpu
 
 pytestmark = pytest.mark.timeout(60)
 

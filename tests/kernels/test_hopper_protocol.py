@@ -1,11 +1,11 @@
 """The Hopper kernel does, operation by operation, what the checker explores.
 
 The kernel's own text is run here, as plain Python, on stand-ins that write down what they are asked to do. What comes
-of it is compared with the operations of `tilestream.verify.protocol` and of `tilestream.kernels.loop.settle` for the
+of it is compared with the operations of `tilestream_tools.verify.protocol` and of `tilestream.core.loop.settle` for the
 same items. So whatever is changed in one of the texts, and not in the other, fails here.
 
 With a gate the launch is over at some item, or not at all: the text up to the waits themselves is run, which are those
-of `tilestream.kernels.portable.gate`, and the stand-ins answer for them.
+of `tilestream.kernels.device.gate`, and the stand-ins answer for them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tilestream.core import ring
+from tilestream.core.loop import Add, AddUp, Compute, Look, Restore, Write, settle
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import gemm as gemm_text
 from tilestream.kernels.hopper import load as load_text
 from tilestream.kernels.hopper import multiply as multiply_text
 from tilestream.kernels.hopper import queues as queues_text
-from tilestream.kernels.loop import Add, AddUp, Compute, Look, Restore, Write, settle
-from tilestream.plan.hopper import TILES, narrow, widths
-from tilestream.schedule import WorkItem, ring
-from tilestream.verify.protocol import (
+from tilestream.plan.policy.hopper import TILES, narrow, widths
+from tilestream.schedule import WorkItem
+from tilestream_tools.verify.protocol import (
     Acquired,
     Arrive,
     Barrier,
@@ -970,7 +971,7 @@ def test_a_text_that_is_changed_is_seen(change):
 def test_a_protocol_that_differs_is_seen(monkeypatch):
     # The comparison is one: with another phase in the protocol nothing of the above would hold.
     shape, items = SHAPES[0], items_of((2, 1))
-    monkeypatch.setattr("tilestream.verify.protocol.before", lambda stage, depth: stage)
+    monkeypatch.setattr("tilestream_tools.verify.protocol.before", lambda stage, depth: stage)
     kernel = Kernel(shape, items)
     kernel.operations(None)
     assert kernel.operations(0) != of_math(shape.ring, items, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from fake_cuda import DEVICE
 
-launch = pytest.importorskip("tilestream.kernels.launch", exc_type=ImportError)
+launch = pytest.importorskip("tilestream.launch.launch", exc_type=ImportError)
 
 #: As a launch on a GPU asks it; nothing is brought there, since the table is there already.
 GPU = SimpleNamespace(type="cuda")

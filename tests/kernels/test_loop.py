@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from machine import Machine, all_of, done, every_interleaving, unfair
 from strategies import chunkings, rasters, seeds
 from tilestream.arrival import Chunks, Gate, See, Seen, Wait
-from tilestream.kernels.loop import (
+from tilestream.core.loop import (
     Add,
     AddUp,
     Compute,

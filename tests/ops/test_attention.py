@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tilestream as ts
 from attention_maths import FEATURES, LENGTHS, MIXES, Case, attention_by_torch, call_of
 from error_rule import passes
-from tilestream.plan import cpu_attention
+from tilestream.plan.policy import cpu_attention
 
 HOWS = ("packed", "packed paged", "lengths", "paged")
 
@@ -20,7 +20,7 @@ HOWS = ("packed", "packed paged", "lengths", "paged")
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Tiles of 16 rows, blocks of 16 keys: small operands have many."""
-    from tilestream.plan.attention_choose import plan_attention
+    from tilestream.plan.attention_planner import plan_attention
 
     monkeypatch.setattr(cpu_attention, "BLOCK", (16, 16))
     plan_attention.cache_clear()

@@ -10,12 +10,12 @@ import torch
 
 import tilestream as ts
 from attention_maths import Call, Case, call_of
-from tilestream.plan import cpu_attention
+from tilestream.plan.policy import cpu_attention
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    from tilestream.plan.attention_choose import plan_attention
+    from tilestream.plan.attention_planner import plan_attention
 
     monkeypatch.setattr(cpu_attention, "BLOCK", (16, 16))
     plan_attention.cache_clear()

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilestream.kernels.attention import Operands
+from tilestream.core.gpu_specs import named
+from tilestream.core.operands import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_operands import Settings, Tensors
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.known import named
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.trace import record
 
 SETTINGS = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
@@ -90,7 +90,7 @@ class Launch:
 def launched(units, monkeypatch):
     """A call on a launch of a backend: the launch, what was recorded of it, and what was said."""
     pytest.importorskip("triton")
-    from tilestream.kernels import spans
+    from tilestream.launch import trace as spans
 
     def call(backend, captured=False):
         launch = Launch(backend)

@@ -168,7 +168,7 @@ def test_odd_sizes_around_a_tile():
 
 def test_the_plans_own_tiles_for_a_large_product(request):
     request.getfixturevalue("monkeypatch").undo()
-    from tilestream.plan.choose import plan_problem
+    from tilestream.plan.planner import plan_problem
 
     plan_problem.cache_clear()
     a, b = rand(700, 513), rand(513, 600)

@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.spans import SpanLog
+from tilestream.core.operands import Epilogue
+from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
-from tilestream.plan.choose import plan_problem
+from tilestream.plan.planner import plan_problem
 from tilestream.trace import faults, record
 
 

@@ -10,7 +10,7 @@ import torch
 import tilestream as ts
 from error_rule import Maths, check, nans, rand
 from streaming import no_thread_left
-from tilestream.kernels.cpu.publish import Publisher
+from tilestream.launch.cpu.publish import Publisher
 
 pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
 

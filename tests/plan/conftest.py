@@ -8,7 +8,7 @@ import pytest
 
 from tilestream.plan import DeviceProperties
 
-ask, choose = (importlib.import_module(f"tilestream.plan.{name}") for name in ("ask", "choose"))
+api, planner = (importlib.import_module(f"tilestream.plan.{name}") for name in ("api", "planner"))
 
 #: 100 GFLOP/s a worker, 10 GB/s in all, four workers.
 DEVICE = DeviceProperties("a test's CPU", "cpu", 4, 100e9, 10e9, "nominal: made up")
@@ -16,9 +16,9 @@ DEVICE = DeviceProperties("a test's CPU", "cpu", 4, 100e9, 10e9, "nominal: made 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    for module in (ask, choose):
+    for module in (api, planner):
         monkeypatch.setattr(module, "cpu_properties", lambda: DEVICE)
-    monkeypatch.setattr(ask, "default_workers", lambda device: None)
-    choose.plan_problem.cache_clear()
+    monkeypatch.setattr(api, "default_workers", lambda device: None)
+    planner.plan_problem.cache_clear()
     yield DEVICE
-    choose.plan_problem.cache_clear()
+    planner.plan_problem.cache_clear()

@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 import tilestream as ts
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
+from tilestream.core.attention import diagonal, seen_keys
+from tilestream.core.device import DeviceProperties
 from tilestream.plan.attention_plan import packed_heads
-from tilestream.plan.device import DeviceProperties
-from tilestream.schedule.attention import diagonal, seen_keys
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448, (("bfloat16", 7e12),))
 A100 = DeviceProperties("an A100", "portable", 108, 3e11, 1.5e12, "a stub", "sm_80", 166912, (("bfloat16", 3e12),))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tilestream.plan import DeviceProperties, choose, hopper, plan
-from tilestream.plan.choose import plan_problem
+from tilestream.plan import DeviceProperties, plan
+from tilestream.plan import planner as choose
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import hopper
 
 HERTZ = 1.755e9
 H100 = DeviceProperties(

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tilestream.plan import cdna_attention as policy
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.known import named
+from tilestream.core.gpu_specs import named
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy import cdna_attention as policy
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
 DENSE = AttentionProblem(4, 16, 16, 4096, 4096, 128)

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from tilestream import Arrival, plan
-from tilestream.plan import cdna
-from tilestream.plan.known import KNOWN, PER_CYCLE, made, named
-from tilestream.plan.portable import CDNA
+from tilestream.core.gpu_specs import KNOWN, PER_CYCLE, made, named
+from tilestream.core.grid import Grid
+from tilestream.core.order import Raster
+from tilestream.core.schedule import Schedule
+from tilestream.plan.policy import cdna
+from tilestream.plan.policy.portable import CDNA
 from tilestream.plan.problem import ITEMSIZE, Problem, result_name
-from tilestream.schedule.grid import Grid
-from tilestream.schedule.order import Raster
-from tilestream.schedule.schedule import Schedule
 
 MI300X, MI355X = named("mi300x"), named("mi355x")
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tilestream.core.gpu_specs import named
 from tilestream.plan import plan
-from tilestream.plan.cdna_tiles import (
+from tilestream.plan.policy.cdna_tiles import (
     MOST_IN_FLIGHT,
     TILES,
     Tile,
@@ -25,7 +26,6 @@ from tilestream.plan.cdna_tiles import (
     stage_swizzle,
     why_not,
 )
-from tilestream.plan.known import named
 from tilestream.plan.problem import Problem
 
 SHARED = {"gfx942": 65536, "gfx950": 163840}

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.plan.choose import plan_problem
+from tilestream.core.chunks import Chunks
+from tilestream.core.gpu_specs import named
 from tilestream.plan.copies import COPIERS, copied_operand
-from tilestream.plan.known import named
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming, Problem
 
 H100, MI300X = named("h100"), named("mi300x")
@@ -80,8 +80,8 @@ def test_an_offer_makes_another_plan_of_no_other_schedule():
 @pytest.mark.parametrize("copiers", [0, 4])
 def test_a_launch_with_too_few_or_too_many_copiers_is_refused(copiers):
     pytest.importorskip("triton")
-    from tilestream.kernels.portable.arguments import Layout
-    from tilestream.kernels.portable.launch import GemmLaunch
+    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.portable.launch import GemmLaunch
 
     plan = plan_problem(problem(16), 3, "dynamic", device=H100, backend="portable")
     strides = (0, 4096, 1)

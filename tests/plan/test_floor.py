@@ -110,7 +110,7 @@ def test_this_machine_s_cpu():
 
 
 def test_a_machine_that_says_nothing_of_itself(monkeypatch):
-    from tilestream.plan import device
+    from tilestream.core import device
 
     monkeypatch.setattr(device, "_cpuinfo", dict)
     monkeypatch.setattr(device.Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError()))

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.plan import hopper_attention as policy
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import attention_plan, plan_attention
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.attention_planner import attention_plan, plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
 
 H100 = DeviceProperties(
@@ -196,7 +196,7 @@ def test_a_queue_or_none():
 
 def test_more_operations_cost_more():
     def seconds(**change):
-        return min(c.seconds for c in policy.candidates(replace(DENSE, **change), H100, 132, kind="dynamic"))
+        return min(c.predicted for c in policy.candidates(replace(DENSE, **change), H100, 132, kind="dynamic"))
 
     assert seconds(causal=True) < seconds() < seconds(seqlen_k=8192)
     assert seconds(window=(128, 0)) < seconds(causal=True)

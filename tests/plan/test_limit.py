@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
+from tilestream.core.device import DeviceProperties
 from tilestream.plan import Problem, plan_problem
-from tilestream.plan.device import DeviceProperties
 
 limits = importlib.import_module("tilestream.plan.limit")
 HZ = 1.8e9

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 import tilestream
 from tilestream import Arrival, Plan, plan
+from tilestream.core import raster
 from tilestream.plan import SCHEDULES, Incoming, Problem, Refusal, plan_problem
-from tilestream.schedule import Raster, raster
+from tilestream.schedule import Raster
 
 extents = st.sampled_from([0, 1, 2, 31, 32, 33, 100, 257, 512, 1000, 2048, 2049, 8192])
 policy = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -237,7 +238,7 @@ class TestChoice:
             found = list(
                 candidates(made.problem, made.device, made.device.workers, kinds=("dynamic", "stream_k"), inline=True)
             )
-            assert made.predicted == min(c.seconds for c in found)
+            assert made.predicted == min(c.predicted for c in found)
             assert made.why == f"least of {len(found)} candidates in the cost model"
 
     def test_static_is_refused_with_a_reason(self):
@@ -274,7 +275,7 @@ class TestChoice:
 def importlib_cpu():
     import importlib
 
-    return importlib.import_module("tilestream.plan.cpu")
+    return importlib.import_module("tilestream.plan.policy.cpu")
 
 
 class TestArrivals:

@@ -12,10 +12,10 @@ import torch
 import tilestream
 import tilestream as ts
 from tilestream import Arrival
-from tilestream.kernels.portable.arguments import Layout, constants, is_aligned, options
+from tilestream.launch.portable.arguments import Layout, constants, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
-from tilestream.plan.portable import CDNA, TILES, converts, fp8_units, tiles
+from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles
 from tilestream.plan.problem import FNUZ, OCP
 
 HZ = 1.8e9

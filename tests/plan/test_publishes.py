@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 import tilestream as ts
-from tilestream.arrival.chunks import Chunks, chunk_of, rows_in
-from tilestream.kernels.hopper.arguments import Arguments
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan import hopper
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.chunks import Chunks, chunk_of, rows_in
+from tilestream.core.device import DeviceProperties
+from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import of_candidate
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import hopper
 from tilestream.plan.problem import Incoming, Problem
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
@@ -42,9 +42,9 @@ def test_what_is_counted_of_a_chunk_comes_to_its_end_once(m, n, rows):
         per_chunk, times = arguments._published
         halves, counts = arguments._halves, Counter()
         for item in plan.schedule.items():
-            pr, columns = (item.pn, item.pm) if plan.swapped else (item.pm, item.pn)
+            pr, columns = (item.pn, item.pm) if plan.swap_ab else (item.pm, item.pn)
             for half in range(halves):  # as `kernels.hopper.gemm.math_loop` publishes
-                if plan.swapped:
+                if plan.swap_ab:
                     width = sum(arguments.widths)
                     begin, count = columns * width, width
                 else:

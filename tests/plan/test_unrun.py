@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.plan import Problem, plan_problem, unrun
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import plan_attention
-from tilestream.plan.known import named
+from tilestream.core.chunks import Chunks
+from tilestream.core.gpu_specs import named
+from tilestream.plan import Problem, plan_problem
+from tilestream.plan import experimental as unrun
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import Incoming
 
 MATMUL = Problem(8192, 8192, 8192, dtype="bfloat16")

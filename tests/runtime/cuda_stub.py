@@ -79,7 +79,8 @@ def cuda_stub() -> Iterator[Stub]:
     """The stub in place of libcuda, for the length of the block."""
     import pytest
 
-    from tilestream.runtime import driver, tensor_map
+    from tilestream.launch import tensor_map
+    from tilestream.runtime import driver
 
     made = Stub(_loaded())
     tensor_map._driver_version.cache_clear()

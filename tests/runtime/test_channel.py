@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import tilestream as ts
 from tilestream.arrival.signals import Signals
+from tilestream.core.error_record import EXPIRED, FAILED, FIELDS, QUARANTINED, RECORDS, Record, op_number
+from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 from tilestream.runtime import channel as module
 from tilestream.runtime.channel import Channel, channel, check_device
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
-from tilestream.runtime.record import EXPIRED, FAILED, FIELDS, QUARANTINED, RECORDS, Record, op_number
 
 CPU = torch.device("cpu")
 NOBODY = 10**9
@@ -26,7 +26,7 @@ class Ring:
         self.reports = 0
 
     def report(self, why: int = EXPIRED, *, key: int = NOBODY, epoch: int = 1, **fields: int) -> None:
-        """As `tilestream.kernels.portable.gate.end_launch` does it; its chunk is the report's number."""
+        """As `tilestream.kernels.device.gate.end_launch` does it; its chunk is the report's number."""
         number = self.reports
         self.reports += 1
         filled = {"chunk": number, "tile": 3, "batch": -1, "pm": 1, "pn": 2, "waited": 5 * 10**6, "allowed": 10**9}

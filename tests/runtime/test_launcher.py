@@ -18,7 +18,7 @@ from cuda_stub import build
 
 from tritons import triton
 
-module = pytest.importorskip("tilestream.runtime.launcher", exc_type=ImportError)
+module = pytest.importorskip("tilestream.launch.launcher", exc_type=ImportError)
 
 VARIES, Descriptor, Launcher = module.VARIES, module.Descriptor, module.Launcher
 

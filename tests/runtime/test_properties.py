@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilestream.plan import cdna
-from tilestream.plan.known import named
+from tilestream.core.gpu_specs import named
+from tilestream.plan.policy import cdna
 from tilestream.runtime import properties
 
 

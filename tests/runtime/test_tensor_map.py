@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from tilestream.runtime import tensor_map as module
-from tilestream.runtime.tensor_map import SIZE, TFLOAT32, TensorMap, encode
+from tilestream.launch import tensor_map as module
+from tilestream.launch.tensor_map import SIZE, TFLOAT32, TensorMap, encode
 
 BF16, FP32 = 9, 7
 ADDRESS = 0x7F0000000010

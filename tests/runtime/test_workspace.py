@@ -295,7 +295,7 @@ def test_a_forked_child_multiplies():
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("own", [True, False], ids=["own number", "changing the default"])
 def test_each_lock_of_a_call_is_free_in_a_child(own, monkeypatch):
-    from tilestream.kernels.cpu import threads
+    from tilestream.launch.cpu import threads
 
     if not own:
         monkeypatch.setattr(threads, "own_setters", lambda: None)

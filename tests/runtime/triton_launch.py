@@ -21,7 +21,7 @@ from triton.backends.nvidia import driver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from tilestream.runtime.launcher import VARIES, Descriptor, Launcher
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 
 ROUNDS = "round_f32_to_tf32" in {field.name for field in dataclasses.fields(TensorDescriptor)}  # not in 3.6
 STREAM, GRID = 0xAB0, (132, 2, 1)

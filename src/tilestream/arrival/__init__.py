@@ -4,8 +4,8 @@ Importing this package imports no torch; `tilestream.arrival.stream`, whose prod
 """
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.gate import Gate, See, Seen, Wait, pass_gate
 from tilestream.arrival.signals import Outcome, Signals
+from tilestream.core.chunks import Chunks
+from tilestream.core.gate import Gate, See, Seen, Wait, pass_gate
 
 __all__ = ["Arrival", "Chunks", "Gate", "Outcome", "See", "Seen", "Signals", "Wait", "pass_gate"]

@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tilestream.arrival.copy_items import CopyArguments
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.publishing import Publishing
+from tilestream.core.copy_items import CopyArguments
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import capture_id, stream_write
 from tilestream.runtime.streams import aside

@@ -1,7 +1,7 @@
 """A stream's copies, offered to the kernel that reads them: who makes them, and when.
 
 Nothing is copied before somebody reads. The first launch of an epoch that can takes the copies (`KernelCopies.take`)
-and makes them itself, see `tilestream.arrival.copy_items`; launches after it in the same stream find all there, and
+and makes them itself, see `tilestream.core.copy_items`; launches after it in the same stream find all there, and
 those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). Whoever reads and
 cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
 
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_bytes, word_dtype
+from tilestream.core.chunks import Chunks
+from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_bytes, word_dtype
 
 if TYPE_CHECKING:
-    from tilestream.arrival.device import DeviceSignals
+    from tilestream.arrival.signals import Signals
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class KernelCopies:
     Raises
     ------
     ValueError
-        If a chunk is too large: see `tilestream.arrival.copy_items.Pieces`.
+        If a chunk is too large: see `tilestream.core.copy_items.Pieces`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class KernelCopies:
         target: torch.Tensor,
         chunks: Chunks,
         pivot: int,
-        by_engine: Callable[[DeviceSignals], torch.cuda.Event],
+        by_engine: Callable[[Signals], torch.cuda.Event],
         beside: torch.cuda.Stream,
     ) -> None:
         row_bytes = source.shape[1] * source.element_size()
@@ -171,7 +171,7 @@ class KernelCopies:
         """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
         return self._graph[1] if self._graph is not None and self._graph[0] == graph else None
 
-    def follow(self, stream: torch.cuda.Stream, signals: DeviceSignals) -> None:
+    def follow(self, stream: torch.cuda.Stream, signals: Signals) -> None:
         """A launch on ``stream``, which is current, waits for these chunks: see that they come."""
         with self._lock:
             if self.pending:
@@ -182,7 +182,7 @@ class KernelCopies:
             else:
                 self._wait_for_taker(stream)
 
-    def by_engine(self, signals: DeviceSignals, timeout: float | None = None) -> bool:
+    def by_engine(self, signals: Signals, timeout: float | None = None) -> bool:
         """Have the copies made by the copy engine, where nobody has taken them.
 
         Returns

@@ -16,9 +16,9 @@ from tilestream.runtime.driver import copy_in
 from tilestream.runtime.streams import lend_to
 
 if TYPE_CHECKING:
-    from tilestream.arrival.chunks import Chunks
     from tilestream.arrival.device import DeviceSignals
     from tilestream.arrival.signals import Signals
+    from tilestream.core.chunks import Chunks
 
 
 class Landing:
@@ -142,7 +142,7 @@ class DeviceLanding(Landing):
             )
         order = [(pivot + step) % chunks.count for step in range(chunks.count)]
 
-        def by_engine(signals: DeviceSignals) -> torch.cuda.Event:
+        def by_engine(signals: Signals) -> torch.cuda.Event:
             self.begin()
             try:
                 with self.issuing():

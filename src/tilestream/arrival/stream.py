@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.sources import FileSource, IteratorSource, Job, Source, TensorSource, row_count
-from tilestream.runtime import exit
+from tilestream.core.chunks import Chunks
+from tilestream.core.errors import ProducerStopped
+from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.errors import ProducerStopped
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
@@ -59,7 +59,7 @@ class _Filling:
         if not readers:
             self._run()
             return
-        exit.register(self)
+        shutdown.register(self)
         try:
             for i in range(readers):
                 thread = threading.Thread(target=self._run, name=f"tilestream-producer-{i}", daemon=True)
@@ -71,7 +71,7 @@ class _Filling:
             raise
 
     def stop_at_exit(self, timeout: float) -> None:
-        """See `tilestream.runtime.exit`."""
+        """See `tilestream.runtime.shutdown`."""
         self.stop.set()
         self.join(timeout)
 

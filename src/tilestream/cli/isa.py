@@ -8,7 +8,7 @@ import typer
 from tilestream.cli import ui
 
 if TYPE_CHECKING:
-    from tilestream.isa.report import Report
+    from tilestream_tools.isa.report import Report
 
 
 def isa(
@@ -41,8 +41,8 @@ def isa(
     published rates, beside its floor. Compiled and read, not run.
     """
     from tilestream.cli.plan import parsed_tile
-    from tilestream.isa import kernels, report
-    from tilestream.isa.rates import MEMORY_CYCLES
+    from tilestream_tools.isa import kernels, report
+    from tilestream_tools.isa.rates import MEMORY_CYCLES
 
     if kernel is None:
         for name, entry in kernels.KERNELS.items():

@@ -40,7 +40,7 @@ def sweep(
     Every point's answer is checked, and figures above the peak of what is left are refused. Writes JSON, CSV and, where
     matplotlib is installed, a picture.
     """
-    from tilestream.sweep import record
+    from tilestream_tools.sweep import record
 
     out = out.with_suffix(".json")
     if not out.parent.is_dir():
@@ -52,8 +52,8 @@ def sweep(
         return
     if plot:
         raise ValueError(f"{plot[0]}: records are named for --plot")
-    from tilestream.sweep import run
-    from tilestream.sweep import suite as suites
+    from tilestream_tools.sweep import run
+    from tilestream_tools.sweep import suite as suites
 
     if backend not in ("gpu", "cpu"):
         raise ValueError(f"--backend {backend}: it is gpu or cpu")
@@ -87,7 +87,7 @@ def sweep(
     made = record.Sweep({**run.about(device), "suite": given.name, "by": by})
     try:
         if by == "nccl":
-            from tilestream.sweep.beside import sweep_beside
+            from tilestream_tools.sweep.collective_overlap import sweep_beside
 
             made = sweep_beside(
                 given, counts, todo, collective=collective, megabytes=megabytes, head_start=1e-6 * head_start,
@@ -95,7 +95,7 @@ def sweep(
             )  # fmt: skip
             made.write(out)
         else:
-            from tilestream.sweep.takers import taker
+            from tilestream_tools.sweep.contention import taker
 
             runner = run.Runner(taker(by, device), device, rounds, told)
             runner.run(made, given, counts, todo, lambda: made.write(out))
@@ -114,7 +114,7 @@ def sweep(
 
 
 def _draw(sweeps: list, path: Path, optional: bool = False) -> None:  # type: ignore[type-arg]
-    from tilestream.sweep.plot import draw
+    from tilestream_tools.sweep.plot import draw
 
     try:
         draw(sweeps, path)

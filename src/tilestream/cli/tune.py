@@ -24,10 +24,10 @@ def tune(
     import torch
 
     from tilestream.plan import tuned
-    from tilestream.sweep import run
-    from tilestream.sweep.clock import GpuClock
-    from tilestream.sweep.suite import Shape
-    from tilestream.sweep.tune import tune as measure
+    from tilestream_tools.sweep import run
+    from tilestream_tools.sweep.clock import GpuClock
+    from tilestream_tools.sweep.suite import Shape
+    from tilestream_tools.sweep.tune import tune as measure
 
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype}: it is bfloat16 or float16")

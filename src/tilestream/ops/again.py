@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from tilestream.kernels.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
@@ -25,7 +25,7 @@ from tilestream.runtime.properties import allows_tf32, context_units
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
-    from tilestream.kernels.launch import Launch
+    from tilestream.launch.launch import Launch
     from tilestream.ops.operands import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

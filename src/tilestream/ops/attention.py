@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.ops import attention_again
 from tilestream.ops.attention_library import (
     attention_arriving_op,
@@ -30,13 +31,12 @@ from tilestream.ops.attention_operands import (
     to_rows_first,
     window_of,
 )
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import clear_signals_op
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, refuse_tangents
-from tilestream.plan.attention import AttentionLayout
-from tilestream.plan.attention_choose import ATTENTION_SCHEDULES, check_splits
-from tilestream.runtime import exit
+from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
+from tilestream.plan.attention_problem import AttentionLayout
+from tilestream.runtime import shutdown
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = Sequence[int | None] | None
@@ -226,7 +226,7 @@ def attention(
     if torch.compiler.is_compiling():
         result, lse = _call(t, s, arrival, deadline, into)
     else:
-        with exit.call():
+        with shutdown.call():
             result, lse = _call(t, s, arrival, deadline, into)
     answer = out if out is not None else result.transpose(1, 2) if layout == "bhsd" else result
     if key is not None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilestream.ops.attention import Causal, attention
 from tilestream.ops.attention_operands import MOST_HEADS
-from tilestream.plan.attention import HEAD_DIM_STEP, MOST_HEAD_DIM
+from tilestream.plan.attention_problem import HEAD_DIM_STEP, MOST_HEAD_DIM
 
 logger = logging.getLogger(__name__)
 

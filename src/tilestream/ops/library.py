@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.ops import gpu
 from tilestream.ops.execute import execute, make_epilogue, problem_of
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, check_pair, refuse_gradients
 from tilestream.plan import limit as limits
-from tilestream.plan.ask import SCHEDULES
-from tilestream.plan.choose import plan_problem
+from tilestream.plan.api import SCHEDULES
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import dtype_name, result_name
 
 _OPERANDS = (

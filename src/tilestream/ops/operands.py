@@ -10,9 +10,9 @@ import torch
 from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.kernels.epilogue import ACTIVATIONS as KERNEL_ACTIVATIONS
+from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.ops import again
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
     clear_signals_op,
     gemm_arriving_op,
@@ -24,9 +24,9 @@ from tilestream.ops.library import (
 )
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_pair, check_scale_dtype, refuse_gradients
-from tilestream.plan.ask import SCHEDULES, check_publish
+from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.plan.problem import dtype_name
-from tilestream.runtime import exit
+from tilestream.runtime import shutdown
 
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
@@ -215,7 +215,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, options: Options) -> torch.Tenso
     if torch.compiler.is_compiling():
         result = _call(a, b, residual, scales, canonical, options)
     else:
-        with exit.call():
+        with shutdown.call():
             result = _call(a, b, residual, scales, canonical, options)
     return out if out is not None else result.reshape(shape)
 

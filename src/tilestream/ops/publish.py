@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.gate import PublishArguments
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.chunks import Chunks
+from tilestream.core.operands import Epilogue
+from tilestream.launch.gate import PublishArguments
 from tilestream.ops import gpu
 from tilestream.ops.execute import make_epilogue
-from tilestream.ops.flat import FlatArrival
 from tilestream.plan.problem import Incoming
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.kernels.launch import Launch
+    from tilestream.launch.launch import Launch
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,15 @@
 """Problem + device -> Plan. Pure Python, no GPU needed, explains itself."""
 
-from tilestream.plan.ask import SCHEDULES, plan
-from tilestream.plan.attention import AttentionProblem
-from tilestream.plan.attention_choose import attention_plan, plan_attention
+from tilestream.core.device import DeviceProperties, cpu_properties
+from tilestream.plan.api import SCHEDULES, plan
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties, cpu_properties
-from tilestream.plan.floor import Floor
-from tilestream.plan.plan import Plan, Refusal
+from tilestream.plan.attention_planner import attention_plan, plan_attention
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.roofline import Floor
 from tilestream.plan.search import search_space
 
 __all__ = [

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from tilestream.arrival.gate import arrival_order
+from tilestream.core.gate import arrival_order
+from tilestream.core.schedule import MOST_QUEUES
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.problem import Problem, gate_of
-from tilestream.schedule.schedule import MOST_QUEUES
 
 #: Orders that have a name: as chunks arrive, and from the pivot on whatever arrives.
 OrderName = Literal["arrival", "chunk_major"]

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import heapq
 
-from tilestream.plan.attention import AttentionProblem
+from tilestream.core.attention import diagonal, key_blocks
+from tilestream.core.integers import cdiv
+from tilestream.core.raster import longest_first
+from tilestream.core.schedule import Kind
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import ITEMSIZE
-from tilestream.schedule.attention import diagonal, key_blocks
-from tilestream.schedule.integers import cdiv
-from tilestream.schedule.raster import longest_first
-from tilestream.schedule.schedule import Kind
 
 #: Share of a launch that is not worth a smaller group; sizes that are looked at beside powers of two, at most; tiles a
 #: worker that are followed, the last ones; and with how many the longest are no matter: each is twice the average.

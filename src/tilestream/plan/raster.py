@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tilestream.core.grid import Grid
+from tilestream.core.order import Raster, TileOrder, by_arrival, table_raster
+from tilestream.core.queues import MOST_QUEUES
+from tilestream.core.schedule import Kind, Split
 from tilestream.plan.problem import Incoming, Problem
-from tilestream.schedule.grid import Grid
-from tilestream.schedule.order import Raster, TileOrder, by_arrival, table_raster
-from tilestream.schedule.queues import MOST_QUEUES
-from tilestream.schedule.schedule import Kind, Split
 
 
 def raster_of(

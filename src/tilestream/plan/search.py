@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilestream.plan import hopper, portable
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.device import DeviceProperties
+from tilestream.core.schedule import Kind
 from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.policy import hopper, portable
 from tilestream.plan.problem import Problem
-from tilestream.schedule.schedule import Kind
 
 _KINDS: tuple[Kind, ...] = ("dynamic", "stream_k")
 

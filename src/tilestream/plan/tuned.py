@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilestream._version import __version__
+from tilestream.core.device import DeviceProperties
 from tilestream.plan.candidate import Candidate
-from tilestream.plan.device import DeviceProperties
 from tilestream.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def knobs(candidate: Candidate | Plan) -> Knobs:
     return {
         "variant": candidate.variant,
         "block": "x".join(map(str, candidate.block)),
-        "swapped": int(candidate.swapped),
+        "swapped": int(candidate.swap_ab),
         "warps": candidate.warps,
         "stages": candidate.stages,
         "schedule": schedule.kind,

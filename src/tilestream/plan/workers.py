@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilestream.plan.cdna import workers_beside_producers
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import ENVIRONMENT, within
-from tilestream.plan.plan import Refusal
+from tilestream.plan.policy.cdna import workers_beside_producers
 
 
 class Workers(NamedTuple):

@@ -1,5 +1,5 @@
 """Workspaces, errors, and what must happen at exit."""
 
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 
 __all__ = ["ArrivalTimeout", "ProducerStopped", "TilestreamError"]

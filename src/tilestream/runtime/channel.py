@@ -2,7 +2,7 @@
 
 One a device: a ring of records in pinned host memory, which GPUs write directly, and a counter of records on the
 device. The host looks at one word of it at each call on that device and at `check` (invariant 5), and raises what it
-finds. The words of a record are told in `tilestream.runtime.record`.
+finds. The words of a record are told in `tilestream.core.error_record`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Collection
 
 import torch
 
+from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record
 from tilestream.runtime.device_workspace import LINE
-from tilestream.runtime.record import EXPIRED, FIELDS, RECORDS, Record
 
 _Words = ctypes.c_int64 * (FIELDS * RECORDS)
 

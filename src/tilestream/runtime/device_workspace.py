@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
+from tilestream.core.schedule import Schedule
 from tilestream.runtime.driver import context_id
-from tilestream.schedule.schedule import Schedule
 
-#: 8-byte words from one counter to the next; `tilestream.kernels.portable.schedule.LINE` says why.
+#: 8-byte words from one counter to the next; `tilestream.kernels.device.schedule.LINE` says why.
 LINE = 16
 #: 8-byte words of the slab: 2 MiB, about five thousand captured launches of one queue, or 120 of a queue a worker.
 _SLAB = 2**18

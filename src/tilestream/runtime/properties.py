@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from tilestream.plan.device import DeviceProperties
-from tilestream.plan.known import made, published
+from tilestream.core.device import DeviceProperties
+from tilestream.core.gpu_specs import made, published
 from tilestream.runtime.driver import context_id, context_sms
 
 #: Taken where the driver does not say.

@@ -2,7 +2,7 @@
 
 Invariants 4 and 8: a workspace belongs to one launch at a time; it is made on first use, sized by need and reused, and
 nothing in it is ever cleared for a launch. Queue counters go on from where the launch before may have left them (see
-`tilestream.schedule.queues`). A launch that failed hands its workspace back like any other: all its workers have left,
+`tilestream.core.queues`). A launch that failed hands its workspace back like any other: all its workers have left,
 and its counters are below the next base whatever it did; only its stream-K counts are forgotten.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tilestream.schedule.queues import next_base
-from tilestream.schedule.schedule import Schedule
+from tilestream.core.queues import next_base
+from tilestream.core.schedule import Schedule
 
 #: Bytes of scratch that a workspace keeps from one launch to the next; more is made when needed, and let go.
 _KEPT_BYTES = 64 * 2**20

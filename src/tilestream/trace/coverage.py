@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilestream.schedule.schedule import Schedule
+    from tilestream.core.schedule import Schedule
     from tilestream.trace.record import LaunchTrace
 
 #: Faults that are told one by one.

@@ -1,7 +1,7 @@
 """The compile gate of CDNA's attention: see `cdna_gate`. ``python cdna_attention_gate.py quick|all [processes]``.
 
-What is compiled of each tile of `tilestream.plan.cdna_attention.TILES`: see `HOWS`; a tile for busy scores has only
-those that are.
+What is compiled of each tile of `tilestream.plan.policy.cdna_attention.TILES`: see `HOWS`; a tile for busy scores
+has only those that are.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 
 from cdna_gate import DEVICES, ring_order, triton, waits_then_barriers
 
-from tilestream.isa import amdgcn
-from tilestream.isa.build import Pointer, build
+from tilestream.core.integers import cdiv
 from tilestream.kernels.cdna.attention import attend
-from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.kernels.cdna.ring import fetch_layout
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.plan.attention import AttentionProblem
+from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
+from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate, packed_heads, schedule_of
-from tilestream.plan.cdna_attention import (
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy.cdna_attention import (
     TILES,
     Parts,
     Tile,
@@ -36,8 +35,9 @@ from tilestream.plan.cdna_attention import (
     turned,
     why_not,
 )
-from tilestream.plan.cdna_tiles import LANES
-from tilestream.schedule.integers import cdiv
+from tilestream.plan.policy.cdna_tiles import LANES
+from tilestream_tools.isa import amdgcn
+from tilestream_tools.isa.build import Pointer, build
 
 #: What a problem has beside its extents.
 HOWS: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def layout_of(p: AttentionProblem) -> AttentionLayout:
 
 
 def fill(plan: AttentionPlan) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What `tilestream.kernels.cdna.attention_launch` has compiled: options, and arguments of no address."""
+    """What `tilestream.launch.cdna.attention_launch` has compiled: options, and arguments of no address."""
     p = plan.problem
     made = CdnaAttentionArguments(plan, layout_of(p))
 

@@ -3,7 +3,7 @@
 Run by `test_cdna_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs Triton,
 no torch. ``python cdna_gate.py quick|all [processes]`` prints one JSON object a line.
 
-What is compiled of each tile of `tilestream.plan.cdna_tiles.TILES`, for each architecture:
+What is compiled of each tile of `tilestream.plan.policy.cdna_tiles.TILES`, for each architecture:
 
 * ``plain``: a queue, even K, no epilogue: what runs most; in the four layouts of the operands;
 * ``worst``: stream_k where the tile may be cut, a batch, uneven K, fp32 out, alpha, a scale a row and column, bias,
@@ -32,14 +32,16 @@ from gate import DEVICES as PORTABLE
 from gate import gate_arguments
 
 from polling import polling_faults
-from tilestream.arrival.chunks import Chunks
-from tilestream.isa import amdgcn
-from tilestream.isa.build import Pointer, build
-from tilestream.kernels.cdna.arguments import Arguments, Operand
+from tilestream.core.chunks import Chunks
+from tilestream.core.grid import Grid
+from tilestream.core.schedule import Schedule
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.cdna.ring import turned_layout
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan.cdna_tiles import (
+from tilestream.launch.cdna.arguments import Arguments, Operand
+from tilestream.launch.portable.arguments import Layout
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.policy.cdna_tiles import (
     CELL_BYTES,
     LANES,
     TILES,
@@ -51,11 +53,10 @@ from tilestream.plan.cdna_tiles import (
     spread,
     stage_cost,
 )
-from tilestream.plan.plan import Plan
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming, Problem, result_name
 from tilestream.plan.raster import raster_of, split_of
-from tilestream.schedule.grid import Grid
-from tilestream.schedule.schedule import Schedule
+from tilestream_tools.isa import amdgcn
+from tilestream_tools.isa.build import Pointer, build
 
 DEVICES = {arch: replace(PORTABLE[arch], backend="cdna") for arch in ("gfx942", "gfx950")}
 LAYOUTS = ("nt", "nn", "tn", "tt")
@@ -133,9 +134,8 @@ def make(arch: str, tile: Tile, dtype: str, how: str, layout: str) -> Configurat
     queues = 8 if how == "stealing" else 1
     workers = DEVICES[arch].workers - (1 if full else 0)
     schedule = Schedule(kind, grid, raster, workers, queues, split_of(raster) if queues > 1 else "items")
-    plan = Plan(
-        problem, DEVICES[arch], "cdna", tile.copies, block, schedule, "the gate's", (), 0.0, tile.warps, tile.stages
-    )
+    found = Candidate(tile.copies, block, schedule, 0.0, tile.warps, tile.stages)
+    plan = of_candidate(problem, DEVICES[arch], "cdna", found, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
     a, b = ((k, 1) if layout[0] == "n" else (1, _SIZE)), ((_SIZE, 1) if layout[1] == "n" else (1, k))
     made = Layout((0, *a), (0, *b), strides["n"])
@@ -153,7 +153,7 @@ def make(arch: str, tile: Tile, dtype: str, how: str, layout: str) -> Configurat
 
 
 def fill(plan: Plan, layout: Layout, probe: bool = False) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What `tilestream.kernels.cdna.launch.GemmLaunch` has compiled: options, and arguments of no address."""
+    """What `tilestream.launch.cdna.launch.GemmLaunch` has compiled: options, and arguments of no address."""
     arguments = Arguments(plan, layout, probe=probe)
     problem, schedule = plan.problem, plan.schedule
     addend = "bfloat16" if problem.fp8 else problem.dtype

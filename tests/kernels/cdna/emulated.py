@@ -18,11 +18,12 @@ import numpy as np
 from triton.experimental.gluon import language as real
 
 from layouts import elements
+from tilestream.core import queues as queues_
+from tilestream.core import ring as ring_
+from tilestream.core import swizzle
 from tilestream.kernels.cdna import epilogue, gemm, ring
-from tilestream.kernels.portable import items as shared
-from tilestream.schedule import WorkItem, swizzle
-from tilestream.schedule import queues as queues_
-from tilestream.schedule import ring as ring_
+from tilestream.kernels.device import items as shared
+from tilestream.schedule import WorkItem
 
 #: Elements past its end that a tensor's last vector may reach into.
 BEHIND = 16

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tensor
 
-from tilestream.kernels.attention import Operands
+from tilestream.core import attention as rules
+from tilestream.core import integers, raster
+from tilestream.core.operands import Operands
 from tilestream.kernels.cdna import attention, attention_copy
 from tilestream.kernels.cdna import attention_softmax as cdna_softmax
-from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
+from tilestream.kernels.device import varlen as attention_list
 from tilestream.kernels.hopper import attention_load, attention_softmax
-from tilestream.kernels.portable import attention_list
+from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.schedule import attention as rules
-from tilestream.schedule import integers, raster
 
 FLOAT16 = Dtype("fp16", 16)
 #: What of other kernels is run as it stands.
@@ -127,7 +127,7 @@ def memory(x: torch.Tensor | None, dtype: Dtype) -> Memory | None:
 
 
 def listed(plan: AttentionPlan, x: Operands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What `tilestream.kernels.portable.attention_list.list_sequences` makes."""
+    """What `tilestream.kernels.device.varlen.list_sequences` makes."""
     p = plan.problem
     if not p.varlen:
         return None, None

@@ -10,13 +10,13 @@ from test_cdna_layouts import plain
 from triton.experimental.gluon import language as gl
 
 from layouts import elements, holdings
+from tilestream.core.gpu_specs import named
+from tilestream.core.swizzle import BANK, BANKS, swizzled
 from tilestream.kernels.cdna.attention_copy import VECTOR
 from tilestream.kernels.cdna.attention_softmax import KEYS, pair_layout
 from tilestream.kernels.cdna.epilogue import math_layout
 from tilestream.kernels.cdna.ring import copy_layout, fetch_layout, permuted
-from tilestream.plan.cdna_attention import TILES, instruction, lane_bytes, parts_of, swizzles, turned, why_not
-from tilestream.plan.known import named
-from tilestream.schedule.swizzle import BANK, BANKS, swizzled
+from tilestream.plan.policy.cdna_attention import TILES, instruction, lane_bytes, parts_of, swizzles, turned, why_not
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
 DIMS = {64: ((64, 64),), 128: ((128, 128), (96, 96), (96, 128)), 192: ((192, 128),), 256: ((256, 256),)}

@@ -16,13 +16,13 @@ from emulated import Machine
 from emulated_attention import AttentionMachine, run
 
 from attention_maths import FEATURES, MIXES, Case, call_of
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.cdna.attention_arguments import CdnaAttentionArguments
+from tilestream.core.gpu_specs import named
+from tilestream.core.operands import Operands
+from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, packed_heads, schedule_of
-from tilestream.plan.known import named
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
 #: Architecture, copies, stages.

@@ -1,7 +1,8 @@
 """CDNA's attention does, operation by operation, what the checker explores: see `test_cdna_protocol`.
 
 The kernel's own text is run on `emulated_attention`, which here writes down what is asked of the stages of keys and of
-values, and is compared with the operations of `tilestream.verify.shared_attention` for the same items. Barriers that a
+values, and is compared with the operations of `tilestream_tools.verify.shared_attention` for the same items.
+Barriers that a
 read or a put follows are the compiler's, and the compile gate looks for them: those of the text itself are compared.
 """
 
@@ -18,8 +19,8 @@ from emulated import Stages
 from test_attention_numbers import check
 
 from attention_maths import Case
-from tilestream.verify import shared_attention as model
-from tilestream.verify.shared_ring import Arrive, Copy, Fetch, Item, Put, Read, SharedRing, WaitLoads
+from tilestream_tools.verify import shared_attention as model
+from tilestream_tools.verify.shared_ring import Arrive, Copy, Fetch, Item, Put, Read, SharedRing, WaitLoads
 
 BLOCK, COLUMNS = 32, 32
 

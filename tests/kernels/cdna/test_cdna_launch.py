@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language")
 
+from tilestream.core.gpu_specs import named
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.cdna.gemm import gemm
-from tilestream.kernels.cdna.launch import GemmLaunch
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.portable.launch import GemmLaunch as PortableLaunch
+from tilestream.launch.cdna.launch import GemmLaunch
+from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.ops.gpu import _make
 from tilestream.plan import plan
-from tilestream.plan.known import named
 from tilestream.runtime.device_workspace import Words
 
 NAMES = gemm.arg_names
@@ -100,8 +100,8 @@ def test_an_output_at_an_odd_address_is_stored_an_element_at_a_time(monkeypatch)
 
 
 def test_what_lies_too_far_apart_goes_through_registers():
-    from tilestream.kernels.cdna.arguments import Arguments
-    from tilestream.kernels.portable.arguments import Layout
+    from tilestream.launch.cdna.arguments import Arguments
+    from tilestream.launch.portable.arguments import Layout
 
     chosen = made(variant="direct", tile=(128, 128))
     near = Arguments(chosen, Layout((0, 512, 1), (0, 1, 512), (0, 256, 1)))

@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon.language")
 from triton.experimental.gluon import language as gl
 
 from layouts import elements, holdings
-from tilestream.kernels.cdna.arguments import operand
+from tilestream.core.swizzle import BANK, BANKS
 from tilestream.kernels.cdna.epilogue import math_layout
 from tilestream.kernels.cdna.ring import (
     copy_layout,
@@ -20,8 +20,8 @@ from tilestream.kernels.cdna.ring import (
     turned_layout,
     word_layout,
 )
-from tilestream.plan.cdna_tiles import TILES, instruction, lane_bytes, spread, stage_swizzle
-from tilestream.schedule.swizzle import BANK, BANKS
+from tilestream.launch.cdna.arguments import operand
+from tilestream.plan.policy.cdna_tiles import TILES, instruction, lane_bytes, spread, stage_swizzle
 
 CASES = [
     (arch, tile, size, k_major)

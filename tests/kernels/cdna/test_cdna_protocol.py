@@ -2,8 +2,8 @@
 
 The kernel's own text is run on the stand-ins of `emulated`, which here write down what is asked of the stages; of B's
 only what goes through registers: of copies and reads they are asked for the same as A's, right after it. What comes of
-it is compared with the operations of `tilestream.verify.shared_ring` for the same items. The barriers inside the loops
-are the compiler's, and the compile gate looks for them: those that the text has itself are compared.
+it is compared with the operations of `tilestream_tools.verify.shared_ring` for the same items. The barriers inside
+the loops are the compiler's, and the compile gate looks for them: those that the text has itself are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon.language")
 from emulated import Machine, Stages, View
 from test_cdna_numbers import Case, prepared
 
-from tilestream.verify import shared_ring as model
+from tilestream_tools.verify import shared_ring as model
 
 BLOCK_K = 64
 

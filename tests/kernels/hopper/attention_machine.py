@@ -24,6 +24,10 @@ from typing import Any
 import numpy as np
 from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Pointer, Product, Real, TensorMap, of
 
+from tilestream.core import attention as rules
+from tilestream.core import integers, raster, ring
+from tilestream.kernels.device import epilogue as portable_text
+from tilestream.kernels.device import varlen as list_text
 from tilestream.kernels.hopper import attention as text
 from tilestream.kernels.hopper import attention_convert as convert_text
 from tilestream.kernels.hopper import attention_load as load_text
@@ -32,11 +36,7 @@ from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import queues as queues_text
-from tilestream.kernels.portable import attention_list as list_text
-from tilestream.kernels.portable import epilogue as portable_text
-from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, KeyGate
-from tilestream.schedule import attention as rules
-from tilestream.schedule import integers, raster, ring
+from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, KeyGate
 
 #: What of the kernel is run as it stands.
 TEXTS = (

@@ -2,8 +2,8 @@
 
 ``python hopper_attention_gate.py quick|all [processes]`` prints one JSON object a line.
 
-What is compiled of each tile of `tilestream.plan.hopper_attention.TILES`: each of `HOWS` in the variant that the plan
-takes, and a few (`BOTH`) in the other one too.
+What is compiled of each tile of `tilestream.plan.policy.hopper_attention.TILES`: each of `HOWS` in the variant that
+the plan takes, and a few (`BOTH`) in the other one too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 
 from releases import release
-from tilestream.arrival.chunks import Chunks
+from tilestream.core.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
-from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.kernels.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.plan import hopper_attention
-from tilestream.plan.attention import AttentionProblem
+from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy import hopper_attention
 from tilestream.plan.problem import Incoming
 
 
@@ -47,7 +47,7 @@ def layout_of(p: AttentionProblem, table: int = 4) -> AttentionLayout:
 
 
 def fill(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """What `tilestream.kernels.hopper.attention_launch.AttentionLaunch` has compiled."""
+    """What `tilestream.launch.hopper.attention_launch.AttentionLaunch` has compiled."""
     made, p = HopperAttentionArguments(plan, layout, trace), plan.problem
     stored = hopper_attention.share_dtype(p, plan.shares)
     maps = [described(m, stored if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]

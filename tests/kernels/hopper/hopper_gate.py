@@ -4,7 +4,7 @@ Run by `test_hopper_compiles`, in a process of its own and by whatever Python ha
 Triton, no torch. ``python hopper_gate.py quick|all [processes]`` prints one JSON object a line; with ``names`` only
 what all of them are called, and compiles nothing.
 
-What is compiled of each tile of `tilestream.plan.hopper.TILES`, both ways round (`HOWS`):
+What is compiled of each tile of `tilestream.plan.policy.hopper.TILES`, both ways round (`HOWS`):
 
 * ``plain``: a queue, no epilogue: what runs most; in the four layouts of the operands;
 * ``worst``: stream_k, a batch, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu;
@@ -46,23 +46,23 @@ from gate import gemm as portable_gemm  # noqa: F401
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.copy_items import WORDS_A_THREAD
-from tilestream.isa import sass
-from tilestream.isa.kernels import copy_arguments
-from tilestream.kernels.gate import NO_PUBLISH, PublishArguments
-from tilestream.kernels.hopper.arguments import Arguments, Map
+from tilestream.core.chunks import Chunks
+from tilestream.core.copy_items import WORDS_A_THREAD
+from tilestream.core.device import DeviceProperties
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.hopper.ring import ITEMS
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.plan import hopper
+from tilestream.launch.gate import NO_PUBLISH, PublishArguments
+from tilestream.launch.hopper.arguments import Arguments, Map
+from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.arrival_order import in_arrival_order
-from tilestream.plan.candidate import Candidate
-from tilestream.plan.device import DeviceProperties
-from tilestream.plan.hopper import TILES, Tile
+from tilestream.plan.candidate import Candidate, Forced
 from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.policy import hopper
+from tilestream.plan.policy.hopper import TILES, Tile
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
-from tilestream.verify.protocol import Ring
+from tilestream_tools.isa import sass
+from tilestream_tools.isa.kernels import copy_arguments
+from tilestream_tools.verify.protocol import Ring
 
 _TYPES = {
     "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
@@ -71,7 +71,7 @@ _TYPES = {
 
 
 def described(made: Map | None, dtype: str) -> TensorDescriptor | None:
-    """`tilestream.kernels.hopper.launch.described_by`, without torch."""
+    """`tilestream.launch.hopper.launch.described_by`, without torch."""
     if made is None:
         return None
     element = _TYPES[dtype]
@@ -86,7 +86,7 @@ def fill(
     plan: Plan, layout: Layout, out_address: int = 0, bias_address: int = 0, probe: bool = False, trace: bool = False,
     apart: int | None = None,
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:  # fmt: skip
-    """What `tilestream.kernels.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
+    """What `tilestream.launch.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def fill(
     """
     arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace, apart)
     problem, schedule = plan.problem, plan.schedule
-    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = (
         (arguments.x, x), (arguments.apart, x), *((part, y) for part in arguments.y),
         (arguments.out, problem.out_dtype),
@@ -306,10 +306,10 @@ def _candidates(
 ) -> list[Candidate]:  # fmt: skip
     """The plan's own, of one row of `TILES`, one way round: what the plan does not have is not compiled."""
     made = hopper.candidates(
-        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant,
-        registers=registers,
+        problem, DEVICE, 131, kinds=(kind,),
+        forced=Forced(tile, order, queues, variant=row.variant, registers=registers),
     )  # fmt: skip
-    return [one for one in made if one.swapped == swapped]
+    return [one for one in made if one.swap_ab == swapped]
 
 
 # What came out -------------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     arguments = Arguments(plan, layout)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     names = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float32": "tf32"}
-    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     depth = 32 // size
     halves = 2 if row.variant == "cooperative" else 1
     copies = [

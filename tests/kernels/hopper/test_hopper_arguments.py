@@ -17,22 +17,24 @@ pytest.importorskip("triton")
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart, GateWords
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.kernels.gate import GateArguments
-from tilestream.kernels.hopper import launch as launching
-from tilestream.kernels.hopper.arguments import Arguments, Map
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
-from tilestream.kernels.hopper.launch import GemmLaunch, described_by
-from tilestream.kernels.launch import Incoming, Probe
-from tilestream.kernels.portable.arguments import Layout
-from tilestream.kernels.spans import SpanLog
+from tilestream.launch.gate import GateArguments
+from tilestream.launch.hopper import launch as launching
+from tilestream.launch.hopper.arguments import Arguments, Map
+from tilestream.launch.hopper.launch import GemmLaunch, described_by
+from tilestream.launch.launch import Probe
+from tilestream.launch.launcher import VARIES, Descriptor
+from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
-from tilestream.plan import hopper as policy
+from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.policy import hopper as policy
 from tilestream.plan.problem import Incoming as Arriving
 from tilestream.runtime.channel import channel
-from tilestream.runtime.launcher import VARIES, Descriptor
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 M, N, K = 1000, 520, 264
@@ -46,10 +48,9 @@ def make(
     queues=None, order=None, workers=7, **problem,
 ) -> Plan:  # fmt: skip
     made = Problem(m, n, k, batch, *dtypes, **problem)
-    found = policy.candidates(
-        made, H100, workers, kinds=(kind,), variant=variant, tile=tile, queues=queues, order=order
-    )  # fmt: skip
-    return of_candidate(made, H100, "hopper", next(one for one in found if one.swapped == swapped), "a test's")
+    forced = Forced(tile, order, queues, variant=variant)
+    found = policy.candidates(made, H100, workers, kinds=(kind,), forced=forced)
+    return of_candidate(made, H100, "hopper", next(one for one in found if one.swap_ab == swapped), "a test's")
 
 
 def strides(rows: int, columns: int, how: str, batch: int = 0) -> tuple[int, int, int]:
@@ -86,7 +87,7 @@ def test_maps_of_each_layout(how):
 @pytest.mark.parametrize("how", ["nn", "nt", "tn", "tt"])
 def test_swapped_the_rows_are_bs(how):
     plan = make(tile=(64, 128), swapped=True)
-    assert plan.swapped
+    assert plan.swap_ab
     made = Arguments(plan, layout(how))
     assert made.x.shape == ((N, K) if how[1] == "t" else (K, N))
     assert made.y[0].shape == ((M, K) if how[0] == "n" else (K, M))
@@ -376,7 +377,7 @@ def test_a_launch_is_given_the_words_of_what_arrives(written, kind):
     launch = GemmLaunch(plan, layout())
     for epoch in (0, 5):
         rows, columns = Words(7, epoch, 11), Words(3, epoch + 1, 12)
-        launch(a, b, out, Epilogue(), Incoming(rows, columns, 2.5, "matmul"))
+        launch(a, b, out, Epilogue(), Awaited(rows, columns, 2.5, "matmul"))
         call, report = written[0].calls[-1], channel(a.device)
         expected = {
             "row_signals": rows.given.words.data_ptr(), "row_quarantine": rows.given.quarantine.data_ptr(),
@@ -406,7 +407,7 @@ def launched(apart: Apart, lies="nn", **how) -> None:
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
     GemmLaunch(plan, layout(lies, m=m))(
-        a, b, out, Epilogue(alpha=3.0), Incoming(Words(8, 1, 0, apart), None, 2.5, "matmul")
+        a, b, out, Epilogue(alpha=3.0), Awaited(Words(8, 1, 0, apart), None, 2.5, "matmul")
     )
 
 
@@ -444,7 +445,7 @@ def test_columns_of_which_some_stand_apart_are_brought(written):
     apart, brought = shard_of()
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     launch = GemmLaunch(make(columns=RAGGED), layout())
-    launch(a, b, out, Epilogue(), Incoming(None, Words(3, 1, 0, apart), 2.5, "matmul"))
+    launch(a, b, out, Epilogue(), Awaited(None, Words(3, 1, 0, apart), 2.5, "matmul"))
     assert brought == ["brought"]
 
 
@@ -453,7 +454,7 @@ def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
     (rows, left), (columns, brought) = shard_of(), shard_of()
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), columns=RAGGED)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
-    incoming = Incoming(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
+    incoming = Awaited(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
     GemmLaunch(plan, layout(m=m))(a, b, out, Epilogue(), incoming)
     assert (left, brought) == ([], ["brought"])
     assert written[0].arguments["APART"]
@@ -471,7 +472,7 @@ def test_of_several_batches_no_rows_stand_apart():
 def test_a_deadline_of_centuries_is_counted_in_64_bits(written):
     plan = make(rows=UNIFORM)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    GemmLaunch(plan, layout())(a, b, out, Epilogue(), Incoming(Words(7, 1, 0), None, 1e300, "matmul"))
+    GemmLaunch(plan, layout())(a, b, out, Epilogue(), Awaited(Words(7, 1, 0), None, 1e300, "matmul"))
     assert written[0].calls[0]["allowed"] == 10**18
 
 

@@ -10,26 +10,27 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilestream.arrival.chunks import Chunks
 from tilestream.arrival.device import GateWords
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.hopper import attention_launch as launching
-from tilestream.kernels.hopper.arguments import Map
+from tilestream.arrival.flat import Awaited
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.core.operands import Operands
+from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
-from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.kernels.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.kernels.portable import attention as portable_kernel
-from tilestream.kernels.portable import attention_launch as portable
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.kernels.portable.attention_list import list_sequences
-from tilestream.kernels.spans import SpanLog
+from tilestream.launch.hopper import attention_launch as launching
+from tilestream.launch.hopper.arguments import Map
+from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
+from tilestream.launch.launcher import VARIES, Descriptor
+from tilestream.launch.portable import attention_launch as portable
+from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.launch.trace import SpanLog
 from tilestream.ops import attention_gpu
-from tilestream.plan import hopper_attention as policy
-from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
-from tilestream.plan.device import DeviceProperties
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
-from tilestream.runtime.launcher import VARIES, Descriptor
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 NAMES = attend.arg_names
@@ -328,7 +329,7 @@ def test_a_launch_is_told_how_keys_arrive(written, kind, ragged):
     x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     for _ in range(2):
-        launch(x, portable.IncomingKeys(Arrived(), 2.5))
+        launch(x, Awaited(Arrived(), None, 2.5, "attention"))
     (launcher,) = written[0]
     call = launcher.calls[1]
     assert (call["epoch"], call["key"], call["allowed"]) == (7, 3, 2_500_000_000)

@@ -20,17 +20,17 @@ pytest.importorskip("triton")
 
 from attention_machine import TEXTS, Deadlock, Machine
 
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.kernels.portable.attention_arguments import AttentionLayout
-from tilestream.plan import hopper_attention as policy
-from tilestream.plan.attention import AttentionProblem
+from tilestream.core.chunks import Chunks
+from tilestream.core.device import DeviceProperties
+from tilestream.core.integers import cdiv
+from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
-from tilestream.plan.device import DeviceProperties
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
 from tilestream.schedule import WorkItem
-from tilestream.schedule.integers import cdiv
-from tilestream.verify.attention_protocol import (
+from tilestream_tools.verify.attention_protocol import (
     Ask,
     AttentionRing,
     ConvertPlaces,
@@ -44,7 +44,7 @@ from tilestream.verify.attention_protocol import (
     load_turn,
     math_turn,
 )
-from tilestream.verify.protocol import Get, Next
+from tilestream_tools.verify.protocol import Get, Next
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 SCALE = 0.17
@@ -75,7 +75,7 @@ class Case:
         self.problem = p
 
     def reference(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """``(out, lse)`` of a sequence, in float64, by the rule of `tilestream.plan.attention`."""
+        """``(out, lse)`` of a sequence, in float64, by the rule of `tilestream.plan.attention_problem`."""
         p = self.problem
         q, k, v = (x[i].astype(np.float64) for x in (self.q, self.k, self.v))
         if p.scaled:
@@ -632,7 +632,7 @@ def explored(
     turn: Any, ring: AttentionRing, *who: int, blocks: list[int], over_at: int | None = None,
     own: list[tuple[int, int]] | None = None,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
-    """A loop's operations in `tilestream.verify.attention_protocol` for items of so many key blocks, by name.
+    """A loop's operations in `tilestream_tools.verify.attention_protocol` for items of so many key blocks, by name.
 
     ``over_at``: of how many waits at the gate the next one ends with the launch. ``own``: how many of each item's first
     and last blocks the consumer leaves out.

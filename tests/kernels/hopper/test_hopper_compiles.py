@@ -156,7 +156,9 @@ def seeded(python: str, seed: str, name: str, cache: Path) -> dict:
     ],
 )
 def test_fewer_registers_spill_where_they_cannot_be_forced(version, name, tmp_path):
-    """By stream_k, at a gate, with queues that are shared: `tilestream.plan.hopper.no_registers`, docs/design.md."""
+    """By stream_k, at a gate, with queues that are shared: `tilestream.plan.policy.hopper.no_registers`,
+    docs/design.md.
+    """
     python = sys.executable if version == "installed" else triton(version)
     found = seeded(python, "few registers", name, tmp_path)
     assert set(faults(found)) == {"spills", "registers"}, found

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tilestream.kernels.device import schedule
 from tilestream.kernels.hopper import attention, attention_convert, attention_load, attention_math, epilogue, gemm, ring
-from tilestream.kernels.portable import schedule
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The compile gate of the portable attention: see `gate`, whose stand-ins it takes.
 
 ``python attention_gate.py quick|all sm_90a|gfx942|gfx950 [...]`` prints one JSON object a line: of each row of
-`tilestream.plan.portable_attention.TILES`, by columns of a head and dtype, what `HOWS` says. Each part of the kernel is
-in one of them, and the ones that need most registers are.
+`tilestream.plan.policy.portable_attention.TILES`, by columns of a head and dtype, what `HOWS` says. Each part of the
+kernel is in one of them, and the ones that need most registers are.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from gate import DEVICES, Pointer, compiled, report
 
-from tilestream.arrival.chunks import Chunks
+from tilestream.core.chunks import Chunks
+from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.portable.attention import attention
-from tilestream.kernels.portable.attention_arguments import (
+from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.launch.portable.attention_arguments import (
     NO_KEY_GATE,
     AttentionArguments,
     AttentionLayout,
     KeyGate,
     padded,
 )
-from tilestream.kernels.portable.attention_launch import MERGE_WARPS, TOGETHER
-from tilestream.kernels.portable.attention_list import list_sequences
-from tilestream.kernels.portable.attention_merge import merge_shares
-from tilestream.plan.attention import AttentionProblem
+from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
-from tilestream.plan.portable_attention import candidates
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy.portable_attention import candidates
 from tilestream.plan.problem import Incoming
 
 #: What a problem has beside its extents.

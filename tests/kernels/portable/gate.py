@@ -3,7 +3,7 @@
 Run by `test_portable_compiles`, in a process of its own and by whatever Python has the Triton that is meant: needs
 Triton, no torch. ``python gate.py quick|sample|all sm_90a|gfx942|gfx950 [...]`` prints one JSON object a line.
 
-What is compiled of each tile of `tilestream.plan.portable.TILES`, for each device that picks it:
+What is compiled of each tile of `tilestream.plan.policy.portable.TILES`, for each device that picks it:
 
 * ``worst``: stream_k, K uneven, 64-bit offsets, fp32 out, alpha, a scale a row and column, bias, residual, exact gelu.
   The other schedules are parts of it, as are the other epilogues: what it does not spill, they do not;
@@ -41,23 +41,23 @@ if "torch" not in sys.modules:  # Triton's AMD backend asks whether an argument 
 import triton
 
 from polling import polling_faults
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.gate import arrival_order
-from tilestream.isa import amdgcn, sass
-from tilestream.isa.build import TARGETS, Pointer  # noqa: F401
-from tilestream.isa.build import NoGpu as _NoGpu  # noqa: F401
-from tilestream.isa.build import build as compiled
-from tilestream.isa.build import caught as _caught  # noqa: F401
-from tilestream.isa.kernels import DEVICES as NAMES
-from tilestream.isa.kernels import gate_arguments, portable_arguments  # noqa: F401
-from tilestream.kernels.portable.arguments import Layout
+from tilestream.core.chunks import Chunks
+from tilestream.core.gate import arrival_order
+from tilestream.core.gpu_specs import named
+from tilestream.core.schedule import Schedule
 from tilestream.kernels.portable.gemm import gemm
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.known import named
+from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import Plan
-from tilestream.plan.portable import tiles
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy.portable import tiles
 from tilestream.plan.problem import FP8, Incoming, Problem, gate_of, result_name
-from tilestream.schedule.schedule import Schedule
+from tilestream_tools.isa import amdgcn, sass
+from tilestream_tools.isa.build import TARGETS, Pointer  # noqa: F401
+from tilestream_tools.isa.build import NoGpu as _NoGpu  # noqa: F401
+from tilestream_tools.isa.build import build as compiled
+from tilestream_tools.isa.build import caught as _caught  # noqa: F401
+from tilestream_tools.isa.kernels import DEVICES as NAMES
+from tilestream_tools.isa.kernels import gate_arguments, portable_arguments  # noqa: F401
 
 DEVICES = {arch: named(name) for arch, name in NAMES.items()}
 LAYOUTS = ("nn", "nt", "tn", "tt")

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from error_rule import Maths, check
-from tilestream.arrival.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
 from tilestream.arrival.device import GateWords
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.plan import portable
-from tilestream.plan.choose import plan_problem
-from tilestream.plan.device import DeviceProperties
+from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
+from tilestream.core.device import DeviceProperties
+from tilestream.core.operands import Epilogue
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import portable
 from tilestream.plan.problem import Problem, dtype_name
 
 DEVICE = DeviceProperties("an interpreter", "portable", 5, 1e12, 1e12, "a stub", "sm_90", 232448)
@@ -51,8 +51,8 @@ def scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
 
 def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, incoming=None) -> None:
     """As `tilestream.ops.gpu.run` does it, on CPU tensors."""
-    from tilestream.kernels.portable.arguments import Layout
-    from tilestream.kernels.portable.launch import GemmLaunch
+    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.portable.launch import GemmLaunch
 
     epilogue = epilogue or Epilogue()
     layout = Layout(

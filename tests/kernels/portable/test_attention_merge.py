@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.portable import attention_launch
+from tilestream.core.gpu_specs import named
+from tilestream.core.operands import Operands
+from tilestream.launch.portable import attention_launch
 from tilestream.ops.attention_gpu import layout_of
-from tilestream.plan.attention import AttentionProblem
 from tilestream.plan.attention_plan import of_candidate
-from tilestream.plan.hopper_attention import candidates
-from tilestream.plan.known import named
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy.hopper_attention import candidates
 
 H = 6
 

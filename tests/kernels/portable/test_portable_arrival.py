@@ -13,15 +13,15 @@ from interpreted import DEVICE, KINDS, Words, crossed, nan_like, run, small_tile
 
 from device_order import check_gates, check_order
 from error_rule import Maths, check, rand
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.epilogue import Epilogue
-from tilestream.plan.choose import plan_problem
+from tilestream.core.chunks import Chunks
+from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.core.operands import Epilogue
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming as Chunked
 from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 
 CPU = torch.device("cpu")
 
@@ -48,9 +48,9 @@ def plan_for(
 
 
 def incoming(rows=None, columns=None, deadline=0.05):
-    from tilestream.kernels.launch import Incoming
+    from tilestream.arrival.flat import Awaited
 
-    return Incoming(rows, columns, deadline, "matmul")
+    return Awaited(rows, columns, deadline, "matmul")
 
 
 def tiles_of(plan: Plan, out: torch.Tensor, chunk: int, operand: int = 0) -> torch.Tensor:
@@ -75,7 +75,7 @@ CHUNKS = {
 
 @crossed("chunks, kind", [*CHUNKS], KINDS)
 def test_every_pivot_and_the_order_of_the_gate(chunks, kind):
-    from tilestream.kernels.launch import Probe
+    from tilestream.launch.launch import Probe
 
     a, b = rand(70, 40), rand(40, 33)
     for pivot in range(CHUNKS[chunks].count):
@@ -257,7 +257,7 @@ def test_a_captured_launch_restores_its_words_and_quarantines_its_signals(kind, 
     own = captured_words(CPU, plan.schedule, plan.block)
     space = DeviceWorkspace(CPU)
     monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
     words, out = Words(3, 0), nan_like(a, b)
     for _ in range(3):
         out.fill_(float("nan"))
@@ -295,7 +295,7 @@ def test_a_failed_producer_ends_the_launch_at_once():
 
 
 def test_more_expiries_than_the_ring_holds():
-    from tilestream.runtime.record import RECORDS
+    from tilestream.core.error_record import RECORDS
 
     a, b = rand(16, 16), rand(16, 16)
     plan = plan_for(16, 16, 16, "dynamic", rows=Chunks.uniform(16, 16), workers=1)

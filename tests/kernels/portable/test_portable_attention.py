@@ -9,19 +9,19 @@ import torch
 from interpreted import DEVICE, Words
 
 from attention_maths import FEATURES, MIXES, Case, call_of
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels.attention import Operands
-from tilestream.kernels.spans import SpanLog, traced
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.chunks import Chunks
+from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.core.operands import Operands
+from tilestream.launch.trace import SpanLog, traced
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.ops.flat import FlatArrival
-from tilestream.plan import portable_attention
-from tilestream.plan.attention_choose import plan_attention
 from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.policy import portable_attention
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
-from tilestream.runtime.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 from tilestream.trace import Recorder, faults
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Prepared:
     """A case, and the launch that is to answer it."""
 
     def __init__(self, case: Case, kind="dynamic", workers=3, chunks: Chunks | None = None, queues=1, seed=0) -> None:
-        from tilestream.kernels.portable.attention_launch import AttentionLaunch
+        from tilestream.launch.portable.attention_launch import AttentionLaunch
 
         self.call = call_of(case, seed=seed)
         options = dict(self.call.options)
@@ -65,11 +65,11 @@ class Prepared:
         self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
 
     def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Prepared:
-        from tilestream.kernels.portable.attention_launch import IncomingKeys
+        from tilestream.arrival.flat import Awaited
 
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        self.launch(self.operands, None if words is None else IncomingKeys(words, deadline), log)
+        self.launch(self.operands, None if words is None else Awaited(words, None, deadline, "attention"), log)
         return self
 
     def check(self) -> None:
@@ -143,7 +143,7 @@ def test_a_captured_launch_restores_its_words(monkeypatch):
     own = captured_words(CPU, prepared.plan.schedule, prepared.plan.block)
     space = DeviceWorkspace(CPU)
     monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
     words = Words(5, 0)
     for _ in range(2):
         prepared.run(words.arrive()).check()

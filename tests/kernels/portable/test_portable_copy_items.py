@@ -1,7 +1,7 @@
 """Copy items in Triton's interpreter: the kernel fills the operand that it reads, from the first word to the last.
 
 Programs run one after the other there: the first that has a copy item makes all copies. Who does what otherwise is the
-checker's matter (`tests/verify/test_copy_items.py`), and the GPU's.
+checker's matter (`tests/tools/verify`), and the GPU's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from interpreted import DEVICE, KINDS, Copied, crossed, nan_like, run, small_tiles
 
 from error_rule import Maths, check, rand
-from tilestream.arrival.chunks import Chunks
-from tilestream.arrival.copy_items import COUNTERS, Pieces
-from tilestream.kernels.launch import Incoming
-from tilestream.plan.choose import plan_problem
+from tilestream.arrival.flat import Awaited
+from tilestream.core.chunks import Chunks
+from tilestream.core.copy_items import COUNTERS, Pieces
+from tilestream.core.errors import ArrivalTimeout, TilestreamError
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming as Chunked
 from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
-from tilestream.runtime.errors import ArrivalTimeout, TilestreamError
 
 CPU = torch.device("cpu")
 CHUNKS = {
@@ -64,8 +64,8 @@ def plan_for(
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE)
 
 
-def incoming(rows: Copied | None, columns: Copied | None = None, deadline: float = 5.0) -> Incoming:
-    return Incoming(rows, columns, deadline, "matmul")
+def incoming(rows: Copied | None, columns: Copied | None = None, deadline: float = 5.0) -> Awaited:
+    return Awaited(rows, columns, deadline, "matmul")
 
 
 def check_copied(words: Copied, epoch: int) -> None:
@@ -113,7 +113,7 @@ def test_words_of_every_width(word):
 
 
 def test_more_words_than_a_round_has(monkeypatch):
-    monkeypatch.setattr("tilestream.arrival.copy_items.WORDS_A_THREAD", 1)  # 128 words a round
+    monkeypatch.setattr("tilestream.core.copy_items.WORDS_A_THREAD", 1)  # 128 words a round
     words = offered(rand(70, 100), CHUNKS["one"], per_chunk=2, word=4)
     b = rand(100, 16)
     out = nan_like(words.target, b)
@@ -170,7 +170,7 @@ def test_copies_are_made_to_their_end_where_the_other_operand_never_comes():
     )
     plan = plan_problem.__wrapped__(problem, 3, "dynamic", device=DEVICE)
     b, out = rand(24, 17), torch.zeros(70, 17)
-    run(plan, rows.target, b, out, incoming=Incoming(rows, columns, 0.05, "matmul"))
+    run(plan, rows.target, b, out, incoming=Awaited(rows, columns, 0.05, "matmul"))
     assert out[:, 16:].isnan().all()
     check_copied(rows, 1)
     with pytest.raises(ArrivalTimeout) as caught:
@@ -184,7 +184,7 @@ def test_a_captured_launch_copies_anew_at_each_replay_and_leaves_all_words_at_ze
     plan = plan_for(70, 17, 24, kind, rows=words)
     own, space = captured_words(CPU, plan.schedule, plan.block), DeviceWorkspace(CPU)
     monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
     for seed in range(3):
         words.source.copy_(rand(70, 24, seed=seed))
         words.target.fill_(float("nan"))

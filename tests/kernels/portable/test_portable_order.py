@@ -8,7 +8,7 @@ from interpreted import DEVICE, KINDS, crossed, nan_like, plan_for, run, small_t
 
 from device_order import check_order, follow
 from error_rule import Maths, check, rand
-from tilestream.plan.choose import plan_problem
+from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Problem
 from tilestream.runtime import device_workspace as workspaces
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
@@ -26,7 +26,7 @@ def _small(monkeypatch):
 
 
 def probed(plan, k=40):
-    from tilestream.kernels.launch import Probe
+    from tilestream.launch.launch import Probe
 
     problem = plan.problem
     a, b = rand(problem.batch, problem.m, k), rand(problem.batch, k, problem.n)
@@ -89,7 +89,7 @@ def test_the_checker_sees_a_wrong_item_and_a_missing_one():
 
 
 def test_counters_are_never_cleared():
-    from tilestream.kernels.portable.schedule import LINE
+    from tilestream.kernels.device.schedule import LINE
 
     workspaces._workspaces.clear()
     a, b = rand(50, 40), rand(40, 50)
@@ -128,13 +128,13 @@ def test_words_grow_and_keep_their_base():
 
 @pytest.mark.parametrize("kind", ["dynamic", "stream_k"])
 def test_the_last_worker_out_restores_a_captured_launchs_words(kind, monkeypatch):
-    from tilestream.kernels.portable.launch import GemmLaunch
+    from tilestream.launch.portable.launch import GemmLaunch
 
     plan = make(kind, Raster(), 5, 3 if kind == "dynamic" else 1, batch=1)
     words = captured_words(torch.device("cpu"), plan.schedule, plan.block)
     space = DeviceWorkspace(torch.device("cpu"))
     monkeypatch.setattr(space, "open", lambda *_: words)
-    monkeypatch.setattr("tilestream.kernels.launch.device_workspace", lambda *_: space)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
     assert GemmLaunch is not None
     for _ in range(3):
         check_order(plan.schedule, probed(plan))

@@ -7,9 +7,9 @@ import torch
 from interpreted import nan_like, plan_for, run, small_tiles
 
 from error_rule import Maths, check, rand
-from tilestream.arrival.chunks import Chunks
-from tilestream.kernels import spans as log_of
-from tilestream.kernels.spans import SpanLog, traced
+from tilestream.core.chunks import Chunks
+from tilestream.launch import trace as log_of
+from tilestream.launch.trace import SpanLog, traced
 from tilestream.trace import Recorder, faults
 from tilestream.trace.record import Zero
 
@@ -62,7 +62,7 @@ def test_launches_of_one_recorder_share_a_clock():
 
 def test_pools_that_nobody_visits_are_seen(monkeypatch):
     """Five queues and three workers: without stealing, two queues are nobody's, and their tiles stay NaN."""
-    from tilestream.kernels.portable import arguments
+    from tilestream.launch.portable import arguments
 
     made = arguments.constants
     monkeypatch.setattr(arguments, "constants", lambda *given: {**made(*given), "STEAL": False})
@@ -114,7 +114,7 @@ def test_an_item_that_was_taken_twice_has_two_spans():
 
 
 def test_waits_are_told_from_work(monkeypatch):
-    from tilestream.arrival.gate import Gate
+    from tilestream.core.gate import Gate
 
     plan = plan_for(rand(64, 32), rand(32, 64))
     gate = Gate(64, 64, 16, 16, Chunks.uniform(64, 32), None)

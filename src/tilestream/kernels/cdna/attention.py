@@ -22,7 +22,7 @@ wait need be for everything. Where rows are gathered from pages, the table is re
 Where values cannot be read across (gfx942), they are transposed on their way through registers, and the exchange of a
 row's two lanes is a shuffle by way of LDS, one a block: gfx950 has an instruction.
 
-The protocol is that of `tilestream.kernels.cdna.ring`; `tilestream.verify.shared_attention` explores it.
+The protocol is that of `tilestream.kernels.cdna.ring`; `tilestream_tools.verify.shared_attention` explores it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.core import queues as queues_
 from tilestream.kernels.cdna.attention_copy import (
     VECTOR,
     copied_columns,
@@ -66,10 +67,9 @@ from tilestream.kernels.cdna.ring import (
     landed,
     operand,
 )
+from tilestream.kernels.device.schedule import enter, leave, take
 from tilestream.kernels.hopper.attention_load import item_of
 from tilestream.kernels.hopper.attention_softmax import finished
-from tilestream.kernels.portable.schedule import enter, leave, take
-from tilestream.schedule import queues as queues_
 
 neighbour = device(queues_.neighbour)
 

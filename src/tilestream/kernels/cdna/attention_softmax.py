@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import nothing, reciprocal, settled
+from tilestream.kernels.device.epilogue import power_of_2
 from tilestream.kernels.hopper.attention_softmax import LOG2_E, peaks, weighed
-from tilestream.kernels.portable.epilogue import power_of_2
 
 #: Keys that a lane has of an operand of P V: as many neighbours as it has of the scores.
 KEYS: gl.constexpr = gl.constexpr(4)

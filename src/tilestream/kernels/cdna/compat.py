@@ -140,5 +140,5 @@ def settled(x):
 
 
 def device(leaf: Callable[..., Any]) -> Any:
-    """A plain integer function as kernels of this package call it: see `tilestream.kernels.portable.jit`."""
+    """A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`."""
     return gluon.jit(leaf)

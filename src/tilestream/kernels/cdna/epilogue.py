@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.cdna.compat import barrier, buffer_load, buffer_store, nothing
-from tilestream.kernels.portable.epilogue import activate
+from tilestream.kernels.device.epilogue import activate
 
 
 @gluon.constexpr_function

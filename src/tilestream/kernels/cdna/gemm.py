@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.core import queues as queues_
 from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import add_up, count_in, finish, hand_in, math_layout
 from tilestream.kernels.cdna.ring import (
@@ -43,8 +44,7 @@ from tilestream.kernels.cdna.ring import (
     operand,
     put,
 )
-from tilestream.kernels.portable.items import begin, end, next_item
-from tilestream.schedule import queues as queues_
+from tilestream.kernels.device.items import begin, end, next_item
 
 neighbour = device(queues_.neighbour)
 

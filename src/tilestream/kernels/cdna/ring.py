@@ -25,7 +25,8 @@ full is each warp's own count of copies in flight, and a barrier of all warps.
       barrier                                            everybody has put
       read the stage; multiply
 
-`tilestream.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`, at most
+`tilestream_tools.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`,
+at most
 63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
 wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
 before the copy**: between wait and read a copy would come before the barrier. The waits for what was fetched are the
@@ -34,7 +35,7 @@ kept in order (`in_order`), those before the loop as in it, and elements are rea
 (`fetched`). Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
-before. Cells are read without bank conflicts where they are permuted (`tilestream.schedule.swizzle`); so the *global*
+before. Cells are read without bank conflicts where they are permuted (`tilestream.core.swizzle`); so the *global*
 address is permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout.
 A loop that copies to a swizzled stage instead has each lane's offset brought from another lane, for each copy. A step
 of a bare loop, compiled with Triton 3.6 for bfloat16, and its registers:
@@ -55,6 +56,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.core import ring, swizzle
 from tilestream.kernels.cdna.compat import (
     as_loaded,
     buffer_load,
@@ -68,7 +70,6 @@ from tilestream.kernels.cdna.compat import (
     viewed,
     wait_for_groups,
 )
-from tilestream.schedule import ring, swizzle
 
 swizzled = device(swizzle.swizzled)
 before = device(ring.before)

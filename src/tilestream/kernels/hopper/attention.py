@@ -39,7 +39,7 @@ H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (o
 
 Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see
-`tilestream.schedule.attention`.
+`tilestream.core.attention`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from triton.experimental.gluon import language as gl
 from tilestream.kernels.hopper.attention_convert import convert_loop
 from tilestream.kernels.hopper.attention_load import Arriving, load_loop
 from tilestream.kernels.hopper.attention_math import ROWS, math_loop
+from tilestream.kernels.hopper.parts import AttentionItems, AttentionRing, AttentionWork, Scores, Source
 from tilestream.kernels.hopper.ring import ITEMS, make_barriers, make_slots
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
@@ -75,23 +76,18 @@ def attend(
     batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
     tiles, num_m, num_n, group, shares, scale, inner,
     signals, quarantine, bounds, records, claims, epoch, key, allowed: tl.int64, op, rows_per_chunk, chunks,
-    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, QUERIES: gl.constexpr, BUFFERS: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr,
-    PAGE: gl.constexpr, RAGGED_Q: gl.constexpr, RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, OWN: gl.constexpr, ORDERED: gl.constexpr,
-    KEYS: gl.constexpr, CHAINED: gl.constexpr, TRACE: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
-    MATH_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
     Parameters
     ----------
     lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table
-        As of `tilestream.kernels.attention.Operands`, each of them or None.
+        As of `tilestream.core.operands.Operands`, each of them or None.
     log
-        A record an item, where ``TRACE``: see `tilestream.kernels.portable.spans`.
+        A record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
     starts, order_of, sequences
-        The list that `tilestream.kernels.portable.attention_list` makes where queries are packed.
+        The list that `tilestream.kernels.device.varlen` makes where queries are packed.
     rows_q, rows_k
         Rows of the packed tensors.
     queries, keys
@@ -110,7 +106,7 @@ def attend(
     scale, inner
         Of scores, in base 2: ``softcap`` and ``scale / softcap``, where there is a cap.
     signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
-        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.portable.attention_gate`.
+        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.device.attention_gate`.
     PACK
         Query heads side by side in a tile's rows.
     PARTS
@@ -127,140 +123,76 @@ def attend(
     WIDTH: gl.constexpr = q_map.block_type.shape[-1]
     STRIP: gl.constexpr = out_map.block_type.shape[-1]
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_map.dtype)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, WIDTH], k_map.dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], v_map.dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK, WIDTH], k_map.dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK, C.COLUMNS], v_map.dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], out_map.dtype)
-    q_parts = gl.allocate_shared_memory(q_map.dtype, [CONSUMERS * QUERIES * PARTS, ROWS, WIDTH], q_layout)
-    k_parts = gl.allocate_shared_memory(k_map.dtype, [STAGES * PARTS, BLOCK, WIDTH], k_layout)
+    q_parts = gl.allocate_shared_memory(q_map.dtype, [C.CONSUMERS * C.QUERIES * C.PARTS, ROWS, WIDTH], q_layout)
+    k_parts = gl.allocate_shared_memory(k_map.dtype, [C.STAGES * C.PARTS, C.BLOCK, WIDTH], k_layout)
     NARROW: gl.constexpr = v_map.dtype.primitive_bitwidth == 8
     if NARROW:
-        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], gl.float16)
-        v_raw = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
-        v_stages = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK, COLUMNS], wide_layout)
+        wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK, C.COLUMNS], gl.float16)
+        v_raw = gl.allocate_shared_memory(v_map.dtype, [C.STAGES, C.BLOCK, C.COLUMNS], v_layout)
+        v_stages = gl.allocate_shared_memory(gl.float16, [C.STAGES, C.BLOCK, C.COLUMNS], wide_layout)
     else:
-        v_stages = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, COLUMNS], v_layout)
+        v_stages = gl.allocate_shared_memory(v_map.dtype, [C.STAGES, C.BLOCK, C.COLUMNS], v_layout)
         v_raw = v_stages
-    out_buffers = gl.allocate_shared_memory(out_map.dtype, [CONSUMERS * BUFFERS, ROWS, STRIP], out_layout)
-    q_full = make_barriers(CONSUMERS * QUERIES, 1)
-    q_empty = make_barriers(CONSUMERS * QUERIES, 1)
-    k_full = make_barriers(STAGES, 1)
-    k_empty = make_barriers(STAGES, CONSUMERS)
-    v_full = make_barriers(STAGES, 1)
-    v_empty = make_barriers(STAGES, CONSUMERS)
+    out_buffers = gl.allocate_shared_memory(out_map.dtype, [C.CONSUMERS * C.BUFFERS, ROWS, STRIP], out_layout)
+    q_full = make_barriers(C.CONSUMERS * C.QUERIES, 1)
+    q_empty = make_barriers(C.CONSUMERS * C.QUERIES, 1)
+    k_full = make_barriers(C.STAGES, 1)
+    k_empty = make_barriers(C.STAGES, C.CONSUMERS)
+    v_full = make_barriers(C.STAGES, 1)
+    v_empty = make_barriers(C.STAGES, C.CONSUMERS)
     raw_full, raw_empty = v_full, v_empty
     if NARROW:
-        raw_full = make_barriers(STAGES, 1)
-        raw_empty = make_barriers(STAGES, 1)
+        raw_full = make_barriers(C.STAGES, 1)
+        raw_empty = make_barriers(C.STAGES, 1)
     item_full = make_barriers(ITEMS, 1)
-    item_empty = make_barriers(ITEMS, CONSUMERS + 1 if NARROW else CONSUMERS)
-    if ORDERED:  # no barrier that nobody uses: see `tilestream.kernels.hopper.ring`
-        order = make_barriers(CONSUMERS, 1)
+    item_empty = make_barriers(ITEMS, C.CONSUMERS + 1 if NARROW else C.CONSUMERS)
+    if C.ORDERED:  # no barrier that nobody uses: see `tilestream.kernels.hopper.ring`
+        order = make_barriers(C.CONSUMERS, 1)
     else:
         order: gl.constexpr = None
     slots = make_slots()
-    if TRACE:
+    if C.TRACE:
         places = make_slots()  # an item's slot is full
     else:
         places: gl.constexpr = None
-    if SCALED:
+    if C.SCALED:
         scales = make_slots()
     else:
         scales: gl.constexpr = None
+    items = AttentionItems(slots, item_full, item_empty, places, scales)
+    loaded = AttentionRing(q_parts, k_parts, v_raw, q_full, q_empty, k_full, k_empty, raw_full, raw_empty)
+    ring = AttentionRing(q_parts, k_parts, v_stages, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    scores_of = Scores(scale, inner, sinks, lse)
     arriving = Arriving(
         signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
     )  # fmt: skip
+    source = Source(
+        q_map, k_map, v_map, starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride,
+        rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
+        page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, shares, scale_q, scale_k, scale_v,
+    )  # fmt: skip
+    work = AttentionWork(counters, base, reset, tiles, num_m, num_n, group, log)
     if NARROW:
         gl.warp_specialize([
-            (math_loop, (
-                0, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (math_loop, (
-                1, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (convert_loop, (
-                v_raw, v_stages, raw_full, raw_empty, v_full, v_empty, slots, item_full, item_empty,
-                BLOCK, COLUMNS, STAGES,
-            )),
-            (load_loop, (
-                q_map, k_map, v_map, q_parts, k_parts, v_raw,
-                q_full, q_empty, k_full, k_empty, raw_full, raw_empty, slots, item_full, item_empty,
-                starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
-                rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
-                arriving,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
-                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
-                scale_q, scale_k, scale_v, scales, SCALED, SCALES,
-            )),
-        ], [4, 4, 1], [MATH_REGISTERS, CONVERT_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif CONSUMERS == 2:
+            (math_loop, (0, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (math_loop, (1, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (convert_loop, (v_raw, v_stages, raw_full, raw_empty, v_full, v_empty, slots, item_full, item_empty,
+                            C.BLOCK, C.COLUMNS, C.STAGES)),
+            (load_loop, (source, loaded, items, work, arriving, C)),
+        ], [4, 4, 1], [C.MATH_REGISTERS, C.CONVERT_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
+    elif C.CONSUMERS == 2:
         gl.warp_specialize([
-            (math_loop, (
-                0, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (math_loop, (
-                1, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (load_loop, (
-                q_map, k_map, v_map, q_parts, k_parts, v_raw,
-                q_full, q_empty, k_full, k_empty, raw_full, raw_empty, slots, item_full, item_empty,
-                starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
-                rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
-                arriving,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
-                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
-                scale_q, scale_k, scale_v, scales, SCALED, SCALES,
-            )),
-        ], [4, 1], [MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (math_loop, (0, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (math_loop, (1, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (load_loop, (source, loaded, items, work, arriving, C)),
+        ], [4, 1], [C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (math_loop, (
-                0, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (math_loop, (
-                1, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (math_loop, (
-                2, q_parts, k_parts, v_stages, out_map, out_buffers,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-                lse, sinks, scale, inner,
-                CONSUMERS, PACK, PARTS, BLOCK, COLUMNS, STAGES, QUERIES, STRIP, BUFFERS, RAGGED_Q, LEFT, RIGHT, CAPPED,
-                OWN, ORDERED, KEYS != "none", CHAINED, log, places, TRACE, scales, SCALED,
-            )),
-            (load_loop, (
-                q_map, k_map, v_map, q_parts, k_parts, v_raw,
-                q_full, q_empty, k_full, k_empty, raw_full, raw_empty, slots, item_full, item_empty,
-                starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
-                rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-                page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares,
-                arriving,
-                CONSUMERS, PACK, PARTS, BLOCK, STAGES, QUERIES, KIND, ORDER, PAGE, RAGGED_Q, RAGGED_K, SPLIT,
-                TOP_LEFT, LEFT, RIGHT, KEYS, CHAINED, log, places, TRACE,
-                scale_q, scale_k, scale_v, scales, SCALED, SCALES,
-            )),
-        ], [4, 4, 1], [MATH_REGISTERS, MATH_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (math_loop, (0, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (math_loop, (1, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (math_loop, (2, ring, items, order, scores_of, out_map, out_buffers, log, C)),
+            (load_loop, (source, loaded, items, work, arriving, C)),
+        ], [4, 4, 1], [C.MATH_REGISTERS, C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip

@@ -8,7 +8,7 @@ two bring the address back, one by ``BEYOND`` steps that wrap around 64 bits, th
 Triton's `triton.tools.ragged_tma`.
 
 Where keys arrive (``KEYS``), the load warp asks the gate before a block whose chunks it does not know to be there,
-inside of the item, and takes blocks from the first key on. It is told "over" (`tilestream.kernels.portable.gate`)
+inside of the item, and takes blocks from the first key on. It is told "over" (`tilestream.kernels.device.gate`)
 with stages still to fill that consumers will wait for: those it fills with nothing, and says so in the item's slot
 before the last of them, so that nobody takes the result for one. Items after that have no blocks.
 
@@ -30,17 +30,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tilestream.core import attention
+from tilestream.kernels.device.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
+from tilestream.kernels.device.clock import present
+from tilestream.kernels.device.gate import is_over
+from tilestream.kernels.device.schedule import LINE, add, cdiv, enter, leave, longest_first, look, take
+from tilestream.kernels.device.trace import begin_span, chunk_span, ready_span
+from tilestream.kernels.device.varlen import place_of, rows_of
 from tilestream.kernels.hopper.compat import boxes, device, tma_load
 from tilestream.kernels.hopper.gate import Watch, fenced
 from tilestream.kernels.hopper.queues import EARLY, ask, told
 from tilestream.kernels.hopper.ring import ITEMS, put, step
-from tilestream.kernels.portable.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
-from tilestream.kernels.portable.attention_list import place_of, rows_of
-from tilestream.kernels.portable.clock import present
-from tilestream.kernels.portable.gate import is_over
-from tilestream.kernels.portable.schedule import LINE, add, cdiv, enter, leave, longest_first, look, take
-from tilestream.kernels.portable.spans import begin_span, chunk_span, ready_span
-from tilestream.schedule import attention
 
 diagonal = device(attention.diagonal)
 share_of_keys = device(attention.share_of_keys)
@@ -55,7 +55,7 @@ VOID: gl.constexpr = gl.constexpr(15)
 
 
 class Arriving(NamedTuple):
-    """What the kernel is told of keys that arrive: see `tilestream.kernels.portable.attention_arguments.KeyGate`."""
+    """What the kernel is told of keys that arrive: see `tilestream.launch.portable.attention_arguments.KeyGate`."""
 
     signals: Any
     quarantine: Any
@@ -197,47 +197,36 @@ def item_of(
 
 
 @gluon.jit
-def load_loop(
-    q_map, k_map, v_map, q_parts, k_parts, v_stages,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty,
-    starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride, counters, base, reset,
-    rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v, page_rows_k,
-    page_rows_v, stride_lb, stride_lh, stride_lr, tiles, num_m, num_n, group, shares, arriving,
-    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    QUERIES: gl.constexpr, KIND: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, RAGGED_Q: gl.constexpr,
-    RAGGED_K: gl.constexpr, SPLIT: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    KEYS: gl.constexpr, CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr,
-    scale_q, scale_k, scale_v, scales, SCALED: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
+def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
     """The load warp: takes items, hands them on, and loads their queries, keys and values.
 
     ``arriving``: an `Arriving`, where ``KEYS`` says how keys arrive.
     """
-    if CHAINED:
+    if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    ROWS: gl.constexpr = q_parts.shape[1]
-    WIDTH: gl.constexpr = q_parts.shape[2]
-    COLUMNS: gl.constexpr = v_stages.shape[2]
-    POSITIONS: gl.constexpr = CONSUMERS * ROWS // PACK
-    Q_BYTES: gl.constexpr = PARTS * ROWS * WIDTH * q_parts.dtype.primitive_bitwidth // 8
-    K_BYTES: gl.constexpr = PARTS * BLOCK * WIDTH * k_parts.dtype.primitive_bitwidth // 8
-    V_BYTES: gl.constexpr = BLOCK * COLUMNS * v_stages.dtype.primitive_bitwidth // 8
-    q_boxes = boxes(q_parts, q_map)
-    k_boxes = boxes(k_parts, k_map)
-    v_boxes = boxes(v_stages, v_map)
+    ROWS: gl.constexpr = ring.q.shape[1]
+    WIDTH: gl.constexpr = ring.q.shape[2]
+    COLUMNS: gl.constexpr = ring.v.shape[2]
+    POSITIONS: gl.constexpr = C.CONSUMERS * ROWS // C.PACK
+    Q_BYTES: gl.constexpr = C.PARTS * ROWS * WIDTH * ring.q.dtype.primitive_bitwidth // 8
+    K_BYTES: gl.constexpr = C.PARTS * C.BLOCK * WIDTH * ring.k.dtype.primitive_bitwidth // 8
+    V_BYTES: gl.constexpr = C.BLOCK * COLUMNS * ring.v.dtype.primitive_bitwidth // 8
+    q_boxes = boxes(ring.q, source_of.q_map)
+    k_boxes = boxes(ring.k, source_of.k_map)
+    v_boxes = boxes(ring.v, source_of.v_map)
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
     one = tl.cast(1, tl.int32)
     zero = tl.cast(0, tl.int32)
-    over, seen_low, seen_high, leaves = zero, zero, zero - 1, reset
-    if KEYS != "none":
-        leaves = tl.where(arriving.epoch == 0, 1, reset)
-    enter(counters, base, worker, one, leaves, KIND == "static", KEYS != "none")
-    if KEYS != "none":
-        watch = Watch(counters + 2 * LINE, arriving.claims + LINE, present(arriving.claims + LINE))
+    over, seen_low, seen_high, leaves = zero, zero, zero - 1, work.reset
+    if C.KEYS != "none":
+        leaves = tl.where(arriving.epoch == 0, 1, work.reset)
+    enter(work.counters, work.base, worker, one, leaves, C.KIND == "static", C.KEYS != "none")
+    if C.KEYS != "none":
+        watch = Watch(work.counters + 2 * LINE, arriving.claims + LINE, present(arriving.claims + LINE))
         over = look_at_keys(
-            worker, arriving.epoch, arriving.quarantine, arriving.key, watch.abort, base, arriving.records,
+            worker, arriving.epoch, arriving.quarantine, arriving.key, watch.abort, work.base, arriving.records,
             arriving.claims, arriving.op, arriving.allowed,
         )  # fmt: skip
     ticket, source, stage, phase, v_stage, v_phase = zero, zero, zero, zero, zero, zero
@@ -245,158 +234,182 @@ def load_loop(
     found = one
     # There are no registers for that with pages, and where rows are cut off at the left too. Who may wait at a gate
     # holds no ticket meanwhile that another could use.
-    AHEAD: gl.constexpr = not (PAGE or LEFT)
-    ASKS: gl.constexpr = AHEAD and KIND == "dynamic" and KEYS == "none"
+    AHEAD: gl.constexpr = not (C.PAGE or C.LEFT)
+    ASKS: gl.constexpr = AHEAD and C.KIND == "dynamic" and C.KEYS == "none"
     late, v_batch, v_origin, v_keys, v_head, v_first = zero, zero, zero, zero, zero, zero
     asked = tl.cast(0, tl.int64)
     if ASKS:
-        asked = ask(counters, zero, one)
+        asked = ask(work.counters, zero, one)
     while found != 0:
         found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
             worker, workers, ticket, source, zero, zero, zero,
-            counters, base, one, one, num_m, num_n, one, tiles, zero, zero, None, group, zero, one, zero,
-            None, zero, zero, KIND, "items", False, ORDER, False, False, asked,
+            work.counters, work.base, one, one, work.num_m, work.num_n, one, work.tiles, zero, zero, None,
+            work.group, zero, one, zero, None, zero, zero, C.KIND, "items", False, C.ORDER, False, False, asked,
             told if ASKS else add, look,
         )  # fmt: skip
         (
             found, batch, first, head, share, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
             plain_end, end, until, since,
         ) = item_of(
-            found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-            queries, keys, columns, shares, group, batch_rows_k, batch_rows_v, left, right,
-            POSITIONS, BLOCK, SPLIT, TOP_LEFT, LEFT, RIGHT,
+            found, pm, pn, source_of.starts, source_of.order_of, source_of.sequences, source_of.cu_queries,
+            source_of.cu_keys, source_of.lengths, source_of.rows_q, source_of.rows_k,
+            source_of.queries, source_of.keys, source_of.columns, source_of.shares, work.group,
+            source_of.batch_rows_k, source_of.batch_rows_v, source_of.left, source_of.right,
+            POSITIONS, C.BLOCK, C.SPLIT, C.TOP_LEFT, C.LEFT, C.RIGHT,
         )  # fmt: skip
         if AHEAD:
             if late != 0:
                 v_stage, v_phase = fill_stage(
-                    v_map, v_full, v_empty, v_boxes, v_stage, v_phase, over, v_batch, v_origin, v_keys, v_first,
-                    v_head, table, table_stride, page_rows_v, V_BYTES, BLOCK, COLUMNS, STAGES, PAGE, RAGGED_K,
+                    source_of.v_map, ring.v_full, ring.v_empty, v_boxes, v_stage, v_phase, over, v_batch, v_origin,
+                    v_keys, v_first,
+                    v_head, source_of.table, source_of.table_stride, source_of.page_rows_v, V_BYTES, C.BLOCK,
+                    COLUMNS, C.STAGES, C.PAGE, C.RAGGED_K,
                 )  # fmt: skip
             late = zero
-        if TRACE:
-            tile = pm * num_n + pn
+        if C.TRACE:
+            tile = pm * work.num_n + pn
             if found != 0:
-                begin_span(log, tile, worker)
-                if KEYS == "none":
-                    ready_span(log, tile)
-        if KEYS != "none":
+                begin_span(work.log, tile, worker)
+                if C.KEYS == "none":
+                    ready_span(work.log, tile)
+        if C.KEYS != "none":
             if over == 0:
-                over = is_over(watch.abort, base).to(tl.int32)
+                over = is_over(watch.abort, work.base).to(tl.int32)
             end = tl.where(over != 0, begin, end)
-        mbarrier.wait(item_empty.index(slot), slot_phase ^ 1)
-        put(slots, slot, 0, (end - begin + 1) * found, 1)
-        put(slots, slot, 1, first, 1)
-        put(slots, slot, 2, begin, 1)
-        put(slots, slot, 3, plain_begin, 1)
-        put(slots, slot, 4, plain_end, 1)
-        put(slots, slot, 5, own_keys, 1)
-        put(slots, slot, 6, until, 1)
-        put(slots, slot, 7, since, 1)
-        put(slots, slot, 8, head * PACK, 1)
+        mbarrier.wait(items.empty.index(slot), slot_phase ^ 1)
+        put(items.slots, slot, 0, (end - begin + 1) * found, 1)
+        put(items.slots, slot, 1, first, 1)
+        put(items.slots, slot, 2, begin, 1)
+        put(items.slots, slot, 3, plain_begin, 1)
+        put(items.slots, slot, 4, plain_end, 1)
+        put(items.slots, slot, 5, own_keys, 1)
+        put(items.slots, slot, 6, until, 1)
+        put(items.slots, slot, 7, since, 1)
+        put(items.slots, slot, 8, head * C.PACK, 1)
         # Shares have outputs of their own: as many sequences, or rows of packed ones, once more for each.
         to_batch, to_row = batch, origin
-        if SPLIT:
-            if RAGGED_Q:
-                to_row = origin + share * rows_q
+        if C.SPLIT:
+            if C.RAGGED_Q:
+                to_row = origin + share * source_of.rows_q
             else:
-                to_batch = batch + share * (sequences - 1)
-        put(slots, slot, 9, to_batch, 1)
-        put(slots, slot, 10, to_row, 1)
-        put(slots, slot, 11, own_queries, 1)
-        put(slots, slot, 12, to_batch * stride_lb + to_row * stride_lr + head * PACK * stride_lh, 1)
-        put(slots, slot, 13, stride_lr, 1)
-        put(slots, slot, 14, stride_lh, 1)
-        if KEYS != "none":
-            put(slots, slot, VOID, over, 1)
-        if TRACE:
-            put(places, slot, 0, tile, 1)
-        if SCALED:
+                to_batch = batch + share * (source_of.sequences - 1)
+        put(items.slots, slot, 9, to_batch, 1)
+        put(items.slots, slot, 10, to_row, 1)
+        put(items.slots, slot, 11, own_queries, 1)
+        put(
+            items.slots,
+            slot,
+            12,
+            to_batch * source_of.stride_lb + to_row * source_of.stride_lr + head * C.PACK * source_of.stride_lh,
+            1,
+        )
+        put(items.slots, slot, 13, source_of.stride_lr, 1)
+        put(items.slots, slot, 14, source_of.stride_lh, 1)
+        if C.KEYS != "none":
+            put(items.slots, slot, VOID, over, 1)
+        if C.TRACE:
+            put(items.places, slot, 0, tile, 1)
+        if C.SCALED:
             # Rows behind the last sequence see no key, and have no scales.
-            of = gl.minimum(batch, sequences - 2)
+            of = gl.minimum(batch, source_of.sequences - 2)
             factor = tl.cast(1.0, tl.float32)
             of_values = tl.cast(1.0, tl.float32)
             if found != 0:
-                if scale_q is not None:
-                    factor = factor * gl.load(scale_q + of * SCALES[0] + head * SCALES[1])
-                if scale_k is not None:
-                    factor = factor * gl.load(scale_k + of * SCALES[2] + head // shared_by * SCALES[3])
-                if scale_v is not None:
-                    of_values = gl.load(scale_v + of * SCALES[4] + head // shared_by * SCALES[5])
-            put(scales, slot, 0, factor.to(gl.int32, bitcast=True), 1)
-            put(scales, slot, 1, of_values.to(gl.int32, bitcast=True), 1)
-        mbarrier.arrive(item_full.index(slot))
+                if source_of.scale_q is not None:
+                    factor = factor * gl.load(source_of.scale_q + of * C.SCALES[0] + head * C.SCALES[1])
+                if source_of.scale_k is not None:
+                    factor = factor * gl.load(
+                        source_of.scale_k + of * C.SCALES[2] + head // source_of.shared_by * C.SCALES[3]
+                    )
+                if source_of.scale_v is not None:
+                    of_values = gl.load(
+                        source_of.scale_v + of * C.SCALES[4] + head // source_of.shared_by * C.SCALES[5]
+                    )
+            put(items.scales, slot, 0, factor.to(gl.int32, bitcast=True), 1)
+            put(items.scales, slot, 1, of_values.to(gl.int32, bitcast=True), 1)
+        mbarrier.arrive(items.full.index(slot))
         own_slot = slot
         slot, slot_phase = step(slot, slot_phase, ITEMS)
         if found != 0:
-            for who in gl.static_range(CONSUMERS):
-                q_at = who * QUERIES + q_stage
-                mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)
-                mbarrier.expect(q_full.index(q_at), Q_BYTES)
-                for part in gl.static_range(PARTS):
+            for who in gl.static_range(C.CONSUMERS):
+                q_at = who * C.QUERIES + q_stage
+                mbarrier.wait(ring.q_empty.index(q_at), q_phase ^ 1)
+                mbarrier.expect(ring.q_full.index(q_at), Q_BYTES)
+                for part in gl.static_range(C.PARTS):
                     at = place(
-                        batch, origin, own_queries, first + who * (ROWS // PACK), head * PACK, part * WIDTH, RAGGED_Q
+                        batch, origin, own_queries, first + who * (ROWS // C.PACK), head * C.PACK, part * WIDTH,
+                        C.RAGGED_Q
                     )  # fmt: skip
-                    tma_load(q_map, at, q_full.index(q_at), q_boxes.index(q_at * PARTS + part))
-            q_stage, q_phase = step(q_stage, q_phase, QUERIES)
-            if KEYS != "none":
+                    tma_load(source_of.q_map, at, ring.q_full.index(q_at), q_boxes.index(q_at * C.PARTS + part))
+            q_stage, q_phase = step(q_stage, q_phase, C.QUERIES)
+            if C.KEYS != "none":
                 # The rows of all sequences arrive one behind the other.
-                first_row = origin_k if cu_keys is not None else batch * keys
+                first_row = origin_k if source_of.cu_keys is not None else batch * source_of.keys
                 ready = first_row
             # Scores of the next block are started before this block's weights meet its values: keys go one block ahead.
             if ASKS:
                 if begin == end:
-                    asked = ask(counters, zero, one)
+                    asked = ask(work.counters, zero, one)
             for j in range(begin, end if AHEAD else end + 1):
                 if ASKS:
                     if j == gl.maximum(begin, end - EARLY):
-                        asked = ask(counters, zero, one)
-                if KEYS != "none":
-                    first_key = j * BLOCK
-                    behind = first_key - BLOCK
+                        asked = ask(work.counters, zero, one)
+                if C.KEYS != "none":
+                    first_key = j * C.BLOCK
+                    behind = first_key - C.BLOCK
                     row = first_row + first_key
-                    last_row = first_row + gl.minimum(first_key + BLOCK, own_keys)
+                    last_row = first_row + gl.minimum(first_key + C.BLOCK, own_keys)
                     if (j < end) & (over == 0) & (last_row > ready):
                         over, ready, seen_low, seen_high = pass_keys(
                             gl.maximum(row, ready), last_row, arriving.signals, arriving.epoch, arriving.key,
                             arriving.rows_per_chunk, arriving.bounds, arriving.chunks, seen_low, seen_high, over,
-                            watch.abort, base, watch.clock, watch.begin, arriving.allowed, arriving.records,
-                            arriving.claims, arriving.op, worker, pm * num_n + pn, pm, pn, KEYS,
+                            watch.abort, work.base, watch.clock, watch.begin, arriving.allowed, arriving.records,
+                            arriving.claims, arriving.op, worker, pm * work.num_n + pn, pm, pn, C.KEYS,
                         )  # fmt: skip
                         over = fenced(over)
-                        put(slots, own_slot, VOID, over, 1)
-                    if TRACE:
+                        put(items.slots, own_slot, VOID, over, 1)
+                    if C.TRACE:
                         if (j == begin) & (j < end):
-                            ready_span(log, tile)
-                            chunk_span(log, tile, chunk_at(
-                                last_row - 1, arriving.rows_per_chunk, arriving.bounds, arriving.chunks, KEYS
+                            ready_span(work.log, tile)
+                            chunk_span(work.log, tile, chunk_at(
+                                last_row - 1, arriving.rows_per_chunk, arriving.bounds, arriving.chunks, C.KEYS
                             ))  # fmt: skip
                 else:
-                    first_key = (end - 1 - (j - begin)) * BLOCK
-                    behind = first_key + BLOCK
+                    first_key = (end - 1 - (j - begin)) * C.BLOCK
+                    behind = first_key + C.BLOCK
                 if j < end:
                     stage, phase = fill_stage(
-                        k_map, k_full, k_empty, k_boxes, stage, phase, over, batch, origin_k, own_keys, first_key,
-                        head // shared_by, table, table_stride, page_rows_k, K_BYTES, BLOCK, PARTS * WIDTH, STAGES,
-                        PAGE, RAGGED_K,
+                        source_of.k_map, ring.k_full, ring.k_empty, k_boxes, stage, phase, over, batch, origin_k,
+                        own_keys, first_key,
+                        head // source_of.shared_by, source_of.table, source_of.table_stride, source_of.page_rows_k,
+                        K_BYTES, C.BLOCK, C.PARTS * WIDTH, C.STAGES, C.PAGE, C.RAGGED_K,
                     )  # fmt: skip
                 if j > begin:
                     v_stage, v_phase = fill_stage(
-                        v_map, v_full, v_empty, v_boxes, v_stage, v_phase, over, batch, origin_v, own_keys, behind,
-                        head // shared_by, table, table_stride, page_rows_v, V_BYTES, BLOCK, COLUMNS, STAGES, PAGE,
-                        RAGGED_K,
+                        source_of.v_map, ring.v_full, ring.v_empty, v_boxes, v_stage, v_phase, over, batch, origin_v,
+                        own_keys, behind,
+                        head // source_of.shared_by, source_of.table, source_of.table_stride, source_of.page_rows_v,
+                        V_BYTES, C.BLOCK, COLUMNS, C.STAGES, C.PAGE, C.RAGGED_K,
                     )  # fmt: skip
             if AHEAD:
                 if begin < end:
-                    late, v_batch, v_origin, v_keys, v_head = one, batch, origin_v, own_keys, head // shared_by
-                    if KEYS != "none":
-                        v_first = (end - 1) * BLOCK
+                    late, v_batch, v_origin, v_keys, v_head = (
+                        one,
+                        batch,
+                        origin_v,
+                        own_keys,
+                        head // source_of.shared_by,
+                    )
+                    if C.KEYS != "none":
+                        v_first = (end - 1) * C.BLOCK
                     else:
-                        v_first = begin * BLOCK
-    if KEYS != "none":
+                        v_first = begin * C.BLOCK
+    if C.KEYS != "none":
         leave_keys(
-            leaves, reset, over, worker, workers, one, counters, base, watch.abort, watch.clock, watch.begin,
+            leaves, work.reset, over, worker, workers, one, work.counters, work.base, watch.abort, watch.clock,
+            watch.begin,
             arriving.allowed, arriving.records, arriving.claims, arriving.op, arriving.signals, arriving.epoch,
             arriving.key, arriving.quarantine, arriving.chunks,
         )  # fmt: skip
     else:
-        leave(counters, one, reset, workers, KIND == "static")
+        leave(work.counters, one, work.reset, workers, C.KIND == "static")

@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from tilestream.core import attention as rules
+from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.attention_load import VOID, place
 from tilestream.kernels.hopper.attention_softmax import (
     as_operand,
@@ -31,9 +33,8 @@ from tilestream.kernels.hopper.attention_softmax import (
 )
 from tilestream.kernels.hopper.compat import barrier, device, tma_store, viewed
 from tilestream.kernels.hopper.epilogue import mma_layout, pending, strip_of
+from tilestream.kernels.hopper.parts import At, Mask, Sums
 from tilestream.kernels.hopper.ring import ITEMS, get, step
-from tilestream.kernels.portable.spans import end_span
-from tilestream.schedule import attention as rules
 
 blocks_of_part = device(rules.blocks_of_part)
 
@@ -42,65 +43,67 @@ ROWS: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
-def start_scores(q_parts, k_parts, q_at, stage, PARTS: gl.constexpr, BLOCK: gl.constexpr):
+def start_scores(ring, q_at, stage, C: gl.constexpr):
     """Start ``Q K^T`` of an item's rows and a stage: a multiplication for each part of the head's columns."""
-    scores = gl.zeros((ROWS, BLOCK), gl.float32, mma_layout(BLOCK, 256 // q_parts.dtype.primitive_bitwidth))
-    for part in gl.static_range(PARTS):
+    scores = gl.zeros((ROWS, C.BLOCK), gl.float32, mma_layout(C.BLOCK, 256 // ring.q.dtype.primitive_bitwidth))
+    for part in gl.static_range(C.PARTS):
         scores = warpgroup_mma(
-            q_parts.index(q_at * PARTS + part), k_parts.index(stage * PARTS + part).permute((1, 0)), scores,
+            ring.q.index(q_at * C.PARTS + part), ring.k.index(stage * C.PARTS + part).permute((1, 0)), scores,
             is_async=True, use_acc=part > 0,
         )  # fmt: skip
     return scores
 
 
 @gluon.jit
-def settled(scores, inner, BLOCK: gl.constexpr, CAPPED: gl.constexpr, SCALED: gl.constexpr):
+def settled(scores, inner, C: gl.constexpr):
     """Scores that are done, capped, or multiplied by what their heads' scales are; no data moves."""
-    scores = gl.convert_layout(scores, mma_layout(BLOCK), assert_trivial=True)
-    if CAPPED:
+    scores = gl.convert_layout(scores, mma_layout(C.BLOCK), assert_trivial=True)
+    if C.CAPPED:
         scores = capped(scores, inner)
-    elif SCALED:
+    elif C.SCALED:
         scores = scores * inner
     return scores
 
 
 @gluon.jit
-def math_step(
-    q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn, o, p, top, total,
-    position, first_key, keys, until, since, scale, inner,
-    WHO: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-    ORDERED: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+def masked_by(scores, mask, block, C: gl.constexpr):
+    """Scores of a key block, -inf where a row does not see the key."""
+    return masked(scores, mask.position, block * C.BLOCK, mask.keys, mask.until, mask.since, C.BLOCK, C.LEFT, C.RIGHT)
+
+
+@gluon.jit
+def math_step(ring, order, at, q_at, sums, mask, block, scale, inner, WHO: gl.constexpr, MASKED: gl.constexpr,
+              C: gl.constexpr):  # fmt: skip
     """A key block that is not an item's first: its scores, and meanwhile the block before it times V.
 
-    ``stage`` and ``phase`` are those of the block before, whose weights are ``p``, as `carried`.
+    ``at`` is the place of the block before, whose weights are ``sums.p``, as `carried`.
     """
-    next_stage, next_phase = step(stage, phase, STAGES)
-    mbarrier.wait(k_full.index(next_stage), next_phase)
-    if ORDERED:
+    stage, phase = step(at.stage, at.phase, C.STAGES)
+    mbarrier.wait(ring.k_full.index(stage), phase)
+    if C.ORDERED:
         # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
-        mbarrier.wait(order.index(WHO), turn ^ (WHO == 0))
-    scores = start_scores(q_parts, k_parts, q_at, next_stage, PARTS, BLOCK)
-    mbarrier.wait(v_full.index(stage), phase)
-    factors = as_operand(p, COLUMNS, v_stages.dtype)
-    product = warpgroup_mma(factors, v_stages.index(stage), o, is_async=True)
-    if ORDERED:
-        mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))
+        mbarrier.wait(order.index(WHO), at.turn ^ (WHO == 0))
+    scores = start_scores(ring, q_at, stage, C)
+    mbarrier.wait(ring.v_full.index(at.stage), at.phase)
+    factors = as_operand(sums.p, C.COLUMNS, ring.v.dtype)
+    product = warpgroup_mma(factors, ring.v.index(at.stage), sums.o, is_async=True)
+    if C.ORDERED:
+        mbarrier.arrive(order.index((WHO + 1) % C.CONSUMERS))
     scores = warpgroup_mma_wait(1, (scores,))
-    mbarrier.arrive(k_empty.index(next_stage))
-    scores = settled(scores, inner, BLOCK, CAPPED, SCALED)
+    mbarrier.arrive(ring.k_empty.index(stage))
+    scores = settled(scores, inner, C)
     if MASKED:
-        scores = masked(scores, position, first_key, keys, until, since, BLOCK, LEFT, RIGHT)
+        scores = masked_by(scores, mask, block, C)
     # Wherever that is said, the compiler waits for the product before most of the exponentials, and scales O under
     # them. Held back behind them, by a branch, launches took 4 % longer.
-    LAZILY: gl.constexpr = COLUMNS > 128
-    top, shift, shrink = peaks(scores, top, scale, MASKED, LAZILY)
+    LAZILY: gl.constexpr = C.COLUMNS > 128
+    top, shift, shrink = peaks(scores, sums.top, scale, MASKED, LAZILY)
     o, _ = warpgroup_mma_wait(0, (product, factors))
-    mbarrier.arrive(v_empty.index(stage))
-    o = shrunk(o, shrink, COLUMNS, LAZILY)
-    weights, total = weighed(scores, total, scale, shift, shrink)
-    return o, carried(weights, COLUMNS, v_stages.dtype, LEFT or CAPPED), top, total, next_stage, next_phase, turn ^ 1
+    mbarrier.arrive(ring.v_empty.index(at.stage))
+    o = shrunk(o, shrink, C.COLUMNS, LAZILY)
+    weights, total = weighed(scores, sums.total, scale, shift, shrink)
+    p = carried(weights, C.COLUMNS, ring.v.dtype, C.LEFT or C.CAPPED)
+    return Sums(o, p, top, total), At(stage, phase, at.turn ^ 1)
 
 
 @gluon.jit
@@ -114,7 +117,7 @@ def own_blocks(
     Returns
     -------
     (begin, plain_begin, plain_end, last)
-        As of `tilestream.schedule.attention.blocks_of_part`; ``last`` is a block.
+        As of `tilestream.core.attention.blocks_of_part`; ``last`` is a block.
     """
     at = first + (POSITIONS - 1)
     from_first = tl.cast(0, tl.int32)
@@ -131,25 +134,23 @@ def own_blocks(
 
 
 @gluon.jit
-def leave_out(
-    blocks, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-    WHO: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+def leave_out(blocks, ring, order, at, WHO: gl.constexpr, C: gl.constexpr):
     """Give back stages of key blocks that none of the consumer's rows sees, and its turns at them.
 
     They are waited for, so that what is given back is this round of the ring's, and not the one before's.
     """
+    stage, phase, turn = at.stage, at.phase, at.turn
     for _ in range(blocks):
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage))
-        if ORDERED:
+        mbarrier.wait(ring.k_full.index(stage), phase)
+        mbarrier.arrive(ring.k_empty.index(stage))
+        if C.ORDERED:
             mbarrier.wait(order.index(WHO), turn ^ (WHO == 0))
-            mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))
-        mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_empty.index(stage))
-        stage, phase = step(stage, phase, STAGES)
+            mbarrier.arrive(order.index((WHO + 1) % C.CONSUMERS))
+        mbarrier.wait(ring.v_full.index(stage), phase)
+        mbarrier.arrive(ring.v_empty.index(stage))
+        stage, phase = step(stage, phase, C.STAGES)
         turn = turn ^ 1
-    return stage, phase, turn
+    return At(stage, phase, turn)
 
 
 @gluon.jit
@@ -165,167 +166,131 @@ def store_strip(out_map, buffer, x, at, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def math_loop(
-    WHO: gl.constexpr, q_parts, k_parts, v_stages, out_map, out_buffers,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, slots, item_full, item_empty, order,
-    lse, sinks, scale, inner,
-    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PARTS: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, QUERIES: gl.constexpr, STRIP: gl.constexpr, BUFFERS: gl.constexpr, RAGGED_Q: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr, OWN: gl.constexpr, ORDERED: gl.constexpr,
-    ARRIVING: gl.constexpr, CHAINED: gl.constexpr, log, places, TRACE: gl.constexpr, scales, SCALED: gl.constexpr,
-):  # fmt: skip
+def math_loop(WHO: gl.constexpr, ring, items, order, scores_of, out_map, out_buffers, log, C: gl.constexpr):
     """A consumer: 64 rows of each tile. Of keys that arrive blocks are taken from the first on, else from the last.
 
     ``OWN``: it leaves out blocks that none of its rows sees.
     """
-    if CHAINED:
+    if C.CHAINED:
         gdc_wait()
-    out_layout: gl.constexpr = mma_layout(COLUMNS)
-    rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK))
+    slots, scale = items.slots, scores_of.scale
+    STRIP: gl.constexpr = out_buffers.shape[2]
+    STRIPS: gl.constexpr = C.COLUMNS // STRIP
+    out_layout: gl.constexpr = mma_layout(C.COLUMNS)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(C.BLOCK))
     row = gl.arange(0, ROWS, rows_layout)
-    stage = tl.cast(0, tl.int32)
-    phase = tl.cast(0, tl.int32)
-    slot = tl.cast(0, tl.int32)
-    slot_phase = tl.cast(0, tl.int32)
-    q_stage = tl.cast(0, tl.int32)
-    q_phase = tl.cast(0, tl.int32)
-    turn = tl.cast(0, tl.int32)
+    zero = tl.cast(0, tl.int32)
+    stage, phase, turn, slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero, zero, zero, zero
+    at = At(stage, phase, turn)
     going = tl.cast(1, tl.int32)
     while going != 0:
-        mbarrier.wait(item_full.index(slot), slot_phase)
+        mbarrier.wait(items.full.index(slot), slot_phase)
         going = get(slots, slot, 0, 4)  # key blocks, and one more
         if going != 0:
-            first = get(slots, slot, 1, 4) + WHO * (ROWS // PACK)
-            position = first + row // PACK
+            first = get(slots, slot, 1, 4) + WHO * (ROWS // C.PACK)
+            position = first + row // C.PACK
             top = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
             total = gl.full([ROWS], 0.0, gl.float32, rows_layout)
-            o = gl.zeros((ROWS, COLUMNS), gl.float32, out_layout)
-            inside = inner
-            if SCALED:
-                inside = get(scales, slot, 0, 4).to(gl.float32, bitcast=True)
-                if CAPPED:
-                    inside = inside * inner
-            q_at = WHO * QUERIES + q_stage
-            mbarrier.wait(q_full.index(q_at), q_phase)
+            o = gl.zeros((ROWS, C.COLUMNS), gl.float32, out_layout)
+            inner = scores_of.inner
+            if C.SCALED:
+                inner = get(items.scales, slot, 0, 4).to(gl.float32, bitcast=True)
+                if C.CAPPED:
+                    inner = inner * scores_of.inner
+            q_at = WHO * C.QUERIES + q_stage
+            mbarrier.wait(ring.q_full.index(q_at), q_phase)
             if going > 1:
                 begin = get(slots, slot, 2, 4)
                 last = begin + going - 2
                 plain_begin = get(slots, slot, 3, 4)
                 plain_end = get(slots, slot, 4, 4)
-                keys = get(slots, slot, 5, 4)
-                until = get(slots, slot, 6, 4)
-                since = get(slots, slot, 7, 4)
-                if OWN:
-                    of_tile = begin if ARRIVING else last
+                mask = Mask(position, get(slots, slot, 5, 4), get(slots, slot, 6, 4), get(slots, slot, 7, 4))
+                if C.OWN:
+                    of_tile = begin if C.ARRIVING else last
                     begin, plain_begin, plain_end, last = own_blocks(
-                        first, begin, last, keys, until, since, ROWS // PACK, BLOCK, LEFT
-                    )  # fmt: skip
-                    if LEFT if ARRIVING else RIGHT:
-                        stage, phase, turn = leave_out(
-                            begin - of_tile if ARRIVING else of_tile - last, k_full, k_empty, v_full, v_empty, order,
-                            stage, phase, turn, WHO, CONSUMERS, STAGES, ORDERED,
-                        )  # fmt: skip
-                mbarrier.wait(k_full.index(stage), phase)
-                scores = warpgroup_mma_wait(0, (start_scores(q_parts, k_parts, q_at, stage, PARTS, BLOCK),))
-                mbarrier.arrive(k_empty.index(stage))
-                scores = settled(scores, inside, BLOCK, CAPPED, SCALED)
-                first_block = begin if ARRIVING else last
+                        first, begin, last, mask.keys, mask.until, mask.since, ROWS // C.PACK, C.BLOCK, C.LEFT
+                    )
+                    if C.LEFT if C.ARRIVING else C.RIGHT:
+                        at = leave_out(begin - of_tile if C.ARRIVING else of_tile - last, ring, order, at, WHO, C)
+                mbarrier.wait(ring.k_full.index(at.stage), at.phase)
+                scores = warpgroup_mma_wait(0, (start_scores(ring, q_at, at.stage, C),))
+                mbarrier.arrive(ring.k_empty.index(at.stage))
+                scores = settled(scores, inner, C)
+                first_block = begin if C.ARRIVING else last
                 if (first_block >= plain_end) | (first_block < plain_begin):
-                    scores = masked(scores, position, first_block * BLOCK, keys, until, since, BLOCK, LEFT, RIGHT)
+                    scores = masked_by(scores, mask, first_block, C)
                 top, shift, shrink = peaks(scores, top, scale, True, False)
                 weights, total = weighed(scores, total, scale, shift, shrink)
-                p = carried(weights, COLUMNS, v_stages.dtype, LEFT or CAPPED)
-                if ARRIVING:
+                sums = Sums(o, carried(weights, C.COLUMNS, ring.v.dtype, C.LEFT or C.CAPPED), top, total)
+                if C.ARRIVING:
                     plain_begin = gl.maximum(plain_begin, begin + 1)
                     plain_end = gl.maximum(plain_end, plain_begin)
-                    if LEFT:
+                    if C.LEFT:
                         for j in range(begin + 1, plain_begin):
-                            o, p, top, total, stage, phase, turn = math_step(
-                                q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage,
-                                phase, turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inside,
-                                WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
-                                SCALED,
-                            )  # fmt: skip
+                            sums, at = math_step(ring, order, at, q_at, sums, mask, j, scale, inner, WHO, True, C)
                 else:
                     plain_begin = gl.minimum(plain_begin, last)
                     plain_end = gl.minimum(plain_end, last)
-                    if RIGHT:
+                    if C.RIGHT:
                         for j in range(plain_end, last):
-                            o, p, top, total, stage, phase, turn = math_step(
-                                q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage,
-                                phase, turn, o, p, top, total, position, (last - 1 - (j - plain_end)) * BLOCK, keys,
-                                until, since, scale, inside,
-                                WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED,
-                                SCALED,
-                            )  # fmt: skip
+                            block = last - 1 - (j - plain_end)
+                            sums, at = math_step(ring, order, at, q_at, sums, mask, block, scale, inner, WHO, True, C)
                 for _ in range(plain_begin, plain_end):
-                    o, p, top, total, stage, phase, turn = math_step(
-                        q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase, turn,
-                        o, p, top, total, position, 0, keys, until, since, scale, inside,
-                        WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, False, LEFT, RIGHT, CAPPED, ORDERED, SCALED,
-                    )  # fmt: skip
-                if ARRIVING:
+                    sums, at = math_step(ring, order, at, q_at, sums, mask, 0, scale, inner, WHO, False, C)
+                if C.ARRIVING:
                     for j in range(plain_end, last + 1):
-                        o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
-                            turn, o, p, top, total, position, j * BLOCK, keys, until, since, scale, inside,
-                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED, SCALED,
-                        )  # fmt: skip
-                elif LEFT:
+                        sums, at = math_step(ring, order, at, q_at, sums, mask, j, scale, inner, WHO, True, C)
+                elif C.LEFT:
                     for j in range(begin, plain_begin):
-                        o, p, top, total, stage, phase, turn = math_step(
-                            q_parts, k_parts, v_stages, q_at, k_full, k_empty, v_full, v_empty, order, stage, phase,
-                            turn, o, p, top, total, position, (plain_begin - 1 - (j - begin)) * BLOCK, keys, until,
-                            since, scale, inside,
-                            WHO, CONSUMERS, PARTS, BLOCK, COLUMNS, STAGES, True, LEFT, RIGHT, CAPPED, ORDERED, SCALED,
-                        )  # fmt: skip
-                mbarrier.arrive(q_empty.index(q_at))
-                mbarrier.wait(v_full.index(stage), phase)
-                factors = as_operand(p, COLUMNS, v_stages.dtype)
-                o = warpgroup_mma_wait(0, (warpgroup_mma(factors, v_stages.index(stage), o, is_async=True),))
-                mbarrier.arrive(v_empty.index(stage))
-                stage, phase = step(stage, phase, STAGES)
-                if OWN and (RIGHT if ARRIVING else LEFT):
+                        block = plain_begin - 1 - (j - begin)
+                        sums, at = math_step(ring, order, at, q_at, sums, mask, block, scale, inner, WHO, True, C)
+                o, top, total = sums.o, sums.top, sums.total
+                mbarrier.arrive(ring.q_empty.index(q_at))
+                mbarrier.wait(ring.v_full.index(at.stage), at.phase)
+                factors = as_operand(sums.p, C.COLUMNS, ring.v.dtype)
+                o = warpgroup_mma_wait(0, (warpgroup_mma(factors, ring.v.index(at.stage), o, is_async=True),))
+                mbarrier.arrive(ring.v_empty.index(at.stage))
+                next_stage, next_phase = step(at.stage, at.phase, C.STAGES)
+                at = At(next_stage, next_phase, at.turn)
+                if C.OWN and (C.RIGHT if C.ARRIVING else C.LEFT):
                     of_tile = get(slots, slot, 2, 4)
-                    stage, phase, turn = leave_out(
-                        of_tile + going - 2 - last if ARRIVING else begin - of_tile, k_full, k_empty, v_full, v_empty,
-                        order, stage, phase, turn, WHO, CONSUMERS, STAGES, ORDERED,
-                    )  # fmt: skip
+                    at = leave_out(
+                        of_tile + going - 2 - last if C.ARRIVING else begin - of_tile, ring, order, at, WHO, C
+                    )
             else:
-                mbarrier.arrive(q_empty.index(q_at))
-            q_stage, q_phase = step(q_stage, q_phase, QUERIES)
+                mbarrier.arrive(ring.q_empty.index(q_at))
+            q_stage, q_phase = step(q_stage, q_phase, C.QUERIES)
             # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
-            if q_parts.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
-                first = get(slots, slot, 1, 4) + WHO * (ROWS // PACK)
-                position = first + row // PACK
+            if ring.q.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
+                first = get(slots, slot, 1, 4) + WHO * (ROWS // C.PACK)
+                position = first + row // C.PACK
             head = get(slots, slot, 8, 4)
             batch = get(slots, slot, 9, 4)
             origin = get(slots, slot, 10, 4)
             queries = get(slots, slot, 11, 4)
-            factor, sum_ = finished(top, total, sinks, head, row, scale, PACK)
-            if SCALED:
-                factor = factor * get(scales, slot, 1, 4).to(gl.float32, bitcast=True)
-            if ARRIVING:
+            factor, sum_ = finished(top, total, scores_of.sinks, head, row, scale, C.PACK)
+            if C.SCALED:
+                factor = factor * get(items.scales, slot, 1, 4).to(gl.float32, bitcast=True)
+            if C.ARRIVING:
                 void = get(slots, slot, VOID, 4) != 0
                 factor = gl.where(void, float("nan"), factor)
                 sum_ = gl.where(void, float("nan"), sum_)
-            if lse is not None:
-                at = lse + get(slots, slot, 12, 4) + position * get(slots, slot, 13, 4)
-                gl.store(at + row % PACK * get(slots, slot, 14, 4), sum_, mask=position < queries)
+            if scores_of.lse is not None:
+                lse = scores_of.lse + get(slots, slot, 12, 4) + position * get(slots, slot, 13, 4)
+                gl.store(lse + row % C.PACK * get(slots, slot, 14, 4), sum_, mask=position < queries)
             o = o * gl.convert_layout(factor, gl.SliceLayout(1, out_layout))[:, None]
-            for i in gl.static_range(COLUMNS // STRIP):
+            for i in gl.static_range(STRIPS):
                 store_strip(
-                    out_map, out_buffers.index(WHO * BUFFERS + i % BUFFERS),
-                    strip_of((o,), i * STRIP, (COLUMNS,), STRIP, ROWS),
-                    place(batch, origin, queries, first, head, i * STRIP, RAGGED_Q),
-                    pending(i, COLUMNS // STRIP, BUFFERS),
+                    out_map, out_buffers.index(WHO * C.BUFFERS + i % C.BUFFERS),
+                    strip_of((o,), i * STRIP, (C.COLUMNS,), STRIP, ROWS),
+                    place(batch, origin, queries, first, head, i * STRIP, C.RAGGED_Q), pending(i, STRIPS, C.BUFFERS),
                 )  # fmt: skip
-            if TRACE:
+            if C.TRACE:
                 whole = going != 0
-                if ARRIVING:
+                if C.ARRIVING:
                     whole = get(slots, slot, VOID, 4) == 0
                 barrier()
-                end_span(log, get(places, slot, 0, 4), WHO, whole)
-        mbarrier.arrive(item_empty.index(slot))
+                end_span(log, get(items.places, slot, 0, 4), WHO, whole)
+        mbarrier.arrive(items.empty.index(slot))
         slot, slot_phase = step(slot, slot_phase, ITEMS)
     tma.store_wait(0)

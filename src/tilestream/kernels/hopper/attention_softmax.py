@@ -16,8 +16,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.kernels.device.epilogue import power_of_2, sigmoid
 from tilestream.kernels.hopper.epilogue import mma_layout
-from tilestream.kernels.portable.epilogue import power_of_2, sigmoid
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -39,7 +39,7 @@ def masked(scores, position, first_key, keys, until, since, BLOCK: gl.constexpr,
     """Scores of a key block, -inf where a row does not see the key. After capping, which would make that -1.
 
     A query position sees keys from ``position + since`` on, up to before ``position + until`` (which may be negative:
-    `tilestream.schedule.attention.seen_keys` in numbers that have a sign), of ``keys``.
+    `tilestream.core.attention.seen_keys` in numbers that have a sign), of ``keys``.
 
     A thread's columns are 8 apart, in pairs that begin at twice its place among four. Compared as they are, each is a
     sum that the loop does not change, which the compiler keeps in a register (Triton 3.9 spilled 13 of a thread in the

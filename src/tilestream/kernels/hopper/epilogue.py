@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from tilestream.kernels.device.epilogue import activate
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
-from tilestream.kernels.portable.epilogue import activate
 
 
 @gluon.constexpr_function
@@ -69,64 +69,58 @@ def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexp
 
 
 @gluon.jit
-def touched(at, stride, first, count, WIDTH: gl.constexpr):
+def touched(v, batch, first, count, WIDTH: gl.constexpr):
     """Elements [first, first + WIDTH) of a vector, those below ``count``."""
     layout: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])
     i = first + gl.arange(0, WIDTH, layout)
-    return gl.load(at + i.to(gl.int64) * stride, mask=i < count, other=0.0).to(gl.float32)
+    at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
+    return gl.load(at, mask=i < count, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def fetch(at, stride_row, stride_column, row, column, rows, columns, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-          FLIPPED: gl.constexpr):  # fmt: skip
+def fetch(m, batch, row, column, rows, columns, WIDTH: gl.constexpr, C: gl.constexpr):
     """Have L2 bring a tile of the residual: a request for each 64 elements that lie side by side, or nearly so."""
     SIDE: gl.constexpr = 64
-    LONG: gl.constexpr = ROWS if FLIPPED else WIDTH
-    OTHER: gl.constexpr = WIDTH if FLIPPED else ROWS
+    LONG: gl.constexpr = C.HALF_ROWS if C.FLIPPED else WIDTH
+    OTHER: gl.constexpr = WIDTH if C.FLIPPED else C.HALF_ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
     i = gl.arange(0, max(1, LONG // SIDE), gl.SliceLayout(1, layout))[:, None] * SIDE
     j = gl.arange(0, OTHER, gl.SliceLayout(0, layout))[None, :]
-    if FLIPPED:
+    if C.FLIPPED:
         r, c = row + i + j * 0, column + j + i * 0
     else:
         r, c = row + j + i * 0, column + i + j * 0
     r = gl.minimum(r, rows - 1)
     c = gl.minimum(c, columns - 1)
-    place = (at + r.to(gl.int64) * stride_row + c.to(gl.int64) * stride_column).to(gl.int64)
+    at = m.at + batch.to(gl.int64) * m.batch
+    place = (at + r.to(gl.int64) * m.row + c.to(gl.int64) * m.column).to(gl.int64)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def touch(
-    batch, row, column, rows, columns, bias, stride_bias, residual, stride_rb, stride_rr, stride_rc,
-    row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
-    ROWS: gl.constexpr, WIDTHS: gl.constexpr, FLIPPED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-):  # fmt: skip
+def touch(e, batch, row, column, C: gl.constexpr):
     """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
 
     Vectors are loaded, which leaves them in the first-level cache; whoever calls passes the values to `hold` after the
     K loop, which waits for them. Of the residual L2 is told.
     """
     early = ()
-    if SCALES:
-        if row_scale is not None:
-            early = early + (touched(row_scale + batch.to(gl.int64) * stride_sb, stride_sr, row, rows, ROWS),)
-    if BIAS == "rows":
-        early = early + (touched(bias, stride_bias, row, rows, ROWS),)
-    for i in gl.static_range(len(WIDTHS)):
-        first = column + start_of(WIDTHS, i)
-        if SCALES:
-            if column_scale is not None:
-                at = column_scale + batch.to(gl.int64) * stride_tb
-                early = early + (touched(at, stride_tc, first, columns, WIDTHS[i]),)
-        if BIAS == "columns":
-            early = early + (touched(bias, stride_bias, first, columns, WIDTHS[i]),)
-        if RESIDUAL:
-            at = residual + batch.to(gl.int64) * stride_rb
-            fetch(at, stride_rr, stride_rc, row, first, rows, columns, ROWS, WIDTHS[i], FLIPPED)
+    if C.SCALES:
+        if e.row_scale.at is not None:
+            early = early + (touched(e.row_scale, batch, row, e.rows, C.HALF_ROWS),)
+    if C.BIAS == "rows":
+        early = early + (touched(e.bias, batch, row, e.rows, C.HALF_ROWS),)
+    for i in gl.static_range(len(C.WIDTHS)):
+        first = column + start_of(C.WIDTHS, i)
+        if C.SCALES:
+            if e.column_scale.at is not None:
+                early = early + (touched(e.column_scale, batch, first, e.columns, C.WIDTHS[i]),)
+        if C.BIAS == "columns":
+            early = early + (touched(e.bias, batch, first, e.columns, C.WIDTHS[i]),)
+        if C.RESIDUAL:
+            fetch(e.residual, batch, row, first, e.rows, e.columns, C.WIDTHS[i], C)
     return early
 
 
@@ -138,72 +132,71 @@ def hold(early):
 
 
 @gluon.jit
-def finish_strip(
-    acc, batch, first_row, first_column, rows, columns, BUFFER: gl.constexpr, PENDING: gl.constexpr,
-    out_map, out_buffers, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
-    residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale, stride_tb, stride_tc,
-    alpha, beta,
-    ROWS: gl.constexpr, STRIP: gl.constexpr, STORE: gl.constexpr, FLIPPED: gl.constexpr,
-    BATCHED: gl.constexpr, WIDE: gl.constexpr, EIGHTS: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
+def vector(v, batch, i, inside):
+    """Elements ``i`` of a vector, in float32."""
+    at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
+    return gl.load(at, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def at_tile(m, batch, row, column):
+    """Where a matrix has these rows and columns."""
+    return m.at + batch.to(gl.int64) * m.batch + row[:, None] * m.row + column[None, :] * m.column
+
+
+@gluon.jit
+def finish_strip(acc, e, batch, first_row, first_column, BUFFER: gl.constexpr, PENDING: gl.constexpr, C: gl.constexpr):
     """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored.
 
     ``PENDING``: stores that may still be under way when ``BUFFER`` is written.
     """
-    layout: gl.constexpr = mma_layout(STRIP)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = first_column + gl.arange(0, STRIP, gl.SliceLayout(0, layout))
-    below, left = row < rows, column < columns
-    if EIGHTS:  # said so that the compiler sees that a vector never straddles the end
-        left = column // 8 * 8 < columns
+    layout: gl.constexpr = mma_layout(C.STRIP)
+    row = first_row + gl.arange(0, C.HALF_ROWS, gl.SliceLayout(1, layout))
+    column = first_column + gl.arange(0, C.STRIP, gl.SliceLayout(0, layout))
+    below, left = row < e.rows, column < e.columns
+    if C.EIGHTS:  # said so that the compiler sees that a vector never straddles the end
+        left = column // 8 * 8 < e.columns
     x = acc
-    if SCALES:
+    if C.SCALES:
         # x = (x * r) * c could overflow where x * (r * c) does not, and costs as many multiplications.
-        factor = gl.full([ROWS, STRIP], 1.0, gl.float32, layout)
-        if row_scale is not None:
-            at = row_scale + batch.to(gl.int64) * stride_sb + row.to(gl.int64) * stride_sr
-            factor = factor * gl.load(at, mask=below, other=0.0)[:, None]
-        if column_scale is not None:
-            at = column_scale + batch.to(gl.int64) * stride_tb + column.to(gl.int64) * stride_tc
-            factor = factor * gl.load(at, mask=left, other=0.0)[None, :]
+        factor = gl.full([C.HALF_ROWS, C.STRIP], 1.0, gl.float32, layout)
+        if e.row_scale.at is not None:
+            factor = factor * vector(e.row_scale, batch, row, below)[:, None]
+        if e.column_scale.at is not None:
+            factor = factor * vector(e.column_scale, batch, column, left)[None, :]
         x = x * factor
-    if SCALED:
-        x = x * alpha
-    if BIAS == "columns":
-        at = bias + column.to(gl.int64) * stride_bias
-        x = x + gl.load(at, mask=left, other=0.0).to(gl.float32)[None, :]
-    if BIAS == "rows":
-        at = bias + row.to(gl.int64) * stride_bias
-        x = x + gl.load(at, mask=below, other=0.0).to(gl.float32)[:, None]
-    if RESIDUAL or STORE == "direct":
+    if C.SCALED:
+        x = x * e.alpha
+    if C.BIAS == "columns":
+        x = x + vector(e.bias, batch, column, left)[None, :]
+    if C.BIAS == "rows":
+        x = x + vector(e.bias, batch, row, below)[:, None]
+    if C.RESIDUAL or C.STORE == "direct":
         inside = below[:, None] & left[None, :]
-        if WIDE:
+        if C.WIDE:
             row = row.to(gl.int64)
             column = column.to(gl.int64)
-    if RESIDUAL:
-        at = residual + batch.to(gl.int64) * stride_rb + row[:, None] * stride_rr + column[None, :] * stride_rc
-        x = x + beta * gl.load(at, mask=inside, other=0.0).to(gl.float32)
-    x = activate(x, ACTIVATION)
-    if STORE == "direct":
-        at = out + batch.to(gl.int64) * stride_ob + row[:, None] * stride_or + column[None, :] * stride_oc
-        gl.store(at, x.to(out.dtype.element_ty), mask=inside)
+    if C.RESIDUAL:
+        x = x + e.beta * gl.load(at_tile(e.residual, batch, row, column), mask=inside, other=0.0).to(gl.float32)
+    x = activate(x, C.ACTIVATION)
+    if C.STORE == "direct":
+        gl.store(at_tile(e.out, batch, row, column), x.to(e.out.at.dtype.element_ty), mask=inside)
     else:
-        buffer = out_buffers.index(BUFFER)
+        buffer = e.buffers.index(BUFFER)
         tma.store_wait(PENDING)
-        if FLIPPED:
-            buffer.permute((1, 0)).store(x.to(out_map.dtype))
+        if C.FLIPPED:
+            buffer.permute((1, 0)).store(x.to(e.map.dtype))
         else:
-            buffer.store(x.to(out_map.dtype))
+            buffer.store(x.to(e.map.dtype))
         fence_async_shared()
-        if FLIPPED:
+        if C.FLIPPED:
             at_outer, at_inner = first_column, first_row
         else:
             at_outer, at_inner = first_row, first_column
-        if BATCHED:
-            tma_store(out_map, [batch, at_outer, at_inner], viewed(buffer, out_map))
+        if C.BATCHED:
+            tma_store(e.map, [batch, at_outer, at_inner], viewed(buffer, e.map))
         else:
-            tma_store(out_map, [at_outer, at_inner], buffer)
+            tma_store(e.map, [at_outer, at_inner], buffer)
 
 
 @gluon.jit
@@ -232,7 +225,7 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
 
     Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
     written it: where the others have counted already, nobody else can be the last. That is the protocol of
-    `tilestream.kernels.loop.settle`, which the checker explores.
+    `tilestream.core.loop.settle`, which the checker explores.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
     consumer: for its stores before, for its loads after.

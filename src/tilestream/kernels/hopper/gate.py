@@ -1,4 +1,4 @@
-"""The gate of the Hopper kernel: `tilestream.kernels.portable.gate`, asked by the load warp for each item.
+"""The gate of the Hopper kernel: `tilestream.kernels.device.gate`, asked by the load warp for each item.
 
 ::
 
@@ -10,7 +10,7 @@ Only the load warp waits, and before it hands an item on: behind that nothing is
 void item K runs backwards, from its end to its beginning: the load warp has no step of it to load, and the math warps,
 who are told so many steps fewer than none, take NaN for its product and hand that in as they would a product. So each
 tile is written once, stream-K's counts are restored, and both rings come to their end: see
-`tilestream.verify.protocol`, which the checker explores.
+`tilestream_tools.verify.protocol`, which the checker explores.
 
 *Order* (invariant 7). One lane looks at a signal, an acquire at system scope, and tells the warp's others what it saw,
 behind a barrier of theirs. Copies by TMA are of the asynchronous proxy, to which that acquire says nothing: so each
@@ -29,10 +29,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.portable.arrival_order import take_ready
-from tilestream.kernels.portable.clock import present
-from tilestream.kernels.portable.gate import leave_gate, pass_gate, quarantined
-from tilestream.kernels.portable.schedule import LINE
+from tilestream.kernels.device.arrival_order import take_ready
+from tilestream.kernels.device.clock import present
+from tilestream.kernels.device.gate import leave_gate, pass_gate, quarantined
+from tilestream.kernels.device.schedule import LINE
 
 #: Arguments that say nothing about alignment, and words that lie anywhere: a caller's own, or slices of ours.
 UNSPECIALISED = (
@@ -63,7 +63,7 @@ class Gate(NamedTuple):
     rows, columns
         Of A and of B.
     queue_table
-        In arrival order: see `tilestream.kernels.portable.arrival_order`.
+        In arrival order: see `tilestream.kernels.device.arrival_order`.
     rows_per_batch, tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives.
     records, claims, op, allowed
@@ -125,7 +125,7 @@ def take_arrived(
     group, first, band, first_batch, probe, capacity, noted, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
     ROWS: gl.constexpr, PROBE: gl.constexpr,
 ):  # fmt: skip
-    """An item in arrival order: see `tilestream.kernels.portable.arrival_order.take_ready`."""
+    """An item in arrival order: see `tilestream.kernels.device.arrival_order.take_ready`."""
     if ROWS != "none":
         coming = gate.rows
     else:
@@ -165,7 +165,7 @@ def end_gate(
     gate, watch, over, counts_out, reset, worker, workers, queues, counters, base, batches, num_m, num_n,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """After STOP: see `tilestream.kernels.portable.gate.leave_gate`."""
+    """After STOP: see `tilestream.kernels.device.gate.leave_gate`."""
     leave_gate(
         counts_out, reset, over, worker, workers, queues, counters, base, watch.abort, watch.clock, watch.begin,
         gate.allowed, gate.records, gate.claims, gate.op, batches, num_m, num_n,

@@ -39,10 +39,8 @@ def stands(apart, tile):
 
 
 @gluon.jit
-def load_operand(
-    tensor_map, bar, stages, at, batch, row, k, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, K_MAJOR: gl.constexpr,
-    BATCHED: gl.constexpr,
-):  # fmt: skip
+def load_operand(tensor_map, bar, stages, at, batch, row, k, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr,
+                 K_MAJOR: gl.constexpr, BATCHED: gl.constexpr):  # fmt: skip
     """Start the copies of one operand's part of a stage: a copy for each consumer that has a half of its own."""
     for half in gl.static_range(HALVES):
         first = row + half * HALF_ROWS
@@ -58,32 +56,32 @@ def load_operand(
 
 
 @gluon.jit
-def load_steps(
-    begin, end, x_map, apart, is_apart, y_maps, x_stages, y_stages, full, empty, stage, phase, x_batch, y_batch,
-    row, column,
-    WIDTHS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr,
-    BYTES: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, APART: gl.constexpr,
-):  # fmt: skip
+def load_steps(begin, end, loads, ring, stage, phase, batch, is_apart, row, column, C: gl.constexpr):
     """Load K steps [begin, end) of a tile into the ring: ``(stage, phase)`` behind them.
 
     ``is_apart``: whether ``row`` is one of those of x that stand apart.
     """
+    BYTES: gl.constexpr = (
+        (C.ROWS * loads.x.dtype.primitive_bitwidth + C.COLUMNS * loads.y[0].dtype.primitive_bitwidth) * C.BLOCK_K // 8
+    )
+    x_batch, y_batch = batch * loads.x_batched, batch * loads.y_batched
     for k in range(begin, end):
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        bar = full.index(stage)
+        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+        bar = ring.full.index(stage)
         mbarrier.expect(bar, BYTES)
-        if APART:
+        at = k * C.BLOCK_K
+        if C.APART:
             # One instruction, whose map the compiler selects in front of the loop.
             if is_apart:
-                load_operand(apart.map, bar, x_stages, stage, 0, row, k * BLOCK_K, HALVES, HALF_ROWS, True, False)
+                load_operand(loads.apart.map, bar, ring.x, stage, 0, row, at, C.HALVES, C.HALF_ROWS, True, False)
             else:
-                load_operand(x_map, bar, x_stages, stage, 0, row, k * BLOCK_K, HALVES, HALF_ROWS, True, False)
+                load_operand(loads.x, bar, ring.x, stage, 0, row, at, C.HALVES, C.HALF_ROWS, True, False)
         else:
-            load_operand(x_map, bar, x_stages, stage, x_batch, row, k * BLOCK_K, HALVES, HALF_ROWS, X_K_MAJOR, BATCHED)
-        for i in gl.static_range(len(WIDTHS)):
+            load_operand(loads.x, bar, ring.x, stage, x_batch, row, at, C.HALVES, C.HALF_ROWS, C.X_K_MAJOR, C.BATCHED)
+        for i in gl.static_range(len(C.WIDTHS)):
             load_operand(
-                y_maps[i], bar, y_stages[i], stage, y_batch, column + start_of(WIDTHS, i), k * BLOCK_K, 1, 0,
-                Y_K_MAJOR, BATCHED,
+                loads.y[i], bar, ring.y[i], stage, y_batch, column + start_of(C.WIDTHS, i), at, 1, 0, C.Y_K_MAJOR,
+                C.BATCHED,
             )  # fmt: skip
-        stage, phase = step(stage, phase, STAGES)
+        stage, phase = step(stage, phase, C.STAGES)
     return stage, phase

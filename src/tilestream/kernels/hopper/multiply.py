@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from tilestream.kernels.hopper.epilogue import mma_layout
 from tilestream.kernels.hopper.ring import before, step
-from tilestream.plan import hopper
+from tilestream.plan.policy import hopper
 
 narrow = gluon.constexpr_function(hopper.narrow)
 
@@ -70,148 +70,119 @@ def wait_mma(values, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
+def multiply(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
     """The K loop of one item: ``(accumulators, stage, phase)``.
 
     A stage is given back when the multiplication after it has been started and the one on it is done: so a ring has two
     stages at least.
     """
-    HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    PARTS: gl.constexpr = len(WIDTHS)
-    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
-    mbarrier.wait(full.index(stage), phase)
-    x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-    accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, False, Y_K_MAJOR), PARTS)
-    stage, phase = step(stage, phase, STAGES)
+    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    PARTS: gl.constexpr = len(C.WIDTHS)
+    accs = zeros(C.HALF_ROWS, C.WIDTHS, ring.x.dtype.primitive_bitwidth)
+    mbarrier.wait(ring.full.index(stage), phase)
+    x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+    accs = wait_mma(start_mma(x, ring.y, stage, accs, 0, False, C.Y_K_MAJOR), PARTS)
+    stage, phase = step(stage, phase, C.STAGES)
     for _ in range(1, steps):
-        mbarrier.wait(full.index(stage), phase)
-        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        accs = wait_mma(start_mma(x, y_stages, stage, accs, 0, True, Y_K_MAJOR), PARTS)
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
-        stage, phase = step(stage, phase, STAGES)
-    if CONSUMERS == "ping_pong":
+        mbarrier.wait(ring.full.index(stage), phase)
+        x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+        accs = wait_mma(start_mma(x, ring.y, stage, accs, 0, True, C.Y_K_MAJOR), PARTS)
+        mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
+        stage, phase = step(stage, phase, C.STAGES)
+    if C.CONSUMERS == "ping_pong":
         mbarrier.arrive(order.index(1 - WHO))
     accs = wait_mma(accs, 0)
-    mbarrier.arrive(empty.index(before(stage, STAGES)))
+    mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
     return accs, stage, phase
 
 
 @gluon.jit
-def multiply_narrow(
-    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
+def multiply_narrow(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
     """`multiply` for a tile whose last part is narrow: that one's multiplication takes x from registers.
 
     With x in shared memory an instruction of 64 rows reads it anew, and below 64 columns that takes longer than the
     tensor cores do. x is read into registers under the wide parts of its own stage, after the narrow part of the stage
     before, whose registers it takes (two sets of them are more than ptxas keeps without waiting in between).
     """
-    HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    BITS: gl.constexpr = x_stages.dtype.primitive_bitwidth
-    WIDE: gl.constexpr = len(WIDTHS) - 1
-    accs = zeros(HALF_ROWS, WIDTHS, BITS)
-    mbarrier.wait(full.index(stage), phase)
-    x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-    wide = start_mma(x, y_stages, stage, accs[:WIDE], 0, False, Y_K_MAJOR)
-    held = x.load(fragment(WIDTHS[WIDE], BITS))
-    last = start_mma(held, y_stages, stage, accs[WIDE:], WIDE, False, Y_K_MAJOR)
-    stage, phase = step(stage, phase, STAGES)
+    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
+    WIDE: gl.constexpr = len(C.WIDTHS) - 1
+    LAYOUT: gl.constexpr = fragment(C.WIDTHS[WIDE], BITS)
+    accs = zeros(C.HALF_ROWS, C.WIDTHS, BITS)
+    mbarrier.wait(ring.full.index(stage), phase)
+    x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+    wide = start_mma(x, ring.y, stage, accs[:WIDE], 0, False, C.Y_K_MAJOR)
+    held = x.load(LAYOUT)
+    last = start_mma(held, ring.y, stage, accs[WIDE:], WIDE, False, C.Y_K_MAJOR)
+    stage, phase = step(stage, phase, C.STAGES)
     for _ in range(1, steps):
-        mbarrier.wait(full.index(stage), phase)
-        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
-        wide = start_mma(x, y_stages, stage, wide, 0, True, Y_K_MAJOR)
+        mbarrier.wait(ring.full.index(stage), phase)
+        x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+        wide = start_mma(x, ring.y, stage, wide, 0, True, C.Y_K_MAJOR)
         done = wait_mma(wide + last + (held,), WIDE)
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
+        mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
         wide = done[:WIDE]
-        held = x.load(fragment(WIDTHS[WIDE], BITS))
-        last = start_mma(held, y_stages, stage, done[WIDE:-1], WIDE, True, Y_K_MAJOR)
-        stage, phase = step(stage, phase, STAGES)
-    if CONSUMERS == "ping_pong":
+        held = x.load(LAYOUT)
+        last = start_mma(held, ring.y, stage, done[WIDE:-1], WIDE, True, C.Y_K_MAJOR)
+        stage, phase = step(stage, phase, C.STAGES)
+    if C.CONSUMERS == "ping_pong":
         mbarrier.arrive(order.index(1 - WHO))
     accs = wait_mma(wide + last + (held,), 0)[:-1]
-    mbarrier.arrive(empty.index(before(stage, STAGES)))
+    mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
     return accs, stage, phase
 
 
 @gluon.jit
-def multiply_precisely(
-    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
+def multiply_precisely(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
     """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulators in fp32.
 
     The tensor core adds products of fp8 with about 14 bits; over a step of K that is harmless, over all of it it shows.
     Parts one after the other: there are registers for the product of one of them.
     """
-    HALF: gl.constexpr = WHO if HALVES == 2 else 0
-    accs = zeros(HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth)
+    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
+    accs = zeros(C.HALF_ROWS, C.WIDTHS, BITS)
     for k in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        x = operand(x_stages, stage * HALVES + HALF, X_K_MAJOR, False)
+        mbarrier.wait(ring.full.index(stage), phase)
+        x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
         sums = ()
-        for i in gl.static_range(len(WIDTHS)):
-            part = zero(HALF_ROWS, WIDTHS[i], x_stages.dtype.primitive_bitwidth)
-            y = operand(y_stages[i], stage, Y_K_MAJOR, True)
+        for i in gl.static_range(len(C.WIDTHS)):
+            part = zero(C.HALF_ROWS, C.WIDTHS[i], BITS)
+            y = operand(ring.y[i], stage, C.Y_K_MAJOR, True)
             part = warpgroup_mma(x, y, part, is_async=True, use_acc=False)
-            if CONSUMERS == "ping_pong" and i == len(WIDTHS) - 1:
+            if C.CONSUMERS == "ping_pong" and i == len(C.WIDTHS) - 1:
                 if k == steps - 1:
                     mbarrier.arrive(order.index(1 - WHO))
             sums = sums + (accs[i] + warpgroup_mma_wait(0, (part,)),)
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(ring.empty.index(stage))
         accs = sums
-        stage, phase = step(stage, phase, STAGES)
+        stage, phase = step(stage, phase, C.STAGES)
     return accs, stage, phase
 
 
 @gluon.jit
-def poison(
-    order, WHO: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, BITS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):  # fmt: skip
+def poison(order, WHO: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr):
     """NaN in place of the product of a void item: no stage is waited for, and none is given back."""
-    if CONSUMERS == "ping_pong":
+    if C.CONSUMERS == "ping_pong":
         mbarrier.arrive(order.index(1 - WHO))
     accs = ()
-    for i in gl.static_range(len(WIDTHS)):
-        accs = accs + (zero(HALF_ROWS, WIDTHS[i], BITS) + float("nan"),)
+    for i in gl.static_range(len(C.WIDTHS)):
+        accs = accs + (zero(C.HALF_ROWS, C.WIDTHS[i], BITS) + float("nan"),)
     return accs
 
 
 @gluon.jit
-def product(
-    x_stages, y_stages, full, empty, stage, phase, steps, order, WHO: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, HALF_ROWS: gl.constexpr, WIDTHS: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, CONSUMERS: gl.constexpr, PROMOTE: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
+def product(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
     """What an item of so many K steps comes to: ``(accumulators, stage, phase)``. Void, it has fewer than none."""
-    if GATED:
+    BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
+    MULTIPLY: gl.constexpr = (
+        multiply_precisely if C.PROMOTE else multiply_narrow if narrow(C.WIDTHS, BITS) else multiply
+    )
+    if C.GATED:
         if steps < 0:
-            accs = poison(order, WHO, HALF_ROWS, WIDTHS, x_stages.dtype.primitive_bitwidth, CONSUMERS)
+            accs = poison(order, WHO, BITS, C)
         else:
-            accs, stage, phase = product(
-                x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-                WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS, PROMOTE, False,
-            )  # fmt: skip
-    elif PROMOTE:
-        accs, stage, phase = multiply_precisely(
-            x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-            WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
-        )  # fmt: skip
-    elif narrow(WIDTHS, x_stages.dtype.primitive_bitwidth):
-        accs, stage, phase = multiply_narrow(
-            x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-            WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
-        )  # fmt: skip
+            accs, stage, phase = MULTIPLY(ring, order, stage, phase, steps, WHO, C)
     else:
-        accs, stage, phase = multiply(
-            x_stages, y_stages, full, empty, stage, phase, steps, order, WHO, STAGES, HALVES, HALF_ROWS,
-            WIDTHS, X_K_MAJOR, Y_K_MAJOR, CONSUMERS,
-        )  # fmt: skip
+        accs, stage, phase = MULTIPLY(ring, order, stage, phase, steps, WHO, C)
     return accs, stage, phase

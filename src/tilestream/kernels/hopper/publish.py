@@ -7,7 +7,7 @@
         for each chunk of its rows: add its rows to the chunk's count     (acquire and release, the device's scope)
         the count is what the chunk comes to: restore it; signal          (release, at system scope)
 
-The protocol is `tilestream.kernels.loop.publish`, which the checker explores. Nobody waits for a later item, or for
+The protocol is `tilestream.core.loop.publish`, which the checker explores. Nobody waits for a later item, or for
 another worker: a consumer waits for its own stores alone, which costs it what a store takes to land.
 
 *Order* (invariant 7). ``tma.store_wait`` waits until shared memory was read. Here it is waited for the writes
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.arrival import chunks
+from tilestream.core import chunks
 from tilestream.kernels.hopper.compat import barrier, device
 
 chunk_of = device(chunks.chunk_of)

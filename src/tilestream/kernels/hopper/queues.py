@@ -11,8 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.portable.queues import AT_ONCE, look_by_lanes
-from tilestream.kernels.portable.schedule import LINE
+from tilestream.kernels.device.queues import AT_ONCE, look_by_lanes
+from tilestream.kernels.device.schedule import LINE
 
 #: Steps of K that are loaded between asking for a ticket and needing it, of attention key blocks, which take longer: an
 #: add takes about a microsecond.
@@ -42,7 +42,7 @@ def ask(counters, queue, go):
 
 @gluon.jit
 def told(counters, queue, base, asked):
-    """`tilestream.kernels.portable.schedule.add`, begun by `ask`.
+    """`tilestream.kernels.device.schedule.add`, begun by `ask`.
 
     All 64 bits of the answer count, or ptxas copies the lower ones as soon as it comes, and waits for it to come.
     """
@@ -57,7 +57,7 @@ def look_at_many(
     counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
     SPLIT: gl.constexpr, PROBE: gl.constexpr,
 ):  # fmt: skip
-    """`tilestream.kernels.portable.queues.look_by_lanes`, of a warp."""
+    """`tilestream.kernels.device.queues.look_by_lanes`, of a warp."""
     return look_by_lanes(
         gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [32], [1], [0])), counters, base, worker, home, queues, batch,
         num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE,

@@ -15,10 +15,11 @@
                                                   wait until 0 are in flight; arrive empty[the last stage]
                                                   epilogue
 
-That, and the C buffers of the epilogue, is `tilestream.verify.protocol`, operation by operation (a test runs the text
+That, and the C buffers of the epilogue, is `tilestream_tools.verify.protocol`, operation by operation (a test runs
+the text
 of both and compares), which the checker explores for one consumer, for two on one tile (cooperative: ``empty`` counts
 2) and for two that take turns (ping-pong: order barriers, and each steps over the other's stages). Where a loop stands
-is arithmetic of `tilestream.schedule.ring`, the same functions there and here.
+is arithmetic of `tilestream.core.ring`, the same functions there and here.
 
 A barrier is new in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
 opposite of its phase, and the first round finds every stage free.
@@ -36,8 +37,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilestream.core import ring
 from tilestream.kernels.hopper.compat import device
-from tilestream.schedule import ring
 
 step = device(ring.step)
 skip = device(ring.skip)

@@ -17,7 +17,7 @@ which Triton pipelines; there is no item ring. Nobody waits for another worker.
 K and V are read where some row of the tile sees the key, and nowhere else: what lies behind the last key, or has not
 arrived, may be anything, NaN too.
 
-Which keys a tile sees, and where a tile of packed sequences lies, is `tilestream.schedule.attention`; the list of
+Which keys a tile sees, and where a tile of packed sequences lies, is `tilestream.core.attention`; the list of
 packed sequences is made by `attention_list.list_sequences`, a launch before this one.
 """
 
@@ -26,16 +26,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.kernels.portable.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
-from tilestream.kernels.portable.attention_list import place_of, rows_of
-from tilestream.kernels.portable.clock import present
-from tilestream.kernels.portable.epilogue import power_of_2, sigmoid
-from tilestream.kernels.portable.gate import is_over
+from tilestream.core import attention as rules
+from tilestream.kernels.device.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
+from tilestream.kernels.device.clock import present
+from tilestream.kernels.device.epilogue import power_of_2, sigmoid
+from tilestream.kernels.device.gate import is_over
+from tilestream.kernels.device.jit import device
+from tilestream.kernels.device.schedule import LINE, cdiv, enter, leave, longest_first, take
+from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
+from tilestream.kernels.device.varlen import place_of, rows_of
 from tilestream.kernels.portable.gemm import to_tf32
-from tilestream.kernels.portable.jit import device
-from tilestream.kernels.portable.schedule import LINE, cdiv, enter, leave, longest_first, take
-from tilestream.kernels.portable.spans import begin_span, chunk_span, end_span, ready_span
-from tilestream.schedule import attention as rules
 
 diagonal = device(rules.diagonal)
 key_blocks = device(rules.key_blocks)
@@ -238,20 +238,22 @@ def attention(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, POSITIVE: tl.constexpr,
     PRECISION: tl.constexpr, CONVERT: tl.constexpr, KEYS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """``out = softmax(mask(scale * q @ k^T)) @ v``, a resident program a worker: `tilestream.plan.attention` says all.
+    """``out = softmax(mask(scale * q @ k^T)) @ v``, one resident program a worker.
+
+    See `tilestream.plan.attention_problem`.
 
     Parameters
     ----------
     q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k
-        As in `tilestream.kernels.attention.Operands`; None where there is none.
+        As in `tilestream.core.operands.Operands`; None where there is none.
     starts, order
         Of a packed call: see `attention_list`.
     counters, base, reset
-        See `tilestream.kernels.portable.schedule`.
+        See `tilestream.kernels.device.schedule`.
     log
-        A record an item, where ``TRACE``: see `tilestream.kernels.portable.spans`.
+        A record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
     signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, records, claims, allowed, op
-        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.portable.attention_gate`.
+        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.device.attention_gate`.
     seqlen_q, seqlen_k, tokens_q, tokens_k, pages
         Rows of a dense sequence; the most keys of one; rows of packed ones; pages there are.
     packs, ratio

@@ -17,13 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilestream.kernels.device.copy_items import copy_items
+from tilestream.kernels.device.epilogue import finish
+from tilestream.kernels.device.items import begin, end, next_item
+from tilestream.kernels.device.queues import look_at_many
+from tilestream.kernels.device.schedule import count_in
+from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.portable.convert import to_float16
-from tilestream.kernels.portable.copy_items import copy_items
-from tilestream.kernels.portable.epilogue import finish
-from tilestream.kernels.portable.items import begin, end, next_item
-from tilestream.kernels.portable.queues import look_at_many
-from tilestream.kernels.portable.schedule import count_in
-from tilestream.kernels.portable.spans import end_span
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
@@ -147,22 +147,22 @@ def gemm(
         stream_k: slots ``[BLOCK_M, BLOCK_N]`` of fp32, and a word for each, 0 before and after: a tile's count is at
         its first slot.
     counters, base, reset
-        See `tilestream.kernels.portable.schedule`.
+        See `tilestream.kernels.device.schedule`.
     table
         Tile ids by position, where the raster is a table.
     A_KIND, B_KIND
         Dtypes of 8 bits that become float16 first: see `tilestream.kernels.portable.convert`. Else empty.
     probe, capacity
         Records a worker, and room for how many. Where ``TRACE``, a record an item: see
-        `tilestream.kernels.portable.spans`.
+        `tilestream.kernels.device.trace`.
     row_signals, row_epoch, row_quarantine, row_key, row_chunks, rows_per_chunk, row_unread, row_table
         How A's rows arrive, where ``ROWS`` says that they do (``"uniform"``, ``"ragged"``): see
-        `tilestream.kernels.portable.gate`. The same for B's columns.
+        `tilestream.kernels.device.gate`. The same for B's columns.
     queue_table
-        Where ``SPLIT`` is ``"chunks"``, arrival order: see `tilestream.kernels.portable.arrival_order`.
+        Where ``SPLIT`` is ``"chunks"``, arrival order: see `tilestream.kernels.device.arrival_order`.
     copy_source, copy_target, copy_table, copy_words, copiers
         Where ``COPIES`` says that the kernel copies A's rows (``"rows"``) or B's columns (``"columns"``) itself: see
-        `tilestream.kernels.portable.copy_items`.
+        `tilestream.kernels.device.copy_items`.
     rows_per_batch, row_tiles_per_batch
         Rows, and row tiles, from one batch to the next in what arrives; 0 where the batches share A.
     allowed

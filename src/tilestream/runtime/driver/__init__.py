@@ -108,7 +108,8 @@ def stream_write(stream: int, address: int, value: int) -> None:
     """Write a 32-bit word once all that ``stream`` has been given so far is done and visible.
 
     CUDA: no kernel is launched, so it goes through where every SM is taken (invariant 10). HIP: a kernel of one lane
-    writes, so workers that wait for it leave compute units free: `tilestream.plan.cdna.workers_beside_producers`.
+    writes, so workers that wait for it leave compute units free:
+    `tilestream.plan.policy.cdna.workers_beside_producers`.
 
     Parameters
     ----------
@@ -130,7 +131,7 @@ def stream_wait(stream: int, address: int, value: int) -> None:
 
     For words that a peer GPU writes with `stream_write`: what came before that write in its stream is visible then. It
     has no bound: whoever issues it has a watchdog that can write the word, whatever the driver waits for meanwhile (see
-    `tilestream.distributed.words`). CUDA compares cyclically, and holds no SM.
+    `tilestream.distributed.host_flags`). CUDA compares cyclically, and holds no SM.
     HIP takes both for unsigned, and a kernel of one lane may do the waiting.
 
     Raises

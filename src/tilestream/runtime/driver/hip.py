@@ -3,7 +3,7 @@
 What is different from CUDA, and what this package makes of it (AMD's sources, ROCclr and ``hipamd``, 2023 to 2026):
 
 * A stream write is a kernel of one lane, behind a packet that releases what the stream has done. It needs a place on
-  the GPU, which workers that wait for it must not hold: `tilestream.plan.cdna.workers_beside_producers`.
+  the GPU, which workers that wait for it must not hold: `tilestream.plan.policy.cdna.workers_beside_producers`.
 * A stream wait is one too, unless the word is signal memory (``hipMallocSignalMemory``) and the command processor
   waits. It compares ``word & mask`` and the value as unsigned numbers, not cyclically.
 * Copies of more than 16 KiB go through the SDMA engines, smaller ones by a kernel.

@@ -1,0 +1,243 @@
+"""Copy items: an operand's copies, made by the kernel that reads it.
+
+Where copies from outside cannot be trusted to go on beside a kernel that waits for them (copy engines taken by others,
+streams that may be run one after the other, a graph that shall hold all there is), the kernel makes them itself. Its
+queue then begins with *copy items*: each says, copy pieces until none is left. A **piece** is a part of a chunk.
+
+`copy_items` is the protocol of a worker before its first tile, a generator like `tilestream.schedule.take`.
+`piece_chunk` is a leaf in the sense of `tilestream.core.integers`; with that module's `part_begin` and `part_size`
+it says which words a ticket means. `Pieces` is what the host knows.
+
+Why nobody waits for what nobody does (invariant 10): a worker that comes to a tile has found the copy items taken, so
+at least one running worker copies until no piece is left, and waits for nothing meanwhile. Who that is does not matter,
+nor whether all workers ever run at the same time: pieces are tickets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from tilestream.core.chunks import Chunks
+from tilestream.core.grid import INT31
+from tilestream.core.integers import cdiv, part_begin, part_size
+
+#: Bytes of a piece, about: a few rounds of `block`, beside which a ticket and a count do not weigh much.
+PIECE_BYTES = 128 * 2**10
+
+#: Words of a piece, at most: its elements, four to a word, are counted in 31 bits.
+PIECE_WORDS = 2**28
+
+#: Words that a thread has on their way at once, in 64 registers where they are of 16 bytes: 32 KiB of four warps. With
+#: 4 us from request to answer, as measured, that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
+WORDS_A_THREAD = 16
+
+#: Entries of `Pieces.table` before the bounds.
+HEAD = 5
+#: Words that count, before those of the chunks: copy items that were taken, and pieces.
+COUNTERS = 2
+
+
+class Draw(NamedTuple):
+    """Add one to the count of copy items, or of pieces, that were taken (relaxed). Answer: the count before."""
+
+    what: Literal["items", "pieces"]
+
+
+class Copy(NamedTuple):
+    """Copy a piece: loads and stores of all the worker's threads."""
+
+    piece: int
+
+
+class CountPiece(NamedTuple):
+    """A piece of a chunk is there: add one to the chunk's count (acquire and release). Answer: the count before."""
+
+    chunk: int
+
+
+class RestorePieces(NamedTuple):
+    """Write 0 to the count of a chunk, plainly."""
+
+    chunk: int
+
+
+class Signal(NamedTuple):
+    """Write a chunk's signal (release, at system scope)."""
+
+    chunk: int
+
+
+class Restore(NamedTuple):
+    """Write 0 to the count of copy items, or of pieces, plainly."""
+
+    what: Literal["items", "pieces"]
+
+
+CopyOperation = Draw | Copy | CountPiece | RestorePieces | Signal | Restore
+
+
+class CopyArguments(NamedTuple):
+    """What a launch is told of the copies it makes. Tensors, or stand-ins for them; None where there are none to make.
+
+    Attributes
+    ----------
+    source, target
+        Where the operand is copied from and to, as words of one size.
+    table
+        `Pieces.table`.
+    words
+        ``int32[COUNTERS + chunks]``: what `copy_items` counts with. All 0 between two launches.
+    copiers
+        Copy items. 0: an earlier launch has taken them.
+    """
+
+    source: Any = None
+    target: Any = None
+    table: Any = None
+    words: Any = None
+    copiers: Any = None
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """What has an address, in the kernels' order."""
+        return self[:4]
+
+
+NO_COPIES = CopyArguments()
+
+
+def piece_chunk(ticket: int, per_chunk: int, chunks: int, pivot: int) -> int:
+    """The chunk that a piece is of: chunks go in order from the pivot, each has ``per_chunk`` pieces."""
+    return (pivot + ticket // per_chunk) % chunks
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of an operand's rows.
+
+    Parameters
+    ----------
+    chunks, pivot
+        How it arrives, and the chunk that is copied first.
+    row_words
+        Words of a row: of 16 bytes where rows are a multiple of that.
+    per_chunk
+        Pieces of each chunk: parts whose sizes differ by a word at most, of a chunk without rows as many empty ones. So
+        each chunk is signalled, and all counts end alike.
+
+    Raises
+    ------
+    ValueError
+        If the words of a chunk, or all pieces, are more than 31 bits count.
+    """
+
+    chunks: Chunks
+    pivot: int
+    row_words: int
+    per_chunk: int
+
+    def __post_init__(self) -> None:
+        largest = _largest(self.chunks)
+        if largest * self.row_words >= INT31 or self.count >= INT31:
+            raise ValueError(
+                f"chunks: one of {largest} rows has {largest * self.row_words} words, and there are {self.count} "
+                "pieces; both are counted in 31 bits: take smaller chunks, by rows_per_chunk= or bounds="
+            )
+
+    @classmethod
+    def of(cls, chunks: Chunks, pivot: int, row_words: int, word_bytes: int) -> Pieces:
+        """Pieces of about `PIECE_BYTES` in the mean.
+
+        Larger in a chunk that is larger than others: cut by the largest chunk, the small ones would be in crumbs, each
+        of which costs a ticket and a count. So there are ``bytes / PIECE_BYTES + chunks.count`` of them at most, as
+        long as none has more than `PIECE_WORDS`.
+        """
+        mean = cdiv(chunks.rows * row_words * word_bytes, chunks.count * PIECE_BYTES)
+        return cls(chunks, pivot, row_words, max(1, mean, cdiv(_largest(chunks) * row_words, PIECE_WORDS)))
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.chunks.count * self.per_chunk
+
+    def chunk(self, piece: int) -> int:
+        """The chunk that a piece is of."""
+        return piece_chunk(piece, self.per_chunk, self.chunks.count, self.pivot)
+
+    def words(self, piece: int) -> range:
+        """The words that a piece is made of, counted from the operand's first."""
+        begin, end = self.chunks.range_of(self.chunk(piece))
+        size, part = (end - begin) * self.row_words, piece % self.per_chunk
+        first = begin * self.row_words + part_begin(size, self.per_chunk, part)
+        return range(first, first + part_size(size, self.per_chunk, part))
+
+    def table(self) -> list[int]:
+        """All this as the kernel reads it: `HEAD` numbers, then the bounds of the chunks."""
+        return [self.count, self.per_chunk, self.chunks.count, self.pivot, self.row_words, *self.chunks.bounds]
+
+
+def _largest(chunks: Chunks) -> int:
+    """Rows of the largest chunk."""
+    return max(end - begin for begin, end in zip(chunks.bounds, chunks.bounds[1:], strict=False))
+
+
+def word_bytes(row_bytes: int) -> int:
+    """Bytes of the widest word, 16 at most, that rows of so many bytes are a multiple of."""
+    size = 16
+    while row_bytes % size:
+        size //= 2
+    return size
+
+
+def word_dtype(word_bytes: int) -> str:
+    """What a word is an element of, or four: those of 16 bytes."""
+    return {16: "int32", 8: "int64", 4: "int32", 2: "int16", 1: "int8"}[word_bytes]
+
+
+def vector(word_bytes: int) -> int:
+    """Elements of a word as the kernel sees it: one of 16 bytes is four of int32."""
+    return 4 if word_bytes == 16 else 1
+
+
+def block(warps: int, word_bytes: int) -> int:
+    """Elements of a round."""
+    return 32 * warps * WORDS_A_THREAD * vector(word_bytes)
+
+
+def copy_items(pieces: Pieces, copiers: int, workers: int) -> Generator[CopyOperation, int, None]:
+    """What a worker does before its first tile.
+
+    ::
+
+        number = add(copy items taken, 1);  the last worker of all: restore that count
+        number < copiers:                                   # a copy item: the first to run have one
+            until no piece is left:  piece = add(pieces taken, 1)
+                copy it; count it for its chunk
+                that was the chunk's last: restore the count; signal the chunk
+            the last copier to find none: restore the count of pieces
+
+    It waits for nothing, so it is done whatever becomes of the launch: where the deadline expires meanwhile, tiles
+    become NaN, but the operand is copied to its end, all counts are 0 again, and the next launch finds it there.
+
+    Parameters
+    ----------
+    copiers
+        Copy items, at most one a worker: each copier finds out once that no piece is left, so the last to do so is
+        known by its ticket.
+    """
+    number = yield Draw("items")
+    if number == workers - 1:
+        yield Restore("items")
+    if number < copiers:
+        ticket = yield Draw("pieces")
+        while ticket < pieces.count:
+            yield Copy(ticket)
+            chunk = pieces.chunk(ticket)
+            if (yield CountPiece(chunk)) == pieces.per_chunk - 1:
+                yield RestorePieces(chunk)
+                yield Signal(chunk)
+            ticket = yield Draw("pieces")
+        if ticket == pieces.count + copiers - 1:
+            yield Restore("pieces")

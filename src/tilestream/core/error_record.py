@@ -1,0 +1,128 @@
+"""What a kernel writes down when it gives up waiting: the record, and what is made of it. No torch here.
+
+A launch that gives up writes one record of `FIELDS` 64-bit words into a ring of `RECORDS`, in host memory that the GPU
+sees. The first word is its number, from 1, and is written last, as a release; the others are those of `Record`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
+
+#: Words of a record, and how many the ring holds.
+FIELDS = 16
+RECORDS = 64
+
+#: Why a launch gave up.
+EXPIRED, FAILED, QUARANTINED = 3, 4, 5
+
+#: The ops whose names a record can hold, by number.
+_OPS: dict[str, int] = {}
+_ops_lock = threading.Lock()
+
+
+def op_number(op: str) -> int:
+    """The number by which a kernel knows ``op``."""
+    with _ops_lock:
+        return _OPS.setdefault(op, len(_OPS))
+
+
+class Source(Protocol):
+    """What a record's key names: `tilestream.arrival.signals.Signals`."""
+
+    raised: set[int]
+    whose: Callable[[int], tuple[int, str]] | None
+    gave_up: Callable[[], None] | None
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+
+    def error(self, epoch: int) -> BaseException | None:
+        """What the producer of an epoch reported."""
+
+    def failure(self, epoch: int) -> BaseException:
+        """What a wait for a failed producer raises."""
+
+    def reported(self) -> None:
+        """A launch has reported the failure."""
+
+
+#: The live sources by key: each enters itself.
+sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+
+
+class Record(NamedTuple):
+    """A record's words after its number.
+
+    Attributes
+    ----------
+    why
+        `EXPIRED`, `FAILED` or `QUARANTINED`.
+    op
+        See `op_number`.
+    worker
+        Who found it.
+    operand
+        0 where A's rows were waited for, 1 where B's columns.
+    chunk
+        The chunk that was not there.
+    key, epoch
+        Of the signals.
+    tile, batch, pm, pn
+        The tile of the first item that this worker did not compute; ``tile`` is -1 where it was none, ``batch`` where
+        there is only one.
+    waited, allowed
+        Nanoseconds it waited for this chunk, and the launch's deadline.
+    """
+
+    why: int
+    op: int
+    worker: int
+    operand: int
+    chunk: int
+    key: int
+    epoch: int
+    tile: int
+    batch: int
+    pm: int
+    pn: int
+    waited: int
+    allowed: int
+
+    def error(self) -> BaseException | None:
+        """The exception that says so; None if it was raised elsewhere already."""
+        op = next((name for name, number in _OPS.items() if number == self.op), "matmul")
+        argument = "weight_arrival" if self.operand else "arrival"
+        signals = sources.get(self.key)
+        cause = signals.error(self.epoch or signals.epoch) if signals is not None else None
+        if self.why == FAILED:
+            if signals is None:
+                return ProducerStopped(f"{op}: the producer of {argument} failed; its exception went with its Arrival")
+            signals.reported()
+            return None if self.epoch in signals.raised else signals.failure(self.epoch)
+        if self.why == QUARANTINED:
+            return TilestreamError(
+                f"{op}: an earlier launch that waited for these signals missed a chunk of {argument}, and what is "
+                "left of them must not be taken for news; the result is NaN. When the producers of that launch have "
+                "stopped, call arrival.reset()"
+            )
+        rank = None
+        if signals is not None and signals.whose is not None:
+            rank, argument = signals.whose(self.chunk)
+        if signals is not None and signals.gave_up is not None:
+            signals.gave_up()
+        error = ArrivalTimeout(
+            op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, rank, argument
+        )
+        error.__cause__ = cause
+        return error
+
+    def _item(self) -> str:
+        if self.tile < 0:
+            return NO_ITEM
+        return tile_name(self.tile, self.pm, self.pn, self.batch if self.batch >= 0 else None)

@@ -1,0 +1,173 @@
+"""The gate: the wait between a work item and the chunks it reads.
+
+`Gate.needs` says which chunks an item needs: a function of the rows it reads, after raster and pivot, and of nothing
+else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
+`Wait` and is told whether the chunk has arrived.
+
+In arrival order a worker takes an item only after its chunks were seen, and then passes this gate like any other: the
+gate is what makes it right, the order what keeps it from waiting there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tilestream.core.chunks import Chunks
+from tilestream.core.grid import WorkItem
+from tilestream.core.schedule import Schedule
+
+
+class Wait(NamedTuple):
+    """Wait for a chunk, under the launch's deadline and its abort word. Answer: 1 arrived, 0 the launch is over.
+
+    Attributes
+    ----------
+    operand
+        0 where A's rows arrive, 1 where B's columns (a weight's rows) do.
+    chunk
+        Which chunk of that operand.
+    item
+        The item that needs it: what a record of an expiry names.
+    """
+
+    operand: int
+    chunk: int
+    item: WorkItem
+
+
+class See(NamedTuple):
+    """Wait for a chunk as `Wait` does, for no item: what the last worker out asks before it zeroes the signals.
+
+    Answer: 1 arrived, 0 the launch is over. A record of an expiry names no item.
+    """
+
+    operand: int
+    chunk: int
+
+
+class Needs(Protocol):
+    """What a launch must know of a gate."""
+
+    def needs(self, item: WorkItem) -> tuple[Wait, ...]:
+        """The chunks ``item`` reads, each once."""
+
+    def every(self) -> tuple[See, ...]:
+        """Every chunk."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an item waits for: chunks of A's rows, of B's columns, or both.
+
+    Parameters
+    ----------
+    m, n
+        Rows and columns of the output of one batch.
+    block_m, block_n
+        Rows and columns of a tile.
+    rows, columns
+        The chunks, None where all is there; one of the two is given (with no arrival there is no gate at all).
+    row_of_batch
+        Where each batch begins in the rows that arrive. Empty for one batch, or where all batches share A.
+    """
+
+    m: int
+    n: int
+    block_m: int
+    block_n: int
+    rows: Chunks | None = None
+    columns: Chunks | None = None
+    row_of_batch: tuple[int, ...] = ()
+
+    def needs(self, item: WorkItem) -> tuple[Wait, ...]:
+        """The chunks ``item`` reads, each once, A's first."""
+        needs: list[Wait] = []
+        if self.rows is not None:
+            base = self.row_of_batch[item.batch] if self.row_of_batch else 0
+            begin = item.pm * self.block_m
+            end = min(self.m, begin + self.block_m)
+            needs += [Wait(0, chunk, item) for chunk in self.rows.of_rows(base + begin, base + end)]
+        if self.columns is not None:
+            begin = item.pn * self.block_n
+            end = min(self.n, begin + self.block_n)
+            needs += [Wait(1, chunk, item) for chunk in self.columns.of_rows(begin, end)]
+        return tuple(needs)
+
+    def every(self) -> tuple[See, ...]:
+        """Every chunk, A's first: those that no tile reads (without rows, say) as well as those that one has read."""
+        operands = enumerate((self.rows, self.columns))
+        return tuple(See(o, chunk) for o, chunks in operands if chunks is not None for chunk in range(chunks.count))
+
+
+@dataclass(frozen=True)
+class RowGate:
+    """What an item waits for, where its rows of the one operand that arrives are no matter of tiles.
+
+    Parameters
+    ----------
+    chunks
+        How the operand arrives.
+    rows
+        The rows ``[begin, end)`` of it that an item reads.
+    """
+
+    chunks: Chunks
+    rows: Callable[[WorkItem], tuple[int, int]]
+
+    def needs(self, item: WorkItem) -> tuple[Wait, ...]:
+        """The chunks ``item`` reads, in order, each once."""
+        return tuple(Wait(0, chunk, item) for chunk in self.chunks.of_rows(*self.rows(item)))
+
+    def every(self) -> tuple[See, ...]:
+        """Every chunk."""
+        return tuple(See(0, chunk) for chunk in range(self.chunks.count))
+
+
+class Seen(NamedTuple):
+    """The chunks a worker has waited for already, as bits: a wait happens once per new chunk, not once per item."""
+
+    rows: int = 0
+    columns: int = 0
+
+
+def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, tuple[bool, Seen]]:
+    """Wait for every chunk ``item`` reads that this worker has not yet seen; False: the launch is over, do nothing."""
+    for need in gate.needs(item):
+        bit = 1 << need.chunk
+        if not seen[need.operand] & bit:
+            if not (yield need):
+                return False, seen
+            seen = (
+                seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
+            )
+    return True, seen
+
+
+def arrival_order(schedule: Schedule, gate: Gate) -> tuple[int, ...]:
+    """Where a schedule's queues end in arrival order: each position behind which tiles read other chunks.
+
+    Parameters
+    ----------
+    schedule
+        Of one queue, in a raster that goes through what arrives chunk by chunk: between two positions that are a
+        multiple of the other dimension's tiles all tiles read the same chunks.
+    gate
+        Of one operand.
+    """
+    grid = schedule.grid
+    ends: list[int] = []
+    before: tuple[int, ...] = ()
+    for position in range(0, grid.tiles, grid.num_m if gate.rows is None else grid.num_n):
+        chunks = tuple(need.chunk for need in gate.needs(schedule.ticket(0, position)[0]))
+        if position and chunks != before:
+            ends.append(position)
+        before = chunks
+    return (*ends, grid.tiles)
+
+
+def chunks_of(schedule: Schedule, gate: Needs) -> tuple[tuple[int, ...], ...]:
+    """For each queue in arrival order: the chunks that its items read, all the same."""
+    firsts = (schedule.ticket(queue, 0)[0] for queue in range(schedule.queues))
+    return tuple(tuple(need.chunk for need in gate.needs(item)) for item in firsts)

@@ -1,0 +1,324 @@
+"""The loop of one worker: the five parts, as the protocol every kernel follows.
+
+::
+
+    for item in schedule:            # take()
+        gate.wait(item)              # pass_gate(), before the item is handed on
+        load and math                # Compute
+        epilogue(item)               # in Compute, or by the last of several contributors: in Reduce, or in AddUp
+
+That loop's body is a generator over operations, like `tilestream.schedule.take`, of which it is made. A backend
+performs the operations; `tilestream_tools.verify` explores every order in which several workers can perform them.
+Between two items a worker remembers `WorkerState` and nothing else.
+
+There are two of them, which differ in how a worker drains once the launch is over (invariant 5):
+
+- `work`: it leaves. The host, who waits for the workers, then writes NaN into what was not computed. The CPU backend.
+- `work_through`: it goes on taking items and hands in NaN in their place. The GPU kernels, whose output no host looks
+  at. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
+
+And there are two ways to hand in the parts of a tile, of which a schedule's contributors all take the same:
+
+- `hand_in`: each writes its partial result and counts. The last to count adds them all.
+- `settle`, of the Hopper kernel, which holds its product in registers: each looks at the count first. Who finds that
+  all others have counted is the last, and writes nothing. The last adds the others' partial results and its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from tilestream.core.gate import Needs, See, Seen, Wait, pass_gate
+from tilestream.core.grid import WorkItem
+from tilestream.core.schedule import Cursor, Peek, Ready, Schedule, Take, take
+
+
+class Poll(NamedTuple):
+    """Read the abort word. Answer: 1 if the launch is over and workers shall drain.
+
+    Where an earlier launch has left the signals in quarantine, the answer is 1 from the beginning: what they say is not
+    to be believed. Only the last worker out writes that mark (`Quarantine`), so it can be read once a launch.
+    """
+
+
+class Compute(NamedTuple):
+    """Do an item: the whole tile with its epilogue, or its partial result into the item's slot.
+
+    ``held``: a part's product stays with the worker, for `Write` and `AddUp`.
+    """
+
+    item: WorkItem
+    held: bool = False
+
+
+class Poison(NamedTuple):
+    """Hand in an item with NaN in place of its product: as `Compute`, without reading any operand."""
+
+    item: WorkItem
+    held: bool = False
+
+
+class Count(NamedTuple):
+    """A partial result is visible: add one to the tile's count (acquire and release).
+
+    Answer: the count before. Whoever is told ``parts - 1`` is the last, and has restored the count to 0.
+    """
+
+    item: WorkItem
+
+
+class Reduce(NamedTuple):
+    """Add the tile's partial results in K order, then the epilogue: NaN where one of them is NaN.
+
+    Only the last contributor does it.
+    """
+
+    item: WorkItem
+
+
+class Look(NamedTuple):
+    """Read the count of an item's tile (acquire). Answer: how many of its parts have been counted."""
+
+    item: WorkItem
+
+
+class Write(NamedTuple):
+    """Write the product that the worker holds into the item's slot: a partial result."""
+
+    item: WorkItem
+
+
+class Add(NamedTuple):
+    """A partial result is visible: add one to the tile's count (acquire and release), and restore nothing.
+
+    Answer: the count before.
+    """
+
+    item: WorkItem
+
+
+class Restore(NamedTuple):
+    """Write 0 to the count of an item's tile, plainly."""
+
+    item: WorkItem
+
+
+class AddUp(NamedTuple):
+    """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
+
+    item: WorkItem
+
+
+class Landed(NamedTuple):
+    """Wait until what this worker has stored of an item is written, and not only on its way."""
+
+    item: int
+
+
+class CountRows(NamedTuple):
+    """Add an item's rows of a chunk of the output to the chunk's count (acquire and release).
+
+    Answer: the count before.
+    """
+
+    chunk: int
+    rows: int
+
+
+class RestoreRows(NamedTuple):
+    """Write 0 to the count of a chunk, plainly."""
+
+    chunk: int
+
+
+class Announce(NamedTuple):
+    """Signal that a chunk of the output is complete (release, at system scope)."""
+
+    chunk: int
+
+
+class Leave(NamedTuple):
+    """Add one to the exit count (acquire and release). Answer: how many had left before."""
+
+
+class Reset(NamedTuple):
+    """Write 0 to a word: the signals, all of them; the counter of a queue; the exit count; the abort word."""
+
+    word: Literal["signals", "counter", "exits", "abort"]
+    queue: int = 0
+
+
+class Quarantine(NamedTuple):
+    """Mark the signals: some are up, or may come up later, and say nothing (invariant 6).
+
+    The launches after this one are over from the beginning, until the host has waited for the producers of this one,
+    zeroed the signals and taken the mark away.
+    """
+
+
+Operation = Take | Peek | Ready | Wait | Poll | Compute | Count | Reduce
+Settling = Look | Write | Add | Restore | AddUp
+DrainingOperation = Operation | Settling | Poison | Leave | See | Reset | Quarantine
+
+#: How an item is handed in.
+Done = TypeVar("Done", Compute, Poison)
+HandIn = Callable[[Any], Generator[Any, int, None]]
+
+
+class WorkerState(NamedTuple):
+    """All that a worker carries from one item to the next."""
+
+    cursor: Cursor = Cursor()
+    seen: Seen = Seen()
+
+
+def work(
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
+) -> Generator[Operation, int, WorkerState | None]:
+    """One turn of ``worker``'s loop; the state for the next, or None when it is to leave (STOP, or drained)."""
+    if (yield Poll()):
+        return None
+    item, cursor = yield from take(schedule, worker, state.cursor)
+    if item is None:
+        return None
+    seen = state.seen
+    if gate is not None:
+        arrived, seen = yield from pass_gate(gate, item, seen)
+        if not arrived:
+            return None
+    yield from hand_in(Compute(item))
+    return WorkerState(cursor, seen)
+
+
+def work_through(
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState, reset: bool = False,
+    finish: HandIn | None = None,
+) -> Generator[DrainingOperation, int, WorkerState | None]:  # fmt: skip
+    """As `work`, for a launch that is worked through to its last item, whatever happens: None means STOP and no more.
+
+    The abort word is read for each item, after it was taken: so no worker computes more than the one item it is at when
+    the launch ends.
+
+    Parameters
+    ----------
+    reset
+        Whether the last worker out resets the words of this launch; see `leave`.
+    finish
+        How an item is handed in: `hand_in`, if None, or `settle`.
+    """
+    finish = finish or hand_in
+    item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
+    if item is None:
+        if reset:
+            yield from leave(schedule, gate)
+        return None
+    done: Any = Compute(item) if arrived else Poison(item)
+    yield from finish(done)
+    return after
+
+
+def take_and_pass(
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
+) -> Generator[Take | Peek | Ready | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
+    """The first half of `work_through`: an item, whether it is to be computed or poisoned, and the state behind it.
+
+    With warp specialisation that is the load warp's half, and what follows the math warps'.
+    """
+    item, cursor = yield from take(schedule, worker, state.cursor)
+    arrived, seen = True, state.seen
+    if item is not None and gate is not None:
+        arrived = not (yield Poll())
+        if arrived:
+            arrived, seen = yield from pass_gate(gate, item, seen)
+    return item, arrived, WorkerState(cursor, seen)
+
+
+def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
+    """An item's result, and the tile's where this was the last of its parts."""
+    yield done
+    item = done.item
+    if item.parts > 1 and (yield Count(item)) == item.parts - 1:
+        yield Reduce(item)
+
+
+def settle(done: Done) -> Generator[Done | Settling, int, None]:
+    """As `hand_in`, by a worker that holds a part's product, and writes it only for others to read.
+
+    ::
+
+        all others have counted:  this is the last, and nobody will read its part but itself
+        else:                     write the part; count: if all others have, this is the last after all
+        the last:                 restore the count; add the others' parts and its own
+
+    Who finds the others counted has not counted itself, so nobody else can be told that: there is one last. The count
+    is restored before the parts are read: in this launch nobody looks at it any more, and the next launch, which writes
+    these slots again, comes when this one has ended.
+    """
+    item = done.item
+    if item.parts == 1:
+        yield done
+        return
+    yield done._replace(held=True)
+    last = (yield Look(item)) == item.parts - 1
+    if not last:
+        yield Write(item)
+        last = (yield Add(item)) == item.parts - 1
+    if last:
+        yield Restore(item)
+        yield AddUp(item)
+
+
+class Share(NamedTuple):
+    """What an item brings to a chunk of the output: so many rows, of so many that the chunk comes to in all."""
+
+    chunk: int
+    rows: int
+    due: int
+
+
+def publish(item: int, shares: Iterable[Share]) -> Generator[Landed | CountRows | RestoreRows | Announce, int, None]:
+    """Publish what has been stored of an item: whoever brings a chunk's count to its end signals it.
+
+    ::
+
+        wait until the stores have landed
+        for each chunk of the item's rows: count them; that was all of it: restore the count; signal
+
+    Nobody waits for another, or for a later item. Only who completes a count writes it, and nobody looks at it any more
+    in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
+    """
+    yield Landed(item)
+    for chunk, rows, due in shares:
+        if (yield CountRows(chunk, rows)) + rows == due:
+            yield RestoreRows(chunk)
+            yield Announce(chunk)
+
+
+def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:
+    """Count a worker out; the last one out leaves the words as a launch has to find them (invariant 4).
+
+    ::
+
+        exits = add(exit count, 1);  somebody is still in:  nothing
+        the launch is not over:      see every chunk, those that no tile reads too
+        all have arrived:            zero the signals: none can come any more
+        else:                        quarantine: some may still come
+        zero the counters, the exit count and the abort word
+
+    Whether the launch is over says the abort word, read after all others have left. What this worker was told before
+    does not: the deadline may have expired at another's gate after this one's last item. Nor do the signals: where they
+    were in quarantine, all may be up, and more to come. All workers must run.
+    """
+    if (yield Leave()) < schedule.workers - 1:
+        return
+    if gate is not None:
+        arrived = not (yield Poll())
+        for see in gate.every():
+            arrived = arrived and bool((yield see))
+        yield Reset("signals") if arrived else Quarantine()
+    for queue in range(schedule.queues):
+        yield Reset("counter", queue)
+    yield Reset("exits")
+    if gate is not None:
+        yield Reset("abort")

@@ -1,0 +1,172 @@
+"""`Raster`: one of the orders of `raster`, or a table, chosen and checked on the host."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tilestream.core import raster as rasters
+from tilestream.core.grid import INT31, Grid
+
+Order = Literal["row_major", "grouped", "chunk_major", "longest_first", "table"]
+
+#: What a caller may pass as his own order: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles themselves, as
+#: pairs ``(pm, pn)`` or as ids ``pm * num_n + pn``, in the order in which they shall be taken.
+TileOrder = Callable[[int, int, int], tuple[int, int]] | Sequence[int] | Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Raster:
+    """The order in which a schedule goes through the tiles of one batch.
+
+    Parameters
+    ----------
+    order
+        Which function of `tilestream.core.raster`, or ``"table"``.
+    group
+        Row tiles (``longest_first``: columns) per group.
+    first, band
+        ``chunk_major``: the row tile to start from, and row tiles per chunk.
+    transposed
+        Rows and columns change places: the order of a problem whose columns arrive (a weight's rows).
+    table
+        ``"table"``: tile ids ``pm * num_n + pn`` by position.
+    """
+
+    order: Order = "row_major"
+    group: int = 1
+    first: int = 0
+    band: int = 1
+    transposed: bool = False
+    table: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ValueError(f"Raster: order={self.order!r}; it is one of {', '.join(get_args(Order))}")
+        if self.order == "table" and self.transposed:
+            raise ValueError("Raster: transposed=True with a table; write the table in the order that is meant")
+        for name, least in (("group", 1), ("band", 1), ("first", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Raster: {name}={getattr(self, name)}; it is at least {least}")
+        if (self.order == "table") != (self.table is not None):
+            raise ValueError("Raster: a table goes with order='table', and only with it")
+
+    def check(self, grid: Grid) -> None:
+        """Raise `ValueError` unless this raster is a bijection on the tiles of ``grid`` (invariant 3)."""
+        rows = grid.num_n if self.transposed else grid.num_m
+        if self.order == "chunk_major" and grid.plane and self.first >= rows:
+            raise ValueError(f"Raster: first={self.first}; the pivot's row tile is one of the {rows} there are")
+        widest = max(self.group, self.band) * (rows if self.order == "longest_first" else grid.plane // max(rows, 1))
+        if self.order in ("grouped", "chunk_major", "longest_first") and widest >= INT31:
+            raise ValueError(
+                f"Raster: group={self.group}, band={self.band} for {grid.num_m} x {grid.num_n} tiles; a group's and a "
+                "band's tiles are counted in 31 bits: take no more rows than there are"
+            )
+        if self.table is not None and sorted(self.table) != list(range(grid.plane)):
+            raise ValueError(_not_a_permutation(self.table, grid))
+
+    def tile(self, t: int, num_m: int, num_n: int) -> tuple[int, int]:
+        """The tile ``(pm, pn)`` at position ``t`` of a ``num_m`` x ``num_n`` grid."""
+        if self.transposed:
+            pn, pm = self._at(t, num_n, num_m)
+            return pm, pn
+        return self._at(t, num_m, num_n)
+
+    def _at(self, t: int, num_m: int, num_n: int) -> tuple[int, int]:
+        if self.table is not None:
+            return self.table[t] // num_n, self.table[t] % num_n
+        if self.order == "grouped":
+            return rasters.grouped(t, num_m, num_n, self.group)
+        if self.order == "chunk_major":
+            return rasters.chunk_major(t, num_m, num_n, self.first, self.band, self.group)
+        if self.order == "longest_first":
+            return rasters.longest_first(t, num_m, num_n, self.group)
+        return rasters.row_major(t, num_m, num_n)
+
+
+#: The plain order.
+ROW_MAJOR = Raster()
+
+
+def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
+    """A caller's own tile order as a `Raster`.
+
+    Parameters
+    ----------
+    order
+        See `TileOrder`. A function is asked once for each position.
+
+    Raises
+    ------
+    ValueError
+        Unless each tile of the grid comes exactly once.
+    TypeError
+        If ``order`` is neither a function nor made of ids or pairs.
+    """
+    tiles: Iterable[object]
+    if callable(order):
+        tiles = [order(t, num_m, num_n) for t in range(num_m * num_n)]
+    else:
+        tiles = order
+    table = tuple(_tile_id(tile, num_m, num_n) for tile in tiles)
+    raster = Raster("table", table=table)
+    raster.check(Grid(1, num_m, num_n))
+    return raster
+
+
+def by_arrival(ready: Sequence[int], others: int, group: int, transposed: bool = False) -> Raster:
+    """The tiles in the order in which their rows arrive, for chunks that no arithmetic describes: a table.
+
+    `raster.chunk_major` wants chunks of a whole number of row tiles. Where they are ragged, or end inside a tile, a row
+    tile goes with the last of the chunks it reads.
+
+    Parameters
+    ----------
+    ready
+        For each row tile, when the last chunk it reads comes: any numbers in the right order.
+    others
+        Number of column tiles.
+    group
+        Row tiles per group inside a chunk, as in `raster.grouped`.
+    transposed
+        ``ready`` is about column tiles, and ``others`` counts row tiles.
+    """
+    table: list[int] = []
+    rows = sorted(range(len(ready)), key=lambda row: (ready[row], row))
+    for _, chunk in itertools.groupby(rows, key=lambda row: ready[row]):
+        band = list(chunk)
+        for t in range(len(band) * others):
+            i, other = rasters.grouped(t, len(band), others, group)
+            table.append(other * len(ready) + band[i] if transposed else band[i] * others + other)
+    return Raster("table", table=tuple(table))
+
+
+def by_cost(costs: Sequence[float]) -> tuple[int, ...]:
+    """Tile ids from the most to the least costly, ties in order of id: for a cost that is no function of the row."""
+    return tuple(sorted(range(len(costs)), key=lambda i: (-costs[i], i)))
+
+
+def _tile_id(tile: object, num_m: int, num_n: int) -> int:
+    if hasattr(tile, "__index__"):
+        return operator.index(tile)
+    if isinstance(tile, tuple | list) and len(tile) == 2:
+        pm, pn = tile
+        if not (0 <= pm < num_m and 0 <= pn < num_n):
+            raise ValueError(f"order: tile {(pm, pn)}; the grid has {num_m} x {num_n} tiles")
+        return int(pm * num_n + pn)
+    raise TypeError(f"order: {tile!r}; a tile is an id pm * num_n + pn or a pair (pm, pn)")
+
+
+def _not_a_permutation(table: Sequence[int], grid: Grid) -> str:
+    outside = [x for x in table if not 0 <= x < grid.plane]
+    missing = sorted(set(range(grid.plane)) - set(table))
+    twice = sorted({x for x in table if table.count(x) > 1}) if len(table) <= 4096 else []
+    what = [f"{len(table)} entries"]
+    what += [f"{name} {ids[:4]}" for name, ids in (("outside", outside), ("missing", missing), ("twice", twice)) if ids]
+    return (
+        f"order: {'; '.join(what)}; each of the {grid.num_m} x {grid.num_n} tiles (ids 0 to {grid.plane - 1}) "
+        "comes exactly once"
+    )

@@ -1,0 +1,133 @@
+"""The swizzle: where a row's elements lie in shared memory, so that lanes that read down a column meet no bank twice.
+
+A row of a stage is cut into *cells*, what one lane reads in one go. Cells of a row are permuted by an exclusive or with
+a number of the row: ``cell ^ (row // every) % period``. Done twice, it is undone; so the same function says where a
+logical cell lies, and which logical cell lies at a place.
+
+That is how copies that write shared memory linearly (CDNA's copies past the registers, a lane's bytes behind those of
+the lane before it) leave it swizzled: the *global* address is permuted, the place is not, and no lane's data has to
+cross to another. `tilestream.kernels.cdna.ring` says which lane copies what.
+
+`swizzled` is a leaf in the sense of `tilestream.core.integers`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+#: Bytes of a bank.
+BANK = 4
+#: Banks of shared memory, by architecture.
+BANKS = {"gfx942": 32, "gfx950": 64, "sm_90": 32}
+
+
+def swizzled(row: int, cell: int, every: int, period: int) -> int:
+    """Where cell ``cell`` of row ``row`` lies in its row; and which cell lies there: its own inverse."""
+    return cell ^ ((row // every) % period)
+
+
+@dataclass(frozen=True)
+class Swizzle:
+    """A permutation of the cells of each row.
+
+    Parameters
+    ----------
+    vector
+        Elements of a cell.
+    period
+        Numbers that rows are told apart by: a power of two. 1: nothing is permuted.
+    shift
+        ``2**shift`` rows in a row have the same number.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of range.
+    """
+
+    vector: int
+    period: int
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vector < 1 or self.shift < 0:
+            raise ValueError(
+                f"Swizzle: vector={self.vector}, shift={self.shift}; a cell has an element at least, and shift is not "
+                "negative"
+            )
+        if self.period < 1 or self.period & (self.period - 1):
+            raise ValueError(
+                f"Swizzle: period={self.period}; cells are permuted by an exclusive or, so it is a power of two"
+            )
+
+    @classmethod
+    def of_row(cls, row_bytes: int, lane_bytes: int, banks: int, itemsize: int) -> Swizzle:
+        """The swizzle of rows of ``row_bytes``, read down a column of cells, ``lane_bytes`` a lane.
+
+        The banks are ``banks * 4`` bytes wide: so many bytes, or so many over ``lane_bytes`` lanes, are read at once.
+        Rows that begin at different places of that width need no permutation among each other: of them there are
+        ``width / gcd(row_bytes, width)``, one after the other, and then the places come again. Each such round gets a
+        number of its own, as many as there are lanes for. Both are powers of two that divide the row, so any whole
+        number of rows comes out as a bijection; and lanes that read one cell of as many rows as are read at once, from
+        a multiple of that on, meet each bank once (tests count it for every row).
+
+        Of rows of 128 bytes in chunks of 16, over 32 banks, comes Hopper's TMA swizzle: the chunk's index, exclusive or
+        the row mod 8; of 64 and 32 bytes, TMA's other two.
+
+        Parameters
+        ----------
+        row_bytes, lane_bytes, itemsize
+            Of a row, of a cell, of an element.
+        banks
+            Of 4 bytes each: see `BANKS`.
+
+        Raises
+        ------
+        ValueError
+            If cells do not fill a row, or are no vectors of elements, or do not divide the banks' width.
+        """
+        width = banks * BANK
+        if min(row_bytes, lane_bytes, itemsize) < 1 or row_bytes % lane_bytes or lane_bytes % itemsize:
+            raise ValueError(
+                f"lane_bytes={lane_bytes}: rows of {row_bytes} bytes of {itemsize}-byte elements; a row has a whole "
+                "number of cells, and a cell of elements: take fewer bytes a lane"
+            )
+        if width % lane_bytes or banks & (banks - 1):
+            raise ValueError(
+                f"lane_bytes={lane_bytes}, banks={banks}: the banks are a power of two, and {width} bytes wide, of "
+                "which a lane takes a whole part"
+            )
+        alike = math.gcd(row_bytes, width)
+        return cls(lane_bytes // itemsize, max(1, alike // lane_bytes), (width // alike).bit_length() - 1)
+
+    @property
+    def every(self) -> int:
+        """Rows in a row that have the same number."""
+        return 1 << self.shift
+
+    def fits(self, row_elements: int) -> bool:
+        """Whether it is a bijection on rows of so many elements: whole cells, a whole number of periods."""
+        return row_elements % (self.vector * self.period) == 0
+
+    def check(self, row_elements: int) -> None:
+        """Raise `ValueError` unless `fits`."""
+        if not self.fits(row_elements):
+            raise ValueError(
+                f"Swizzle: a row of {row_elements} elements; cells of {self.vector} and a period of {self.period} "
+                f"permute rows of a multiple of {self.vector * self.period}: take `Swizzle.of_row` of this row"
+            )
+
+    def place(self, row: int, column: int) -> int:
+        """Where element ``column`` of a row lies in it. Its own inverse: which element lies there."""
+        cell = swizzled(row, column // self.vector, self.every, self.period)
+        return cell * self.vector + column % self.vector
+
+    def conflicts(self, row_bytes: int, itemsize: int, rows: range, column: int, banks: int) -> int:
+        """How often the bank that is met most is met when lanes read the cell of ``column`` in ``rows``, one each."""
+        met: dict[int, set[int]] = {}
+        for row in rows:
+            first = row * row_bytes + self.place(row, column // self.vector * self.vector) * itemsize
+            for at in range(first, first + self.vector * itemsize, BANK):
+                met.setdefault(at // BANK % banks, set()).add(at // BANK)
+        return max(map(len, met.values()))

@@ -1,0 +1,313 @@
+"""`CallQueue`: the calls of one op of a group on one GPU: epochs, calls under way, the watchdog.
+
+The protocols that the queues perform are in `tilestream.core.protocols`, with the reasons why they are correct.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tilestream.core.protocols.gather import (
+    Abort,
+    AwaitDone,
+    AwaitKernel,
+    Begin,
+    Break,
+    Notice,
+    Oldest,
+    Overrule,
+    Release,
+    Turn,
+    peers,
+    watch,
+)
+from tilestream.distributed.collective import barrier
+from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.symmetric import PeerMemory
+from tilestream.runtime import shutdown
+from tilestream.runtime.channel import channel
+from tilestream.runtime.streams import lend_to
+
+#: Seconds between two polls of the watchdog while a call is under way.
+POLL_SECONDS = 0.05
+#: Seconds that the driver gets to end a kernel before its deadline.
+_OVERRULE_SECONDS = 0.5
+
+#: What performs each operation of a protocol, by its type.
+Handlers = dict[type, Callable[[Any], Any]]
+
+
+class IssuedCall(NamedTuple):
+    """A call that was issued.
+
+    Attributes
+    ----------
+    epoch
+        Its epoch in the protocol.
+    overrule
+        Tells the call that its missing chunks will not come.
+    kernel, side, end
+        Recorded behind its kernel, behind its other streams, and behind all of it.
+    flag_value
+        A peer's flag is at least this once that peer has signalled all of this call.
+    peer_seconds
+        Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
+    """
+
+    epoch: int
+    overrule: Callable[[BaseException], None]
+    kernel: torch.cuda.Event
+    side: torch.cuda.Event
+    end: torch.cuda.Event
+    flag_value: int
+    peer_seconds: float = 0.0
+
+
+class CallQueue:
+    """A group's calls of one op on one GPU. Hold the group's call.
+
+    Parameters
+    ----------
+    memory
+        The memory that the ranks share; if None, it is made (collectively, when it first grows).
+    """
+
+    #: The op, for messages.
+    op = ""
+
+    def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
+        self._rank, self._world, self.device = state.rank, state.world, device
+        self._state = weakref.ref(state)
+        self.memory = memory or PeerMemory(state, device, self.op)
+        self.flags = self.memory.flags
+        channel(device)  # made here: the watchdog uses it, and must allocate nothing on the GPU
+        self._side = lend_to(self, device)
+        self._epoch = 0
+        self._calls: list[IssuedCall] = []
+        self._last: IssuedCall | None = None
+        self._lock = threading.Lock()  # of `_calls`
+        self._posted = torch.cuda.Event()
+        self._watchdog = Watchdog(self)
+
+    # The host ------------------------------------------------------------------------------------------------------
+
+    def check_gpu(self, what: str, device: torch.device) -> None:
+        """Raise unless an operand is on the queue's GPU."""
+        if device != self.device:
+            raise ValueError(
+                f"{self.op}: {what} is on {device}; this group's calls are on {self.device}: a rank has one GPU"
+            )
+
+    def begin(self) -> int:
+        """The epoch of a new call, once at most `AHEAD` calls are under way."""
+        epoch = self.admit(self._epoch + 1)
+        if epoch is None:
+            state = self._state()
+            assert state is not None
+            state.check()
+            raise AssertionError("the call was refused, but the group is not broken")
+        self._epoch = epoch
+        return epoch
+
+    def admit(self, epoch: int) -> int | None:
+        """Perform the host's part of the protocol before call ``epoch``: the epoch, or None if the group is broken."""
+        raise NotImplementedError
+
+    def _begin(self, op: Begin) -> int:
+        state = self._state()
+        return int(state is not None and not state.broken)
+
+    def await_kernel(self, op: AwaitKernel) -> None:
+        """Wait for the kernels up to ``op.epoch``: they have deadlines, or wait for no peer."""
+        for call in self._under_way():
+            if call.epoch <= op.epoch:
+                call.kernel.synchronize()
+
+    def _under_way(self) -> list[IssuedCall]:
+        """Calls whose other streams have work left; the others are dropped."""
+        with self._lock:
+            self._calls = [call for call in self._calls if not call.side.query()]
+            return list(self._calls)
+
+    def track(self, call: IssuedCall) -> None:
+        """Watch a call that has been issued completely."""
+        self._last = call
+        with self._lock:
+            self._calls.append(call)
+        self._watchdog.wake()
+
+    def reserve(self, size: int, chunks: int = 0) -> bool:
+        """Have slots of at least ``size`` bytes with ``chunks`` signals each. Collective, at the same call.
+
+        Returns
+        -------
+        bool
+            Whether the slots are new.
+        """
+        state, memory = self._state(), self.memory
+        if state is None or (memory.slot_bytes >= size and memory.chunks >= chunks):
+            return False
+        self.drain()
+        barrier(state, self.device)  # no rank writes to the old slots, or pulls from them
+        memory.grow(max(size, memory.slot_bytes), max(chunks, memory.chunks))
+        return True
+
+    def drain(self) -> None:
+        """Wait until no call is under way here."""
+        for call in self._under_way():
+            call.kernel.synchronize()
+            call.side.synchronize()
+
+    def await_call(self, calling: torch.cuda.Stream) -> None:
+        """Make the calling stream wait for the previous call, which may have another calling stream."""
+        if self._last is not None:
+            calling.wait_event(self._last.end)
+            if self._last.side is not self._last.end:
+                calling.wait_event(self._last.side)
+
+    def post(self, calling: torch.cuda.Stream) -> None:
+        """Let the side stream begin when the calling stream is here."""
+        self._posted.record(calling)
+
+    # Giving up -----------------------------------------------------------------------------------------------------
+
+    def describe_expiry(self, call: IssuedCall | None = None) -> str:
+        """Why the group is broken if this rank gives up on ``call`` (None: on an earlier call)."""
+        return f"{self.op}: rank {self._rank} has given up waiting for a peer"
+
+    def abort_group(self, why: str) -> None:
+        """Break the group here and set all peers' abort flags, unless it is broken."""
+        state = self._state()
+        if state is not None and not state.broken:
+            handlers = self._watch_handlers(state, why)
+            handlers[Break](Break())
+            for peer in peers(self._rank, self._world):
+                handlers[Abort](Abort(peer))
+
+    def _abort_half_issued(self, error: BaseException) -> None:
+        """Break the group after a call was issued in part: peers may wait for the rest."""
+        self.abort_group(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
+
+    def why_expired(self, oldest: IssuedCall) -> str:
+        """Why this rank gives up; empty if it does not. ``oldest``: the oldest call under way."""
+        raise NotImplementedError
+
+    def poll(self) -> bool:
+        """One poll of the watchdog; returns whether a call is under way."""
+        calls = self._under_way()
+        state = self._state()
+        if not calls or state is None:
+            return bool(calls)
+        why = f"{self.op}: a peer has given up waiting" if self.flags.aborted() else self.why_expired(calls[0])
+        if why:
+            run_protocol(watch(self._rank, self._world), self._watch_handlers(state, why))
+        return True
+
+    def _watch_handlers(self, state: GroupState, why: str) -> Handlers:
+        """The operations of `watch`."""
+
+        def overrule(op: Overrule) -> None:
+            if call := self.call_of(op.epoch):
+                error = state.break_(why)  # names the first reason, if the group was broken before
+                _run_bounded(functools.partial(call.overrule, error))
+
+        def await_kernel(op: AwaitKernel) -> None:
+            # Polls: a wait for an event blocks in the driver, which may be loading a kernel.
+            while any(call.epoch <= op.epoch and not call.kernel.query() for call in self._under_way()):
+                time.sleep(0.001)
+
+        def release(op: Release) -> None:
+            if call := self.call_of(op.epoch):
+                for peer in peers(self._rank, self._world):
+                    self.flags.release(peer, call.flag_value)
+
+        def await_done(op: AwaitDone) -> int:
+            end = time.perf_counter() + POLL_SECONDS
+            while (call := self.call_of(op.epoch)) is not None and time.perf_counter() < end:
+                time.sleep(0.001)
+            return int(call is None)
+
+        return {
+            Notice: lambda op: 1,
+            Break: lambda op: state.break_(why),
+            Abort: lambda op: self.flags.abort(op.peer),
+            Oldest: lambda op: min((call.epoch for call in self._under_way()), default=0),
+            Overrule: overrule, AwaitKernel: await_kernel, Release: release, AwaitDone: await_done,
+        }  # fmt: skip
+
+    def call_of(self, epoch: int) -> IssuedCall | None:
+        """The call of this epoch, if it is under way."""
+        return next((call for call in self._under_way() if call.epoch == epoch), None)
+
+
+class Watchdog:
+    """The thread that polls a queue while calls are under way. It does not keep an idle queue alive."""
+
+    def __init__(self, queue: CallQueue) -> None:
+        self._queue = weakref.ref(queue)
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        weakref.finalize(queue, self._wake.set)
+        shutdown.register(self)
+
+    def wake(self) -> None:
+        """A call has been issued."""
+        self._wake.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tilestream-watchdog", daemon=True)
+            self._thread.start()
+
+    def stop_at_exit(self, timeout: float) -> None:
+        """See `tilestream.runtime.shutdown`."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait()
+            queue = self._queue()
+            if queue is None:
+                return
+            self._wake.clear()
+            while not self._stopped:
+                # Sleep first: a poll right after the wake-up would compete with the thread that issues the call.
+                time.sleep(POLL_SECONDS)
+                if not queue.poll():
+                    break
+            del queue
+
+
+def _run_bounded(overrule: Callable[[], None]) -> None:
+    """Overrule a call, unless the driver blocks.
+
+    The driver may be waiting for the very stream that is to be released next (see `tilestream.distributed.host_flags`).
+    Then the overrule is left to its thread, and the kernel ends by its own deadline.
+    """
+    thread = threading.Thread(target=overrule, name="tilestream-overrule", daemon=True)
+    thread.start()
+    thread.join(_OVERRULE_SECONDS)
+
+
+def run_protocol(text: Turn, handlers: Handlers) -> int | None:
+    """Perform each operation that a protocol yields; returns what the protocol returns."""
+    try:
+        op = next(text)
+        while True:
+            op = text.send(handlers[type(op)](op))
+    except StopIteration as end:
+        result: int | None = end.value
+        return result
+
+
+def no_op(op: object) -> None:
+    """An operation that the order of its stream implies."""

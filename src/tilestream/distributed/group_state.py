@@ -1,0 +1,223 @@
+"""`GroupState`: what this process keeps for each process group: buffers, plans, call queues, whether it is broken.
+
+Nothing here keeps a group alive: states are found by their group, through weak references, and freed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilestream.core.errors import GroupBroken
+from tilestream.distributed.host_flags import GroupFlags
+from tilestream.distributed.plan import DistributedPlan
+
+Q = TypeVar("Q")
+#: What ops take: a group (None: the default one), or a mesh; of two dimensions if the ranks are on several nodes.
+Group = dist.ProcessGroup | DeviceMesh | None
+#: Joins the names of a mesh's two groups.
+_NODE_SEPARATOR = " in each of "
+#: The largest group that the ops take. Larger groups are not in one NVLink domain, or not on one host.
+MOST_RANKS = 8
+
+
+class GroupState:
+    """The state of one group in this process.
+
+    Attributes
+    ----------
+    name
+        The group's name.
+    rank, world
+        This process's rank, and the number of ranks.
+    lock
+        Held for the length of a call: the calls of a group are serialised, as collectives are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.name = group.group_name
+        self.rank, self.world = group.rank(), group.size()
+        self.lock = threading.Lock()
+        #: Why the ranks' GPUs cannot reach each other; empty if they can, or before they are connected.
+        self.unreachable = ""
+        self.connected = False
+        #: Flags that the ranks share, once they are connected.
+        self.host_flags: GroupFlags | None = None
+        #: The group's call queue of each op on the GPU, by its class.
+        self.queues: dict[object, Any] = {}
+        #: Handshakes that are known to be equal on all ranks.
+        self.agreed: set[bytes] = set()
+        #: Plans made so far, by everything that they depend on.
+        self.plans: dict[object, DistributedPlan] = {}
+        self._broken: str | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group, as long as it is alive."""
+        found = self._group()
+        if found is None:
+            raise RuntimeError(f"process group {self.name!r} has been destroyed")
+        return found
+
+    def queue(self, kind: Callable[[GroupState, torch.device], Q], device: torch.device) -> Q:
+        """The group's call queue of this class, made at the first call."""
+        found: Q | None = self.queues.get(kind)
+        if found is None:
+            found = self.queues[kind] = kind(self, device)
+        return found
+
+    def backend(self, device: str) -> str:
+        """The backend for tensors on ``device``: ``"gloo"``, ``"nccl"``; empty if there is none."""
+        try:
+            return str(self.group._get_backend(torch.device(device)).name())
+        except RuntimeError:
+            return ""
+
+    def timeout(self, device: str) -> float:
+        """Seconds after which the group's own collectives on ``device`` give up: the default deadline."""
+        options = getattr(self.group._get_backend(torch.device(device)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        seconds = timeout.total_seconds() if timeout is not None else math.inf
+        # Every wait is bounded (invariant 5), also in a group with an infinite timeout.
+        return seconds if 0 < seconds < 1e6 else dist.default_pg_timeout.total_seconds()
+
+    def check(self) -> None:
+        """Raise `GroupBroken` if the group is broken.
+
+        Each call raises a new exception, because a raised exception keeps the frames that it passed through alive.
+        """
+        if self._broken is not None:
+            raise GroupBroken(self.name, self._broken)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group is broken."""
+        return self._broken is not None
+
+    def break_(self, reason: str) -> GroupBroken:
+        """Make every later call with this group raise; the first reason is kept. Returns the exception to raise."""
+        if self._broken is None:
+            self._broken = reason
+        # Calls under way may still write to the buffers: they are not reused (invariant 6), and freed with their uses.
+        self._buffers.clear()
+        return GroupBroken(self.name, self._broken)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that is kept between calls, and grows with the largest problem. Hold `lock`."""
+        size = math.prod(shape) * dtype.itemsize
+        found = self._buffers.get(name)
+        if found is None or found.numel() < size or found.device != device:
+            with torch.inference_mode(False):
+                found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+            self._buffers[name] = found
+        return found[:size].view(dtype).view(shape)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Serialise a call with this group; raise if the group is broken."""
+        with self.lock:
+            self.check()
+            yield
+
+
+_lock = threading.Lock()
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+
+
+def state_of(op: str, group: dist.ProcessGroup | None) -> GroupState:
+    """The state of ``group`` (None: the default group) in this process.
+
+    Raises
+    ------
+    ValueError
+        If there is no such group, this process is not in it, or it has too many ranks.
+    TypeError
+        If it is not a process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(f"{op}: group={group}; there is no process group: call torch.distributed.init_process_group")
+    found: object = dist.group.WORLD if group is None else group
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{op}: group: this process is not in it; call it on the group's own ranks")
+    if not isinstance(found, dist.ProcessGroup):
+        raise TypeError(f"{op}: group is a {type(found).__name__}; it is a torch.distributed.ProcessGroup or None")
+    with _lock:
+        state = _states.get(found)
+        if state is None:
+            if found.size() > MOST_RANKS:
+                raise ValueError(
+                    f"{op}: group: {found.size()} ranks; 1 to {MOST_RANKS} overlap: use torch.distributed's own "
+                    "collective and tilestream.matmul there"
+                )
+            state = _states[found] = GroupState(found)
+    return state
+
+
+def states_of(op: str, name: str) -> list[GroupState]:
+    """The states of the groups in a name that `name_of` made: one group, or the internode and the intranode group."""
+    return [state_of(op, resolve(part)) for part in name.split(_NODE_SEPARATOR)]
+
+
+def resolve(name: str) -> dist.ProcessGroup:
+    """The group of that name."""
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return found
+
+
+def name_of(op: str, group: Group) -> str:
+    """The name of ``group``, as a registered op takes it; of a mesh of two dimensions, the names of both its groups.
+
+    The group is checked here, except while torch's compiler traces.
+    """
+    return _NODE_SEPARATOR.join(_name(op, x) for x in groups_of(op, group))
+
+
+def _name(op: str, group: dist.ProcessGroup | None) -> str:
+    if not torch.compiler.is_compiling():
+        return state_of(op, group).name
+    found = dist.group.WORLD if group is None else group
+    assert found is not None, "torch.distributed is not initialised"
+    return str(found.group_name)
+
+
+def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:
+    """One group; for several nodes two: this rank's internode group, and the group of its node.
+
+    Raises
+    ------
+    ValueError
+        If a mesh has more than two dimensions.
+    """
+    if not isinstance(group, DeviceMesh):
+        return (group,)
+    if group.ndim > 2:
+        raise ValueError(
+            f"{op}: group: a mesh of {group.ndim} dimensions; it has one, or two for nodes and the ranks of each: give "
+            "a part of it, mesh['node', 'tp']"
+        )
+    several = [dim for dim in range(group.ndim) if group.size(dim) > 1]
+    return tuple(group.get_group(dim) for dim in several or [group.ndim - 1])
+
+
+def place_of(op: str, group: Group) -> tuple[int, int]:
+    """The rank of this process among all ranks of ``group``, and their number."""
+    rank, world = 0, 1
+    for x in groups_of(op, group):
+        state = state_of(op, x)
+        rank, world = rank * state.world + state.rank, world * state.world
+    return rank, world
+
+
+def world_of(name: str) -> int:
+    """The number of ranks in a name that `name_of` made, over all nodes."""
+    return math.prod(resolve(part).size() for part in name.split(_NODE_SEPARATOR))

@@ -1,0 +1,157 @@
+"""Transfers between nodes: each rank exchanges with its counterparts in the other nodes, one node a step.
+
+::
+
+    step j = 1, 2, ...:   mine to the node j after;   theirs from the node j before
+
+At each step a rank sends to one node and receives from one, and no two ranks send to one at the same time. A step is
+NCCL's send and receive; the current stream waits for what it needs. If the internode group has gloo, a step is
+messages, sent by threads, and GPU tensors go through the CPU, which is slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tilestream.distributed.collective import agree, as_bytes
+from tilestream.distributed.exchange import Exchange, Receive
+from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.plan import DistributedPlan
+
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """The steps of one call. Each is put once, then got; both on the calling thread and stream."""
+
+    def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send these tensors to the node ``step`` after this one, behind the current stream's work."""
+
+    def get(self, step: int) -> list[torch.Tensor]:
+        """Wait for what the node ``step`` before this one has sent; of the shapes of what was put."""
+
+
+class _NcclSteps:
+    """See `Steps`."""
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._under_way: dict[int, tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Steps`."""
+        rank, world, group = self._state.rank, self._state.world, self._state.group
+        sent = [x.contiguous() for x in tensors]
+        received = [torch.empty_like(x) for x in sent]
+        to, source = (dist.get_global_rank(group, (rank + x) % world) for x in (step, -step))
+        operations = [dist.P2POp(dist.isend, as_bytes(x), to, group) for x in sent if x.numel()]
+        operations += [dist.P2POp(dist.irecv, as_bytes(x), source, group) for x in received if x.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self._under_way[step] = works, sent, received
+
+    def get(self, step: int) -> list[torch.Tensor]:
+        """See `Steps`."""
+        works, _, received = self._under_way.pop(step)  # the sent tensors are kept alive until here
+        for work in works:
+            work.wait()
+        return received
+
+
+class _GlooSteps:
+    """See `Steps`, and `tilestream.distributed.exchange.Traffic`: a peer is a node."""
+
+    def __init__(self, state: GroupState, like: Sequence[torch.Tensor]) -> None:
+        self._rank, self._world, self._like = state.rank, state.world, like
+        peers = [(self._rank + x) % self._world for x in range(1, self._world)]
+        self._mine: dict[int, list[torch.Tensor]] = {}
+        self._ready = {peer: threading.Event() for peer in peers}
+        self._theirs = {peer: [torch.empty(x.shape, dtype=x.dtype) for x in like] for peer in peers}
+        self._landed = {peer: threading.Event() for peer in peers}
+        self._lost: dict[int, BaseException] = {}
+        self._failed = False
+
+    def incoming(self, peer: int) -> Sequence[Receive]:
+        """See `Traffic`."""
+        *before, last = self._theirs[peer]
+        return [*(Receive(x) for x in before), Receive(last, self._landed[peer].set)]
+
+    def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
+        """See `Traffic`."""
+        self._ready[peer].wait()  # set by `put`, or by `fail`
+        if self._failed:
+            raise RuntimeError("this rank could not compute its part")
+        yield from self._mine[peer]
+
+    def failed(self, peer: int, error: BaseException) -> None:
+        """See `Traffic`."""
+        self._lost[peer] = error
+        self._landed[peer].set()
+
+    def fail(self) -> None:
+        """Nothing more will be put."""
+        self._failed = True
+        for event in self._ready.values():
+            event.set()
+
+    def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Steps`."""
+        peer = (self._rank + step) % self._world
+        self._mine[peer] = [x.detach().cpu().contiguous() for x in tensors]
+        self._ready[peer].set()
+
+    def get(self, step: int) -> list[torch.Tensor]:
+        """See `Steps`."""
+        peer = (self._rank - step) % self._world
+        self._landed[peer].wait()  # bounded: the receiving thread has a deadline, and always sets the event
+        if peer in self._lost:
+            raise self._lost[peer]
+        return [x.to(like.device) for x, like in zip(self._theirs[peer], self._like, strict=True)]
+
+
+def exchange_between_nodes(
+    state: GroupState,
+    plan: DistributedPlan,
+    like: Sequence[torch.Tensor],
+    seconds: float,
+    compute: Callable[[Steps], T],
+) -> T:
+    """``compute(steps)``, during which the steps are exchanged.
+
+    Parameters
+    ----------
+    state
+        Of the internode group. Hold its call.
+    plan
+        What all ranks call alike: nodes compare it, too.
+    like
+        What travels in each step: shapes, dtypes and device.
+
+    Raises
+    ------
+    ArrivalTimeout, GroupBroken, ValueError
+        As `tilestream.distributed.gloo.gather_matmul`. An error of ``compute`` breaks the group here, too. Over NCCL
+        the peers are not informed: their receives end at NCCL's own timeout.
+    """
+    device = like[0].device
+    if device.type == "cuda" and state.backend("cuda") != "gloo":
+        agree(state, plan, device)
+        try:
+            return compute(_NcclSteps(state))
+        except BaseException as error:  # a later call would receive what is already sent
+            state.break_(f"{plan.case.op} on rank {state.rank}: {type(error).__name__}: {error}")
+            raise
+    steps = _GlooSteps(state, like)
+
+    def computed() -> T:
+        try:
+            return compute(steps)
+        except BaseException:
+            steps.fail()
+            raise
+
+    return Exchange(state, plan, steps, seconds).run(computed)

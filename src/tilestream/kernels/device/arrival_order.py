@@ -1,0 +1,150 @@
+"""Arrival order on the device: `tilestream.core.schedule.take_ready`, in the same steps.
+
+::
+
+    until each queue was found empty:
+        the queue of the item before, or else the first whose chunks have all arrived:
+            none has:   nap, look at all again; abort word set, or deadline passed -> the first not found empty
+        ticket = add(queue, 1); valid -> item
+
+A queue holds the tiles that read the same chunks. What a worker does for an item is one atomic add, as with a single
+queue; for a queue, a look at each of its chunks (acquire, system scope, one lane), an atomic max that raises its
+counter to the launch's base, and the void ticket by which it finds the queue empty. While it waits, it looks at the
+chunks of each queue in turn.
+
+The item then passes its gate like any other (`tilestream.kernels.device.gate`), which looks once more at a chunk that
+the item before did not read. There an expiry is found and recorded, too: a worker whose deadline has passed takes an
+item whose chunks may not be there, and its gate gives up at its first look, naming item and chunk.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
+from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, look
+from tilestream.kernels.device.schedule import (
+    ITEM,
+    LINE,
+    READY,
+    STOPPED,
+    TOOK,
+    add,
+    note,
+    tile_of_ticket,
+)
+
+
+@triton.jit
+def chunks_state(queue, queues, signals, epoch, queue_table):
+    """`ARRIVED` where all chunks of a queue have; else how the first that has not stands."""
+    i = tl.load(queue_table + queues + 1 + queue)
+    stop = tl.load(queue_table + queues + 2 + queue)
+    state = tl.cast(ARRIVED, tl.int32)
+    while (i < stop) & (state == ARRIVED):
+        state = look(signals, tl.load(queue_table + i), epoch)
+        i += 1
+    return state
+
+
+@triton.jit
+def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, clock, begin, allowed):
+    """Wait for a queue: ``(queue, answer, waited)``, the answer -1 where the worker shall wait for none.
+
+    ``waited`` is in nanoseconds. A chunk whose producer failed is as good as there: the gate says what becomes of it.
+    """
+    queue = tl.cast(-1, tl.int32)
+    answer = tl.cast(-1, tl.int32)
+    pause = tl.cast(SHORTEST, tl.int32)
+    since = tl.cast(0, tl.int64)
+    waited = tl.cast(0, tl.int64)
+    while queue < 0:
+        first = tl.cast(-1, tl.int32)
+        other = tl.cast(0, tl.int32)
+        while (other < queues) & (answer < 0):
+            if ((empty >> other) & 1) == 0:
+                if first < 0:
+                    first = other + 0
+                if over == 0:
+                    if chunks_state(other, queues, signals, epoch, queue_table) != PENDING:
+                        answer = other + 0
+            other += 1
+        if answer >= 0:
+            queue = answer + 0
+        elif over != 0:
+            queue = first + 0
+        else:
+            if since == 0:
+                since = present(clock)
+            nap(pause)
+            pause = tl.minimum(2 * pause, LONGEST)
+            now = latest(clock)
+            waited = now - since
+            if is_over(abort, base) | (now - begin > allowed):
+                over = over * 0 + 1
+    return queue, answer, waited
+
+
+@triton.jit
+def take_ready(
+    worker, queue, empty, over, signals, epoch, queue_table, abort, base, clock, begin, allowed,
+    counters, queues, batches, num_m, num_n, k_steps, tiles, table, group, first, band, first_batch,
+    probe, capacity, noted, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr, PROBE: tl.constexpr,
+):  # fmt: skip
+    """The worker's next item, a whole tile; ``found`` is 0 for STOP.
+
+    Parameters
+    ----------
+    queue, empty
+        The queue of the item before (-1: none), and the queues that this worker has found empty, as bits of 32.
+    over
+        Whether this worker was told that the launch is over: then it waits for nothing.
+    queue_table
+        See `tilestream.launch.gate.queue_table`.
+
+    Returns
+    -------
+    (found, batch, pm, pn, queue, empty, waited, noted)
+        ``waited``: nanoseconds, for whatever queue.
+    """
+    waited = tl.cast(0, tl.int64)
+    found = tl.cast(0, tl.int32)
+    batch = tl.cast(0, tl.int32)
+    pm = tl.cast(0, tl.int32)
+    pn = tl.cast(0, tl.int32)
+    one = tl.cast(1, tl.int32)
+    every = tl.cast(-1, tl.int32)
+    if queues < 32:
+        every = (one << queues) - 1
+    looking = tl.cast(1, tl.int32)
+    while looking != 0:
+        if empty == every:
+            looking = looking * 0
+        else:
+            if queue < 0:
+                queue, answer, waited = first_ready(
+                    empty, queues, signals, epoch, queue_table, over, abort, base, clock, begin, allowed
+                )
+                noted = note(probe, capacity, worker, noted, READY, answer, 0, 0, 0, 0, 0, PROBE)
+                tl.atomic_max(counters + queue * LINE, base, sem="relaxed")
+            ticket = add(counters, queue, base)
+            noted = note(probe, capacity, worker, noted, TOOK, queue, ticket, 0, 0, 0, 0, PROBE)
+            position = tl.load(queue_table + queue) + ticket
+            if position < tl.load(queue_table + queue + 1):
+                batch, pm, pn = tile_of_ticket(
+                    0, position, 1, num_m, num_n, tiles, table, group, first, band, "items", ORDER, TRANSPOSED
+                )
+                found = found * 0 + 1
+                looking = looking * 0
+            else:
+                empty = empty | (one << queue)
+                queue = tl.cast(-1, tl.int32)
+    if found != 0:
+        batch = (batch + first_batch) % batches
+        noted = note(
+            probe, capacity, worker, noted, ITEM, (batch * num_m + pm) * num_n + pn, 0, k_steps, 0, 1, -1, PROBE
+        )
+    else:
+        noted = note(probe, capacity, worker, noted, STOPPED, 0, 0, 0, 0, 0, 0, PROBE)
+    return found, batch, pm, pn, queue, empty, waited, noted

@@ -1,0 +1,75 @@
+"""Time on the device: a clock that all its units share, and a pause between two looks at a word.
+
+Under Triton's interpreter, which knows no assembly, both are the host's.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+from triton.language.target_info import is_cuda
+
+from tilestream.kernels.device.jit import INTERPRETED
+
+#: Nanoseconds between two looks: at first, and at most. Waiting costs the memory system one request a pause and worker.
+SHORTEST: tl.constexpr = tl.constexpr(64)
+LONGEST: tl.constexpr = tl.constexpr(1024)
+
+
+@triton.jit
+def _now_on_device():
+    """Nanoseconds, from some moment on."""
+    if is_cuda():
+        ns = globaltimer()
+    else:
+        # CDNA's constant clock, 100 MHz. Not Triton's `memrealtime`: that waits for the vector memory's counter, and a
+        # scalar load comes in on the other.
+        ticks = tl.inline_asm_elementwise(
+            "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+        ns = ticks * 10
+    return ns
+
+
+@triton.jit
+def _nap_on_device(ns):
+    """Do nothing for about ``ns`` nanoseconds."""
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [ns], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:  # 32 x 64 cycles, about a microsecond
+        tl.inline_asm_elementwise("s_sleep 32\n\tv_mov_b32 $0, $1", "=v,v", [ns], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def _now_on_host():
+    return tl.full((), time.perf_counter_ns(), tl.int64)
+
+
+def _nap_on_host(ns):
+    time.sleep(1e-9 * LONGEST.value)
+
+
+now = _now_on_host if INTERPRETED else _now_on_device
+nap = _nap_on_host if INTERPRETED else _nap_on_device
+
+
+@triton.jit
+def latest(clock):
+    """The time that somebody last told the clock, and tell it the present time.
+
+    Each thread reads the timer at a moment of its own, and what a worker decides by it must be one decision: else its
+    threads part, and wait for each other for ever. So time goes through a word of memory, which one lane reads for all.
+    It is as old as the look before, this worker's or another's.
+    """
+    return tl.atomic_max(clock, now(), sem="relaxed")
+
+
+@triton.jit
+def present(clock):
+    """The present time, by the same clock."""
+    latest(clock)
+    return tl.atomic_add(clock, 0, sem="relaxed")

@@ -1,0 +1,76 @@
+"""Copy items on the device: `tilestream.core.copy_items.copy_items`, in the same steps.
+
+The whole worker copies, before it takes its first tile: a Hopper worker before its warps part. A round brings so many
+words a thread that enough bytes are on their way: see `tilestream.core.copy_items.block`. Loads pass by the
+first-level cache, which has no use for what is read once; stores stay in the second, where the tiles then find them.
+
+*Order* (invariant 7). A piece's stores come before its count, by a barrier and a release; the last piece's count
+acquires those of the others; the signal is a release at system scope. Who reads acquires the signal, and fences before
+copies of the asynchronous proxy: as for any producer.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilestream.core import copy_items as rules
+from tilestream.kernels.device.jit import device
+from tilestream.kernels.device.schedule import count_in, part_begin, part_size
+
+piece_chunk = device(rules.piece_chunk)
+
+HEAD: tl.constexpr = tl.constexpr(rules.HEAD)
+COUNTERS: tl.constexpr = tl.constexpr(rules.COUNTERS)
+
+
+@triton.jit
+def copy_items(
+    source, target, table, words, signals, epoch, copiers, workers, lanes, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """Take a copy item, if there is one left, and copy pieces until none is.
+
+    Parameters
+    ----------
+    source, target, table, words, copiers
+        See `tilestream.core.copy_items.CopyArguments`.
+    signals, epoch
+        Of the operand that is copied. Where the epoch is 0 any word but 0 says that a chunk is there.
+    lanes
+        ``0, 1, ...``, one of each element of a round.
+    """
+    if copiers != 0:
+        number = tl.atomic_add(words, 1, sem="relaxed")
+        if number == workers - 1:
+            tl.store(words, 0)
+        if number < copiers:
+            pieces = tl.load(table)
+            per_chunk = tl.load(table + 1)
+            chunks = tl.load(table + 2)
+            pivot = tl.load(table + 3)
+            row_words = tl.load(table + 4)
+            ticket = tl.atomic_add(words + 1, 1, sem="relaxed")
+            while ticket < pieces:
+                chunk = piece_chunk(ticket, per_chunk, chunks, pivot)
+                first = tl.load(table + HEAD + chunk)
+                held = (tl.load(table + HEAD + chunk + 1) - first) * row_words
+                part = ticket % per_chunk
+                begin = first.to(tl.int64) * row_words + part_begin(held, per_chunk, part)
+                copy_piece(
+                    source + begin * VECTOR, target + begin * VECTOR, part_size(held, per_chunk, part) * VECTOR, lanes,
+                    BLOCK,
+                )  # fmt: skip
+                if count_in(words + COUNTERS + chunk, per_chunk):
+                    tl.atomic_xchg(signals + chunk, tl.where(epoch == 0, 1, epoch), sem="release", scope="sys")
+                ticket = tl.atomic_add(words + 1, 1, sem="relaxed")
+            if ticket == pieces + copiers - 1:
+                tl.store(words + 1, 0)
+
+
+@triton.jit
+def copy_piece(source, target, size, lanes, BLOCK: tl.constexpr):
+    """Copy ``size`` elements."""
+    for at in range(0, size, BLOCK):
+        here = at + lanes < size
+        x = tl.load(source + at + lanes, mask=here, cache_modifier=".cg")
+        tl.store(target + at + lanes, x, mask=here)

@@ -1,0 +1,86 @@
+"""Spans: what a kernel that is traced writes down of each work item, for `tilestream.launch.trace` to read.
+
+A record an item, whose place is the item's own: its tile's id; behind all tiles, a part's slot. So nobody counts
+records, none is lost, and an item that was done twice or never is seen. Times are of the clock that all units of the
+device share (`%globaltimer`). Who is not traced runs no code of this: ``TRACE`` is a compile-time argument.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import smid
+from triton.language.target_info import is_cuda
+
+from tilestream.kernels.device.clock import now
+from tilestream.kernels.device.jit import INTERPRETED
+
+#: Words of a record, of 64 bits.
+WORDS: tl.constexpr = tl.constexpr(9)
+#: How often the item was taken; by which worker; on which SM, -1 where that is not to be known.
+TIMES: tl.constexpr = tl.constexpr(0)
+WORKER: tl.constexpr = tl.constexpr(1)
+UNIT: tl.constexpr = tl.constexpr(2)
+#: When it was taken, and when its gate was passed.
+BEGIN: tl.constexpr = tl.constexpr(3)
+READY: tl.constexpr = tl.constexpr(4)
+#: For each part of a tile's rows that is finished by itself, `ENDS` at most: 2 x when its last store was issued, + 1 if
+#: the tile is complete.
+END: tl.constexpr = tl.constexpr(5)
+ENDS: tl.constexpr = tl.constexpr(3)
+#: One more than the chunk it waited for, where its place in the schedule does not say which: attention's, of the first
+#: keys that it takes.
+CHUNK: tl.constexpr = tl.constexpr(8)
+
+
+@triton.jit
+def _unit_on_device():
+    if is_cuda():
+        unit = smid()
+    else:
+        unit = tl.full((), -1, tl.int32)
+    return unit
+
+
+def _unit_on_host():
+    return tl.full((), -1, tl.int32)
+
+
+unit_of = _unit_on_host if INTERPRETED else _unit_on_device
+
+
+@triton.jit
+def place_of(batch, pm, pn, parts, slot, batches, num_m, num_n):
+    """Which record is the item's."""
+    place = (batch * num_m + pm) * num_n + pn
+    if parts > 1:
+        place = batches * num_m * num_n + slot
+    return place
+
+
+@triton.jit
+def begin_span(log, place, worker):
+    """The item was taken."""
+    at = log + place.to(tl.int64) * WORDS
+    tl.atomic_add(at + TIMES, 1, sem="relaxed")
+    tl.store(at + WORKER, worker.to(tl.int64))
+    tl.store(at + UNIT, unit_of().to(tl.int64))
+    tl.store(at + BEGIN, now())
+
+
+@triton.jit
+def ready_span(log, place):
+    """Its gate was passed."""
+    tl.store(log + place.to(tl.int64) * WORDS + READY, now())
+
+
+@triton.jit
+def chunk_span(log, place, chunk):
+    """Which chunk that was."""
+    tl.store(log + place.to(tl.int64) * WORDS + CHUNK, chunk.to(tl.int64) + 1)
+
+
+@triton.jit
+def end_span(log, place, half, complete):
+    """What was to be stored of it, or of its half, has been issued; ``complete``: it is the tile's output."""
+    tl.store(log + place.to(tl.int64) * WORDS + END + half, now() * 2 + complete.to(tl.int64))

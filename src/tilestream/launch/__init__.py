@@ -1,0 +1,1 @@
+"""From a plan and operands to a launched kernel: configuration, signature, arguments, driver."""

@@ -1,0 +1,218 @@
+"""What `tilestream.kernels.cdna.gemm.gemm` is launched with: the part that a plan and a layout decide.
+
+No torch here, as in `tilestream.launch.portable.arguments`, whose `Layout` it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.launch.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
+from tilestream.launch.portable.arguments import Layout
+from tilestream.plan.plan import Plan
+from tilestream.plan.policy.cdna_tiles import (
+    CELL_BYTES,
+    LANES,
+    READS_TRANSPOSED,
+    Tile,
+    instruction,
+    is_far,
+    lane_bytes,
+    spread,
+    stage_swizzle,
+)
+from tilestream.plan.problem import ITEMSIZE
+
+_INT31 = 2**31
+#: Neighbouring columns of a row that a lane has.
+_LANE_COLUMNS = 4
+#: Registers of a lane for what is finished at a time.
+_PIECE_REGISTERS = 8
+#: Of the layouts of the matrix units.
+VERSION = {"gfx942": 3, "gfx950": 4}
+
+
+class Operand(NamedTuple):
+    """How an operand lies, in memory and in a stage.
+
+    Attributes
+    ----------
+    stride
+        The one that is not 1.
+    k_major
+        Whether the stride of K is 1.
+    turned
+        Whether it is transposed in registers, into a stage that is K-major.
+    far
+        Whether a tile of it needs 64-bit addresses.
+    how
+        The swizzle of its stages: vector, every, period.
+    """
+
+    stride: int
+    k_major: bool
+    turned: bool
+    far: bool
+    how: tuple[int, int, int]
+
+
+def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, arch: str) -> Operand:
+    """Of an operand ``[rows, K]``, a stage of which has ``rows`` rows and ``block_k`` of K.
+
+    Raises
+    ------
+    ValueError
+        If neither stride is 1.
+    """
+    if 1 not in (row_stride, k_stride):
+        raise ValueError(f"an operand of strides {row_stride}, {k_stride}: neither is 1, and it is read in vectors")
+    k_major = k_stride == 1
+    stride = row_stride if k_major else k_stride
+    turned = not k_major and not READS_TRANSPOSED[arch]
+    swizzle = stage_swizzle(rows, block_k, size, arch, k_major or turned)
+    far = is_far(rows, block_k, stride, size, k_major)
+    return Operand(stride, k_major, turned, far, (swizzle.vector, swizzle.every, swizzle.period))
+
+
+def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
+    """What gfx950's instruction of 128 of K calls operands of 8 bits."""
+    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    if arch != "gfx950" or dtypes[0] not in names:
+        return None
+    return names[dtypes[0]], names[dtypes[1]]
+
+
+def grain(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
+    """Neighbouring columns of a row that can be stored, or loaded, as one vector: as many as a lane has, or 1."""
+    if strides is None or strides[-1] != 1 or not aligned:
+        return 1
+    return math.gcd(_LANE_COLUMNS, columns, *strides[:-1])
+
+
+def piece_of(block_m: int, block_n: int, warps: int, shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Rows and columns that are finished at a time: what few registers hold, cut first along the columns."""
+    down, across = spread(block_m, block_n, warps)
+    rows, columns = block_m, block_n
+    while rows * columns > _PIECE_REGISTERS * LANES * warps and columns > across * shape[1]:
+        columns //= 2
+    while rows * columns > _PIECE_REGISTERS * LANES * warps and rows > down * shape[0]:
+        rows //= 2
+    return rows, columns
+
+
+class Arguments:
+    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+
+    Parameters
+    ----------
+    aligned
+        Whether the addresses of the output and of the residual are multiples of 16.
+    """
+
+    def __init__(
+        self, plan: Plan, layout: Layout, aligned: tuple[bool, bool] = (True, True), probe: bool = False
+    ) -> None:
+        self.plan, self.layout, self._aligned = plan, layout, aligned
+        problem, schedule = plan.problem, plan.schedule
+        block_m, block_n, block_k = plan.block
+        self.size, self.arch = ITEMSIZE[problem.dtype], plan.device.arch
+        (ab, am, ak), (bb, bk, bn) = layout.a, layout.b
+        self.x = operand(block_m, block_k, am, ak, self.size, self.arch)
+        self.y = operand(block_n, block_k, bn, bk, self.size, self.arch)
+        #: Copies past the registers reach as far as a buffer does, and bring an operand as it lies.
+        self.direct = plan.variant == "direct" and not any(o.far or o.turned for o in (self.x, self.y))
+        self._numbers = (
+            *chunk_numbers(plan), problem.m, problem.n, problem.k, ab, self.x.stride, bb, self.y.stride, *layout.out,
+            layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
+        )  # fmt: skip
+        grid, raster = schedule.grid, schedule.raster
+        self._schedule = (
+            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
+            schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
+        )  # fmt: skip
+        self._constants = tuple(self._made(probe).values())
+        #: How the kernel is compiled: with two warps a SIMD, which is what its registers are counted for.
+        self.options = {"num_warps": plan.warps, "waves_per_eu": 2}
+
+    def fill(
+        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None),
+        copies: CopyArguments = NO_COPIES,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """All of them, in the kernel's order: as `tilestream.launch.portable.arguments.Arguments.fill`.
+
+        This kernel knows no arrival order, and is given no table of its queues; and there are no copies that it makes.
+        """
+        base, reset, alpha, beta = operands[10:]
+        return (
+            *operands[:5], *scales, *operands[5:10], *gate.pointers[:8], base, reset, *gate.numbers, *self._numbers,
+            alpha, beta, *self._schedule, capacity, *self._constants,
+        )  # fmt: skip
+
+    @property
+    def tile(self) -> Tile:
+        """The plan's row of `tilestream.plan.policy.cdna_tiles.TILES`, or what would be one."""
+        block_m, block_n, block_k = self.plan.block
+        copies = "direct" if self.direct else "staged"
+        stages = self.plan.stages
+        return Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies, 1.0)
+
+    def _made(self, probe: bool) -> dict[str, Any]:
+        """The kernel's compile-time arguments, in its order."""
+        plan, layout, x, y = self.plan, self.layout, self.x, self.y
+        problem, schedule = plan.problem, plan.schedule
+        block_m, block_n, block_k = plan.block
+        chunks = chunk_kinds(plan)
+        piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
+        return {
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "STAGES": self.tile.stages,
+            "STRIP": piece[1],
+            "TALL": piece[0],
+            "DIRECT": self.direct,
+            "LANE": lane_bytes(self.tile, self.arch) // self.size if self.direct else CELL_BYTES // self.size,
+            "X_K_MAJOR": x.k_major,
+            "Y_K_MAJOR": y.k_major,
+            "X_TURNED": x.turned,
+            "Y_TURNED": y.turned,
+            "X_HOW": x.how,
+            "Y_HOW": y.how,
+            "VERSION": VERSION[self.arch],
+            "SHAPE": instruction(self.arch, self.size),
+            "ACROSS": spread(block_m, block_n, plan.warps),
+            "WIDTH": CELL_BYTES // self.size,
+            "FORMATS": formats(problem.dtypes, self.arch),
+            "GROUPS": plan.device.xcds,
+            # With nothing to split, stream_k is a queue, and there are no slots.
+            "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
+            "SPLIT": schedule.split,
+            "STEAL": schedule.queues > 1,
+            "ORDER": schedule.raster.order,
+            "TRANSPOSED": schedule.raster.transposed,
+            "EVEN_K": problem.k % block_k == 0,
+            "FAR_X": x.far,
+            "FAR_Y": y.far,
+            "FAR_OUT": self._far_out(),
+            "GRAIN": grain(layout.out, problem.n, self._aligned[0]),
+            "RESIDUAL_GRAIN": grain(layout.residual, problem.n, self._aligned[1]),
+            "SCALED": layout.scaled,
+            "SCALES": problem.scales,
+            "BIAS": layout.bias is not None,
+            "RESIDUAL": layout.residual is not None,
+            "ACTIVATION": layout.activation,
+            "ROWS": chunks[0],
+            "COLUMNS": chunks[1],
+            "PROBE": probe,
+        }
+
+    def _far_out(self) -> bool:
+        """Whether a tile of the output, or of the residual, reaches beyond a buffer's offsets."""
+        block_m, block_n, _ = self.plan.block
+        return any(
+            ((block_m - 1) * strides[1] + (block_n - 1) * strides[2] + 1) * 4 >= _INT31
+            for strides in (self.layout.out, self.layout.residual)
+            if strides is not None
+        )

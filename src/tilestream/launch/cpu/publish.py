@@ -1,0 +1,69 @@
+"""Publish on the CPU: each chunk of the output's rows is signalled when all of its tiles are there.
+
+What `kernels.loop.publish` yields, performed: a worker counts the rows of its tile, and whoever completes a chunk's
+count signals it. Chunks are of any sizes, and of the rows of all batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from tilestream.core.chunks import Chunks
+from tilestream.core.grid import Grid, WorkItem
+from tilestream.core.loop import Announce, CountRows, Landed, Share, publish
+
+
+class Publisher:
+    """The counts of one launch.
+
+    Parameters
+    ----------
+    chunks
+        Of the output's rows, those of one batch after the other.
+    grid, block_m, m
+        The launch's tiles, the rows of one, and the rows of a batch.
+    announce
+        Signals a chunk. What a tile's worker wrote before is there for who sees it.
+    """
+
+    def __init__(self, chunks: Chunks, grid: Grid, block_m: int, m: int, announce: Callable[[int], None]) -> None:
+        self._chunks, self._columns, self._block_m, self._m = chunks, grid.num_n, block_m, m
+        self._counts, self._announced = [0] * chunks.count, [False] * chunks.count
+        self._announce, self._lock = announce, threading.Lock()
+
+    def stored(self, item: WorkItem) -> None:
+        """The tile of ``item`` is there."""
+        turn = publish(item.tile, self._shares(item))
+        try:
+            operation = next(turn)
+            while True:
+                operation = turn.send(self._perform(operation))
+        except StopIteration:
+            return
+
+    def finish(self) -> None:
+        """All of the output is there: signal the chunks that have no tile, too."""
+        for chunk, done in enumerate(self._announced):
+            if not done:
+                self._perform(Announce(chunk))
+
+    def _shares(self, item: WorkItem) -> Iterator[Share]:
+        begin = item.batch * self._m + item.pm * self._block_m
+        end = min(begin + self._block_m, (item.batch + 1) * self._m)
+        for chunk in self._chunks.of_rows(begin, end):
+            first, last = self._chunks.range_of(chunk)
+            yield Share(chunk, min(end, last) - max(begin, first), (last - first) * self._columns)
+
+    def _perform(self, operation: object) -> int:
+        if isinstance(operation, Landed):
+            return 0  # a store of the CPU is there when the next statement runs
+        if isinstance(operation, CountRows):
+            with self._lock:
+                before = self._counts[operation.chunk]
+                self._counts[operation.chunk] = before + operation.rows
+            return before
+        if isinstance(operation, Announce):
+            self._announced[operation.chunk] = True
+            self._announce(operation.chunk)
+        return 0  # RestoreRows: the next launch has counts of its own

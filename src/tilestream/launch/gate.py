@@ -1,0 +1,169 @@
+"""What the launches of GPU kernels are told of what arrives, of what they copy and of what they publish.
+
+See `tilestream.kernels.device.gate` and `tilestream.kernels.hopper.publish`.
+
+No torch here: the compile gate, and whoever fills a cache for a machine with a GPU, make the same arguments from
+shapes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from tilestream.core.copy_items import block, vector
+from tilestream.core.gate import Gate, chunks_of
+from tilestream.core.grid import WorkItem
+from tilestream.plan.plan import Plan
+
+
+class GateArguments(NamedTuple):
+    """What a launch is told of what arrives: see `tilestream.kernels.device.gate`. Tensors, or stand-ins for them.
+
+    Attributes
+    ----------
+    row_signals, row_quarantine, row_table, row_epoch, row_key
+        Of A's rows; None, and an epoch of 1, where they are all there. The same for B's columns.
+    records, claims
+        The device's error channel.
+    queue_table
+        In arrival order, see `queue_table`.
+    allowed
+        Nanoseconds.
+    op
+        The op's number in a record.
+    """
+
+    row_signals: Any = None
+    row_quarantine: Any = None
+    row_table: Any = None
+    column_signals: Any = None
+    column_quarantine: Any = None
+    column_table: Any = None
+    records: Any = None
+    claims: Any = None
+    queue_table: Any = None
+    row_epoch: int = 1
+    row_key: int = 0
+    column_epoch: int = 1
+    column_key: int = 0
+    allowed: int = 0
+    op: int = 0
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """What has an address, in the kernels' order."""
+        return self[:9]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The rest."""
+        return self[9:]
+
+
+NO_GATE = GateArguments()
+
+
+class PublishArguments(NamedTuple):
+    """What a launch is told of the chunks of its output that it publishes: see `tilestream.kernels.hopper.publish`.
+
+    Tensors and an epoch, or stand-ins for them; None where nothing is published.
+    """
+
+    signals: Any = None
+    counts: Any = None
+    epoch: Any = 1
+
+
+NO_PUBLISH = PublishArguments()
+
+
+def copy_constants(plan: Plan) -> dict[str, Any]:
+    """The compile-time arguments of a kernel that makes an operand's copies itself, in its order."""
+    if plan.copies == "none":
+        return {"COPIES": "none", "COPY_BLOCK": 1, "COPY_VECTOR": 1}
+    incoming = plan.problem.rows if plan.copies == "rows" else plan.problem.columns
+    assert incoming is not None
+    return {
+        "COPIES": plan.copies,
+        "COPY_BLOCK": block(plan.warps, incoming.copied),
+        "COPY_VECTOR": vector(incoming.copied),
+    }
+
+
+def chunk_kinds(plan: Plan) -> tuple[str, str]:
+    """How A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
+    operands = (plan.problem.rows, plan.problem.columns)
+    rows, columns = (
+        "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
+        for incoming in operands
+    )
+    return rows, columns
+
+
+def chunk_numbers(plan: Plan) -> tuple[int, ...]:
+    """What the kernel is told of the chunks of rows (the last two: of several batches), then of columns."""
+    problem = plan.problem
+    several = bool(problem.row_of_batch)
+    batches = (problem.m, plan.schedule.grid.num_m) if several else (0, 0)
+    return *_sizes(plan, 0), *batches, *_sizes(plan, 1)
+
+
+def _sizes(plan: Plan, operand: int) -> tuple[int, int, int]:
+    """Chunks, rows of a chunk, chunks that no tile reads."""
+    incoming = plan.problem.columns if operand else plan.problem.rows
+    if incoming is None:
+        return 0, 1, 0
+    return incoming.chunks.count, incoming.chunks.rows_per_chunk or 1, len(_unread(plan, operand))
+
+
+def _tiles(plan: Plan, operand: int) -> list[WorkItem]:
+    """An item of each row tile (column tile), in the order of what arrives."""
+    grid = plan.schedule.grid
+    if operand:
+        return [WorkItem(0, 0, 0, pn, 0, 0) for pn in range(grid.num_n)]
+    batches = grid.batch if plan.problem.row_of_batch else 1
+    return [WorkItem(0, batch, pm, 0, 0, 0) for batch in range(batches) for pm in range(grid.num_m)]
+
+
+def _needs(gate: Gate, item: WorkItem, operand: int) -> list[int]:
+    return [wait.chunk for wait in gate.needs(item) if wait.operand == operand]
+
+
+def _unread(plan: Plan, operand: int) -> list[int]:
+    """The chunks that no tile reads: those without rows, or all where there is no tile."""
+    incoming, gate = plan.problem.columns if operand else plan.problem.rows, plan.gate
+    assert incoming is not None
+    assert gate is not None
+    chunks = incoming.chunks
+    if not plan.schedule.grid.tiles:
+        return list(range(chunks.count))
+    return [c for c in range(chunks.count) if chunks.bounds[c] == chunks.bounds[c + 1]]
+
+
+def chunk_table(plan: Plan, operand: int) -> list[int] | None:
+    """The chunks that each row (column) tile reads, where no arithmetic describes them, as the kernel reads them.
+
+    Entry ``t`` says where in the table tile ``t``'s chunks begin, entry ``t + 1`` where they end. Behind the last
+    tile's stand the chunks that no tile reads.
+    """
+    incoming, gate = plan.problem.columns if operand else plan.problem.rows, plan.gate
+    if incoming is None or gate is None or incoming.chunks.rows_per_chunk:
+        return None
+    needed = [_needs(gate, item, operand) for item in _tiles(plan, operand)]
+    starts = itertools.accumulate(map(len, needed), initial=len(needed) + 1)
+    return [*starts, *itertools.chain.from_iterable(needed), *_unread(plan, operand)]
+
+
+def queue_table(plan: Plan) -> list[int] | None:
+    """In arrival order, what a worker knows of the queues; None otherwise.
+
+    Entry ``q`` is the position that queue ``q`` begins with, and the last of these the number of tiles. As many entries
+    behind them say where in the table each queue's chunks begin, and the last where they all end.
+    """
+    schedule, gate = plan.schedule, plan.gate
+    if schedule.split != "chunks" or gate is None:
+        return None
+    chunks = chunks_of(schedule, gate)
+    starts = itertools.accumulate(map(len, chunks), initial=2 * schedule.queues + 2)
+    return [0, *schedule.ends, *starts, *itertools.chain.from_iterable(chunks)]

@@ -1,0 +1,89 @@
+"""Launching the Hopper attention: what a plan and a layout decide is worked out once, a call fills in the addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import Operands
+from tilestream.kernels.hopper.attention import attend
+from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
+from tilestream.launch.hopper.launch import described_by
+from tilestream.launch.launch import address
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher
+from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.portable.attention_launch import (
+    KeyGateLaunch,
+    ListLaunch,
+    MergeLaunch,
+    TracedLaunch,
+)
+from tilestream.launch.trace import SpanLog
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.runtime.device_workspace import Words
+
+
+class HopperAttentionLaunch(TracedLaunch):
+    """The Hopper attention for one plan and one layout of operands at multiples of 16 bytes.
+
+    The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly: see
+    `tilestream.launch.hopper.launch.GemmLaunch`. Holds no operand: a call is given all of them.
+    """
+
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        self.plan = plan
+        self._made = {traced: HopperAttentionArguments(plan, layout, traced) for traced in (False, True)}
+        self._list = ListLaunch(plan)
+        self._gate = KeyGateLaunch(plan)
+        self._merge = MergeLaunch(plan, layout)
+        self._floats = self._merge.floats
+        #: Static tickets are nobody's; the abort word is a counter's neighbour all the same.
+        self._counts = plan.schedule.kind != "static" or plan.problem.keys is not None
+        self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._floats else None
+        self._launchers: dict[bool, Launcher] = {}
+
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
+        if words.partials is not None and self._floats:
+            shares = self._merge.scratch(words.partials)
+            self._merge.load(shares, x)  # before what may wait is launched
+            # A sink counts once: where shares are joined.
+            self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, incoming, log)
+            self._merge(stream, shares, x)
+        else:
+            self._attend(stream, x, words, incoming, log)
+
+    def _attend(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
+        starts, order = self._list(stream, x, words)
+        gate = self._gate(x.q.device, incoming)
+        given = (
+            x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k,
+            x.block_table, starts, order,
+            words.counters if self._counts else None, None if log is None else log.words,
+        )  # fmt: skip
+        made = self._made[log is not None]
+        scales = made.scales(x.scale)
+        launcher = self._launchers.get(log is not None)
+        if launcher is None:
+            launcher = self._launchers[log is not None] = self._compiled(made, x, given, scales, gate)
+        arriving = () if incoming is None else [address(one) for one in gate if one is not None]
+        launcher(
+            stream, x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), x.out.data_ptr(),
+            *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales, *arriving,
+        )  # fmt: skip
+
+    def _compiled(
+        self, made: HopperAttentionArguments, x: Operands, given: tuple[torch.Tensor | None, ...],
+        scales: tuple[float, float], gate: KeyGate,
+    ) -> Launcher:  # fmt: skip
+        """The kernel, compiled for operands like these."""
+        maps = (made.q, x.q.dtype), (made.k, x.k.dtype), (made.v, x.v.dtype), (made.out, x.out.dtype)
+        grid = (self.plan.schedule.workers, 1, 1)
+        filled = made.fill((*[described_by(m, dtype) for m, dtype in maps], *given, 0, 0, *scales), gate)
+        kernel = attend.warmup(*filled, grid=grid, **made.options)
+        varying: list[Any] = [Descriptor(m.shape, m.strides) for m, _ in maps]
+        varying += [None if tensor is None else VARIES for tensor in given]
+        if gate is not NO_KEY_GATE:
+            gate = KeyGate._make(None if one is None else VARIES for one in gate)
+        return Launcher(kernel, grid, made.fill((*varying, VARIES, VARIES, VARIES, VARIES), gate))

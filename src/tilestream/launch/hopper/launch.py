@@ -1,0 +1,158 @@
+"""Launching the Hopper GEMM: what a plan and a layout decide is worked out once, a call fills in the addresses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilestream.arrival.flat import Awaited
+from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.core.operands import Epilogue
+from tilestream.kernels.hopper.gemm import gemm
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
+from tilestream.launch.hopper.arguments import Arguments, Map
+from tilestream.launch.launch import Launch, Probe
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher
+from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.trace import SpanLog
+from tilestream.plan.plan import Plan
+from tilestream.runtime.device_workspace import Words
+
+_TYPES = {
+    "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
+    "float8_e5m2": gl.float8e5,
+}  # fmt: skip
+#: With so few rows or columns the other operand is read once and as fast as memory gives it: larger reads are better.
+_FEW, _FAR = 64, 256
+
+
+class Standing:
+    """Stands in for a tensor where a kernel is compiled: aligned, and nowhere."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @staticmethod
+    def data_ptr() -> int:
+        """An address that is a multiple of everything."""
+        return 0
+
+
+class GemmLaunch(Launch):
+    """The Hopper GEMM for one plan, one layout of the operands and one alignment of their addresses.
+
+    The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly, and remember
+    tensor maps by address: a map says all of what it was made from, so there is no address to trust.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True) -> None:
+        super().__init__(plan)
+        self._arguments = Arguments(plan, layout, out_aligned)
+        self._out_aligned = out_aligned
+        self._layout = layout
+        #: By what is recorded, and how many rows stand apart.
+        self._launchers: dict[tuple[type, int | None], Launcher] = {}
+        self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
+
+    def issue(
+        self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
+        incoming: Awaited | None, probe: Probe | SpanLog | None,
+    ) -> None:  # fmt: skip
+        """As `Launch.issue`."""
+        swapped = self.plan.swap_ab
+        scales = (epilogue.scale_b, epilogue.scale_a) if swapped else (epilogue.scale_a, epilogue.scale_b)
+        given = (
+            out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
+            self.table.on(a.device), None if probe is None else probe.words,
+        )  # fmt: skip
+        copies, apart, tiles = self.copies(incoming), *self._apart(a, incoming)
+        gate = self.gate(a.device, incoming, apart is not None)
+        kind = type(probe), None if apart is None else apart.shape[0]
+        launcher = self._launchers.get(kind)
+        if launcher is None:
+            launcher = self._launchers[kind] = self._compiled(
+                a, b, out, given, gate, copies, kind[1], epilogue, probe
+            )  # fmt: skip
+        x, y = (b, a) if swapped else (a, b)
+        maps = ((y.data_ptr(),) * self._parts) + ((out.data_ptr(),) if self._stored_by_map else ())
+        pointers, numbers = (given, ()) if incoming is None else ((*given, *gate.pointers), gate.numbers)
+        if copies is not NO_COPIES:
+            pointers, numbers = (*pointers, *copies.pointers), (*numbers, copies.copiers)
+        if (publish := epilogue.publish) is not None:
+            pointers, numbers = (*pointers, *publish[:2]), (*numbers, publish.epoch)
+        if apart is not None:
+            maps, numbers = (apart.data_ptr(), *maps), (*numbers, *tiles)
+        launcher(
+            stream, x.data_ptr(), *maps,
+            *[tensor.data_ptr() for tensor in pointers if tensor is not None],
+            words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
+        )  # fmt: skip
+
+    def _apart(self, a: torch.Tensor, incoming: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+        """The rows of ``a`` that stand apart, where they can be read there; and which tiles: see `Arguments.fill`."""
+        apart = None if incoming is None or incoming.rows is None else incoming.rows.apart
+        if apart is None or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:
+            return None, ()
+        tiles = self._arguments.tiles_apart(apart.first, apart.height, apart.period)
+        return (None, ()) if tiles is None else (apart.rows, tiles)
+
+    def _compiled(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
+        gate: GateArguments, copies: CopyArguments, apart: int | None, epilogue: Epilogue,
+        probe: Probe | SpanLog | None,
+    ) -> Launcher:  # fmt: skip
+        """The kernel, compiled for operands like these."""
+        trace, probed = isinstance(probe, SpanLog), isinstance(probe, Probe)
+        arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probed, trace, apart), 0
+        if isinstance(probe, Probe):
+            capacity = probe.capacity
+        x, y = (b, a) if self.plan.swap_ab else (a, b)
+        parts = ((part, y.dtype) for part in arguments.y)
+        maps = (arguments.x, x.dtype), (arguments.apart, x.dtype), *parts, (arguments.out, out.dtype)
+        publish = epilogue.publish or NO_PUBLISH
+        if (publish is NO_PUBLISH) != (self.plan.problem.publishes is None):
+            raise ValueError(
+                f"epilogue.publish={epilogue.publish}: the problem of the plan has "
+                f"publishes={self.plan.problem.publishes}; there are both or none"
+            )
+        described = [None if made is None else described_by(made, dtype) for made, dtype in maps]
+        filled = arguments.fill(
+            (*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish, copies
+        )
+        grid = (self.plan.schedule.workers, 1, 1)
+        kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
+        problem = self.plan.problem
+        promotion = _FAR if min(problem.m, problem.n) <= _FEW else 128
+        last = len(maps) - 1
+        varying: list[Any] = [
+            # What an operand is rounded to; the output, the last, is what it is.
+            None
+            if made is None
+            else Descriptor(made.shape, made.strides, tf32=problem.kind == "tf32" and i < last, promotion=promotion)
+            for i, (made, _) in enumerate(maps)
+        ]
+        varying += [None if tensor is None else VARIES for tensor in given]
+        if gate is not NO_GATE:
+            gate = GateArguments._make(None if x is None else VARIES for x in gate)
+        if copies is not NO_COPIES:
+            copies = CopyArguments._make([VARIES] * 5)
+        if publish is not NO_PUBLISH:
+            publish = PublishArguments(VARIES, VARIES, VARIES)
+        numbers = (0, 0, 0) if apart is None else (VARIES,) * 3
+        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, numbers)
+        return Launcher(kernel, grid, filled)
+
+
+def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
+    """A descriptor as a kernel is compiled for it: its box, and how that lies in shared memory."""
+    element = _TYPES[str(dtype).removeprefix("torch.")]
+    rows = math.prod(made.box[:-1])
+    swizzle = gl.NVMMASharedLayout.get_default_for([rows, made.box[-1]], element).swizzle_byte_width
+    layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
+    rank = len(made.box)
+    strides = [256] * (rank - 2) + [16, 1]  # as the shape, of no matter to the compiler
+    return TensorDescriptor(Standing(dtype), [16] * rank, strides, list(made.box), layout)

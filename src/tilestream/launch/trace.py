@@ -1,0 +1,164 @@
+"""The trace of a launch on a GPU: its log in the device's memory, and what is made of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIMES, UNIT, WORDS, WORKER
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.trace.record import Recorder, Span, SpanKind, Zero
+
+if TYPE_CHECKING:
+    from tilestream.core.gate import Gate
+    from tilestream.core.grid import WorkItem
+    from tilestream.plan.plan import Plan
+    from tilestream.plan.problem import Incoming
+
+
+class Done(NamedTuple):
+    """What a kernel wrote of an item that it took. Times are the device's, in nanoseconds.
+
+    Attributes
+    ----------
+    times
+        How often it was taken: 1.
+    worker, unit
+        By whom, and on which SM; -1 where the device does not say.
+    begin, ready, end
+        When it was taken, its gate was passed, and its last store issued: on Hopper when TMA was told to, which then
+        stores while the next item is computed.
+    complete
+        How many parts of the tile's rows were then complete: of its one, where they are finished together.
+    chunk
+        That it waited for, where the kernel wrote it down: attention's gate is asked inside of an item, and this is the
+        chunk of the first keys that it takes, and ``ready`` when that was there. -1 elsewhere.
+    """
+
+    item: WorkItem
+    times: int
+    worker: int
+    unit: int
+    begin: int
+    ready: int
+    end: int
+    complete: int
+    chunk: int = -1
+
+
+class SpanLog:
+    """Room for a record of each work item of a plan's schedule: see `tilestream.kernels.device.trace`."""
+
+    def __init__(self, plan: Plan | AttentionPlan, device: torch.device) -> None:
+        self.plan = plan
+        schedule = plan.schedule
+        count = max(1, schedule.grid.tiles + schedule.slots)
+        self.words = torch.zeros(count, WORDS.value, dtype=torch.int64, device=device)
+
+    def done(self) -> list[Done]:
+        """What was taken, item by item. Waits for the work that the current stream has been given."""
+        schedule, rows = self.plan.schedule, self.words.tolist()
+        found = []
+        for item in schedule.items():
+            row = rows[item.tile if item.parts == 1 else schedule.grid.tiles + item.slot]
+            if row[TIMES.value]:
+                ends = row[END.value : END.value + ENDS.value]
+                found.append(Done(
+                    item, row[TIMES.value], row[WORKER.value], row[UNIT.value], row[BEGIN.value], row[READY.value],
+                    max(ends) >> 1, sum(end & 1 for end in ends), row[CHUNK.value] - 1,
+                ))  # fmt: skip
+        return found
+
+
+def untraced(backend: str) -> str:
+    """Why a launch of such a plan on the current stream is not recorded, for a log line; empty if it is."""
+    if torch.cuda.is_current_stream_capturing():
+        return "a launch that is captured into a graph is not recorded: trace an eager one"
+    if backend == "cdna":
+        return "the CDNA kernel writes no trace: backend='portable' does"
+    return ""
+
+
+def traced(
+    recorder: Recorder, op: str, plan: Plan | AttentionPlan, device: torch.device, issue: Callable[[SpanLog], None]
+) -> None:
+    """Issue a launch with a log, and have the recorder read it when its block ends.
+
+    Parameters
+    ----------
+    issue
+        Issues the launch on the current stream of ``device``, which is the current device.
+    """
+    schedule = plan.schedule
+    gate: Gate | None = None
+    arriving: tuple[Incoming | None, ...]
+    if isinstance(plan, AttentionPlan):
+        arriving, halves = (plan.problem.keys,), 1
+    else:
+        gate, arriving = plan.gate, (plan.problem.rows, plan.problem.columns)
+        halves = 2 if plan.variant == "cooperative" else 1
+    launch = recorder.begin(op, plan.label, schedule.workers, schedule.grid.tiles)
+    log = SpanLog(plan, device)
+    issue(log)
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+
+    def read() -> None:
+        if event is not None:
+            event.synchronize()
+        done = log.done()
+        if not done:  # an empty output
+            launch.end = launch.begin
+            return
+        first = min(one.begin for one in done)
+        zero = recorder.zeros.setdefault(device, Zero(launch.begin, first))
+        launch.begin, launch.end = zero.seconds(first), zero.seconds(max(one.end for one in done))
+        for one in spans(done, gate, zero, halves):
+            launch.by_worker[one.worker].append(one)
+        launch.arrivals = {
+            operand: (None,) * incoming.chunks.count
+            for operand, incoming in enumerate(arriving)
+            if incoming is not None
+        }
+
+    recorder.later(read)
+
+
+def spans(done: list[Done], gate: Gate | None, zero: Zero, halves: int = 1) -> Iterator[Span]:
+    """Spans of what was done, by the host's clock; ``halves`` are those of a tile.
+
+    A worker's loads run ahead of its multiplications, so its items overlap. A span is the time that an item took beside
+    the worker's other items: from where its gate was passed, or where the item before it ended, if that is later. An
+    item that was taken more than once has as many spans; one that was handed in as NaN only waited.
+    """
+    last: dict[int, int] = {}
+    completed: Counter[int] = Counter()
+    for one in sorted(done, key=lambda one: one.end):
+        item, free = one.item, last.get(one.worker, 0)
+        needs = gate.needs(item) if gate is not None else []
+        chunk, operand = (needs[-1].chunk, needs[-1].operand) if needs else (one.chunk, 0)
+        waited = max(one.begin, free)
+        ready = max(one.ready, waited)
+        void = item.parts == 1 and not one.complete
+        if chunk >= 0 and (void or ready > waited):
+            yield _span(one, "wait", zero, waited, ready, chunk, operand)
+        for _ in range(0 if void else one.times):
+            yield _span(one, "tile" if item.parts == 1 else "part", zero, ready, max(one.end, ready), chunk, operand)
+        # The halves of a tile are added up apart: each by whoever hands in its last part.
+        completed[item.tile] += one.complete
+        if item.parts > 1 and one.complete and completed[item.tile] >= halves:
+            yield _span(one, "reduce", zero, one.end, one.end, chunk, operand)
+        last[one.worker] = max(one.end, free)
+
+
+def _span(one: Done, kind: SpanKind, zero: Zero, begin: int, end: int, chunk: int, operand: int) -> Span:
+    item = one.item
+    return Span(
+        one.worker, kind, zero.seconds(begin), zero.seconds(end), item.batch, item.pm, item.pn, item.k_begin,
+        item.k_end, chunk, operand, one.unit,
+    )  # fmt: skip

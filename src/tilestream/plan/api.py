@@ -1,0 +1,290 @@
+"""`plan`: what people ask, checked, as a problem to plan."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+from tilestream.core.chunks import Arriving
+from tilestream.core.device import DeviceProperties, cpu_properties
+from tilestream.core.gpu_specs import KNOWN, named
+from tilestream.core.order import TileOrder
+from tilestream.core.schedule import Kind
+from tilestream.plan import tma
+from tilestream.plan.arrival_order import OrderName
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.hooks import hooks
+from tilestream.plan.limit import limit
+from tilestream.plan.plan import Plan
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import cdna_tiles, hopper
+from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_name
+
+#: What a caller may ask for as ``schedule=``.
+SCHEDULES = ("auto", *get_args(Kind))
+#: What a caller may ask for as ``scales=``.
+SCALES: tuple[Scales, ...] = get_args(Scales)
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    batch: int = 1,
+    dtype: object = "float32",
+    b_dtype: object | None = None,
+    out_dtype: object | None = None,
+    scales: Scales = "none",
+    use_fast_accum: bool = True,
+    device: object = "cpu",
+    workers: int | None = None,
+    schedule: str = "auto",
+    tile: tuple[int, int] | None = None,
+    order: TileOrder | OrderName | None = None,
+    queues: int | None = None,
+    shares: int | None = None,
+    arrival: Arriving | None = None,
+    weight_arrival: Arriving | None = None,
+    publish: Arriving | None = None,
+    layout: str | None = None,
+    backend: str | None = None,
+    variant: str | None = None,
+    stages: int | None = None,
+    registers: tuple[int, int] | None = None,
+) -> Plan:
+    """How ``[batch, m, k] @ [batch, k, n]`` would be run.
+
+    Parameters
+    ----------
+    m, n, k, batch
+        Extents, at least 0.
+    dtype, b_dtype, out_dtype
+        Of the operands, of B where it is another (both of 8 bits), and of the output (default: the operands', bfloat16
+        where those are of 8 bits), as torch dtypes or their names.
+    scales
+        ``"tensor"`` where ``scale_a`` and ``scale_b`` of `tilestream.matmul` have one element each, ``"row"`` where
+        they have one a row and one a column, else ``"none"``.
+    use_fast_accum
+        As for `tilestream.matmul`.
+    device
+        ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``); or, for a plan without the device, its name
+        (``"h100"``, ``"h200"``, ``"mi300x"``, ``"mi325x"``, ``"mi350x"``, ``"mi355x"``) or its `DeviceProperties`.
+    workers
+        Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
+        torch has not been imported; on a GPU the SMs that the current context has (a green context has fewer). No more
+        than `tilestream.worker_limit` and TILESTREAM_WORKERS allow.
+    schedule
+        ``"static"``, ``"dynamic"``, ``"stream_k"``, or ``"auto"`` for the one the cost model favours.
+    tile
+        ``(rows, columns)`` of a tile; None: the cost model's choice.
+    order
+        Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
+        or pairs, in order (give ``tile`` too, so that you know how many there are). Each batch is done in this order.
+        Where an operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice
+        where it can), or ``"chunk_major"``, from the pivot on whatever arrives.
+    queues, shares
+        Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
+    arrival, weight_arrival
+        How A's rows, and B's columns (a weight's rows), come in.
+    publish
+        The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. Where no
+        kernel does that, the plan is that of the whole without, and says why there is a launch a chunk. Neither an
+        operand that arrives nor another schedule than ``"auto"`` and ``"dynamic"`` goes with it.
+    layout
+        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
+        matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
+        alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
+    backend
+        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it can, on AMD GPUs the portable
+        one.
+    variant, stages
+        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
+        or ``"staged"``, likewise.
+    registers
+        Hopper: force how registers are split: ``(40, 232)`` or ``(24, 240)`` of a thread of the load warp and of the
+        math warps, of which there are two groups; the latter for static and dynamic schedules whose ``queues`` are not
+        forced, with nothing arriving.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is out of range, or two exclude each other.
+    NotImplementedError
+        If there is no backend for the device, or the one that is forced does not do this problem.
+
+    Examples
+    --------
+    >>> plan(2048, 2048, 2048, workers=2, schedule="dynamic", tile=(512, 512)).schedule.grid.tiles
+    16
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+    properties = device_properties(device)
+    if named(str(device)) is not None:
+        device = properties
+    for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
+        if not _whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
+        if coming is not None and not isinstance(coming, Arriving):
+            raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
+    if publish is not None:
+        check_publish("plan", schedule, arrival is not None or weight_arrival is not None)
+    if isinstance(order, str):
+        if order not in get_args(OrderName):
+            raise ValueError(f"order={order!r}; by name it is one of {', '.join(get_args(OrderName))}")
+        if arrival is None and weight_arrival is None:
+            raise ValueError(
+                f"order={order!r}: nothing arrives; give arrival or weight_arrival, or your own order of tiles"
+            )
+    elif order is not None and not callable(order) and not isinstance(order, Sequence):
+        raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
+    for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
+        if value is not None and (not _whole(value) or value < 1):
+            raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
+    if tile is not None:
+        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
+            raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
+        tile = (operator.index(tile[0]), operator.index(tile[1]))
+    m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
+    name = dtype_name(dtype)
+    layout = layout or ("nt" if name in FP8 else "nn")
+    if layout not in ("nn", "nt", "tn", "tt"):
+        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+    if backend not in (None, "hopper", "cdna", "portable"):
+        raise ValueError(f"backend={backend!r}; it is 'hopper', 'cdna', 'portable', or None for the plan's choice")
+    fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
+    variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
+    if variant is not None and variant not in variants:
+        raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
+    if stages is not None and (not _whole(stages) or stages < 2):
+        raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
+    if properties.backend == "cpu":
+        forced = {"backend": backend, "variant": variant, "stages": stages, "registers": registers}
+        for option, given in forced.items():
+            if given is not None:
+                raise ValueError(f"{option}={given!r} with device={device!s}: it is for GPUs; leave it away")
+    if backend == "portable" and (variant is not None or stages is not None):
+        raise ValueError(
+            f"variant={variant!r}, stages={stages!r} with backend='portable': only 'hopper' and 'cdna' have them; "
+            "leave them away"
+        )
+    if registers is not None:
+        if registers not in hopper.REGISTERS:
+            raise ValueError(
+                f"registers={registers!r}; it is {' or '.join(map(str, hopper.REGISTERS))}, of a thread of the load "
+                "warp and of the math warps, or None for the plan's choice"
+            )
+        if "hopper" not in (backend or fast):
+            raise ValueError(f"registers={registers!r} with backend={backend or fast!r}: only 'hopper' splits them so")
+    if backend is None and (variant is not None or stages is not None or registers is not None):
+        backend = fast
+    other = name if b_dtype is None else dtype_name(b_dtype)
+    if scales not in SCALES:
+        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
+    problem = Problem(
+        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
+        None if arrival is None else arrival.incoming(batch * m),
+        None if weight_arrival is None else weight_arrival.incoming(n),
+        tf32=name == "float32" and _uses_tf32(device, properties),
+        aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
+        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
+        publishes=None if publish is None else publish.published(batch * m),
+    )  # fmt: skip
+    asked = schedule
+    if publish is not None and schedule == "auto" and properties.backend != "cpu":
+        schedule = "dynamic"
+    default = None if isinstance(device, DeviceProperties) else default_workers(properties)
+    if order is not None and not isinstance(order, str):
+        # Not from the cache: it would keep alive what the function closes over, and call it pure.
+        return plan_problem.__wrapped__(
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
+            registers, limit(),
+        )  # fmt: skip
+
+    def made(problem: Problem, schedule: str) -> Plan:
+        return plan_problem(
+            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
+            registers, limit(),
+        )  # fmt: skip
+
+    if publish is None:
+        return made(problem, schedule)
+    try:
+        return made(problem, schedule)
+    except NotImplementedError as error:
+        whole = made(replace(problem, publishes=None), asked)
+        return replace(whole, refused=(*whole.refused, Refusal("one launch", f"{error}, each signalled behind it")))
+
+
+def check_publish(op: str, schedule: str, arriving: bool) -> None:
+    """Of ``publish=``: refuse what does not go with it.
+
+    Raises
+    ------
+    ValueError
+        If an operand arrives, or the schedule is another than ``"auto"`` and ``"dynamic"``.
+    """
+    if arriving:
+        raise ValueError(
+            f"{op}: publish= beside arrival=: what is NaN after an expiry would be signalled as if it were there; "
+            "leave publish= away, and signal behind the call"
+        )
+    if schedule not in ("auto", "dynamic"):
+        raise ValueError(
+            f"{op}: schedule={schedule!r} with publish=; it is 'auto' or 'dynamic', of which one worker comes to the "
+            "end whatever SMs a reader of the result holds"
+        )
+
+
+def default_workers(device: DeviceProperties) -> int | None:
+    """The workers of a device by itself, where that is not its properties' number: torch's threads, on the CPU."""
+    torch = sys.modules.get("torch")  # not imported for this question's sake
+    return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
+
+
+def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
+    if isinstance(device, DeviceProperties) or not properties.arch.startswith("sm_"):
+        return False
+    return hooks.allows_tf32()
+
+
+def device_properties(device: object) -> DeviceProperties:
+    """What `plan` takes for a device, as its properties.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is no backend for it.
+    """
+    if isinstance(device, DeviceProperties):
+        return device
+    kind, colon, index = str(device).partition(":")
+    if kind == "cuda" and colon and not index.isdecimal():
+        raise ValueError(f"device={str(device)!r}; a GPU is 'cuda', or 'cuda:' and its number")
+    if kind == "cpu":
+        return cpu_properties()
+    if kind == "cuda":
+        return hooks.cuda_properties(int(index) if index else None)
+    found = named(str(device))
+    if found is not None:
+        return found
+    raise NotImplementedError(
+        f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
+        f"torch.matmul there. Without the device there are plans for {', '.join(KNOWN)}"
+    )
+
+
+def _whole(x: object) -> bool:
+    return hasattr(x, "__index__") and not isinstance(x, bool)

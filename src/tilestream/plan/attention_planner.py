@@ -1,0 +1,257 @@
+"""`attention_plan`, what people ask, and `plan_attention`: candidates of the backends, the best of which is a plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from collections.abc import Sequence
+from typing import get_args
+
+from tilestream.core.chunks import Arriving
+from tilestream.core.device import DeviceProperties, cpu_properties
+from tilestream.core.schedule import Kind
+from tilestream.plan import experimental as unrun
+from tilestream.plan.api import default_workers, device_properties
+from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
+from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.limit import limit as current_limit
+from tilestream.plan.planner import NAMES
+from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
+from tilestream.plan.workers import workers_of
+
+logger = logging.getLogger(__name__)
+
+#: What a caller may ask for as ``schedule=``: there is no K whose end could be shared out afterwards.
+ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
+#: What a caller may ask for as ``backend=``, on GPUs.
+BACKENDS = ("hopper", "cdna", "portable")
+#: Why a queue, where the caller does not say.
+_NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
+
+
+def check_splits(op: str, splits: object) -> None:
+    """Raise unless ``splits`` is one that a caller may ask for.
+
+    Raises
+    ------
+    ValueError
+        If it is not.
+    """
+    if splits is None:
+        return
+    if not isinstance(splits, int) or isinstance(splits, bool) or not 1 <= splits <= hopper_attention.MOST_SHARES:
+        raise ValueError(
+            f"{op}splits={splits!r}; it is how many shares a tile's keys are split into, from 1 to "
+            f"{hopper_attention.MOST_SHARES}, or None for the plan's choice"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_attention(
+    problem: AttentionProblem,
+    workers: int | None = None,
+    schedule: str = "auto",
+    default_workers: int | None = None,
+    device: DeviceProperties | None = None,
+    backend: str | None = None,
+    limit: int = 0,
+    splits: int | None = None,
+) -> AttentionPlan:
+    """`attention_plan` for an `AttentionProblem`; the same object for the same question.
+
+    ``limit``: see `tilestream.plan.limit`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such backend anywhere.
+    NotImplementedError
+        If no backend does such a problem there, or not the one that is forced.
+    """
+    device = device or cpu_properties()
+    if backend not in (None, *BACKENDS):
+        raise ValueError(
+            f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
+            "the plan's choice"
+        )
+    if backend is not None and device.backend == "cpu":
+        raise NotImplementedError(
+            f"backend={backend!r}; it is a GPU's, and this plan is for the CPU, which has one of its own: leave "
+            "backend= away, or give the GPU's device="
+        )
+    kind: Kind = "static" if schedule == "static" else "dynamic"
+    refused: tuple[Refusal, ...] = (Refusal("static", _NO_STATIC),) if schedule == "auto" else ()
+    arrives = "" if problem.keys is None else "keys arrive: a CU of each shader engine is their producers'"
+    count, forced, fewer = workers_of(device, workers, default_workers, limit, arrives)
+    refused += fewer
+    forced = forced or schedule != "auto"
+    found: list[AttentionCandidate]
+    if device.backend == "cpu":
+        name = "cpu"
+        found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced))
+        why = "least of the candidates in the cost model"
+        refused += (Refusal("GPU backends", "the operands are on the CPU"),)
+    else:
+        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
+        why = f"least of {len(found)} candidates in the cost model"
+        if name in unrun.KERNELS:
+            why += f"; {unrun.NOT_RUN}"
+        refused += (elsewhere,)
+    best = min(found, key=lambda candidate: candidate.predicted)
+    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.predicted)
+    refused += tuple(
+        Refusal(
+            other.variant if other.variant != best.variant else f"{other.block[0]} query rows x {other.block[1]} keys",
+            f"the cost model expects {other.predicted * 1e3:.3g} ms, not {best.predicted * 1e3:.3g} ms",
+        )
+        for other in others[:1]
+    )
+    if splits is not None and best.shares != splits:
+        refused += (Refusal(f"splits={splits}", _unsplit(problem, name, splits)),)
+    made = of_candidate(problem, device, name, best, why, refused)
+    # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
+    logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
+    return made
+
+
+def _unsplit(problem: AttentionProblem, backend: str, splits: int) -> str:
+    """Why a backend does not split keys as it was asked to."""
+    if backend == "hopper":
+        return hopper_attention.unsplit(problem, splits)
+    return f"the {'CPU' if backend == 'cpu' else backend} kernel takes a tile's keys one after the other"
+
+
+def _on_gpu(
+    problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
+    splits: int | None,
+) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
+    """Which backend, its candidates, and why not the other one."""
+    fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
+    if backend not in (None, fast, "portable"):
+        fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
+    why = policy.refusal(problem, device) or unrun.unasked(fast, backend)
+    if backend != "portable" and not why:
+        # Only one of them splits keys.
+        more = {"splits": splits} if policy is hopper_attention else {}
+        found = list(policy.candidates(problem, device, workers, kind=kind, **more))
+        if found:
+            return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
+        why = "no tile of it fits"
+    if backend == fast:
+        raise NotImplementedError(f"backend={fast!r}: {why}; leave backend= away")
+    found = list(portable_attention.candidates(problem, device, workers, kind=kind))
+    return "portable", found, Refusal(fast, why or "backend='portable' given")
+
+
+def attention_plan(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    batch: int = 1,
+    heads_q: int = 1,
+    heads_kv: int | None = None,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    dtype: object = "bfloat16",
+    causal: bool | str = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    layout: AttentionLayout = "bshd",
+    page_size: int = 0,
+    return_lse: bool = False,
+    arrival: Arriving | None = None,
+    device: object = "cpu",
+    workers: int | None = None,
+    schedule: str = "auto",
+    backend: str | None = None,
+    splits: int | None = None,
+) -> AttentionPlan:
+    """How `tilestream.attention` would run a dense problem, or one in pages.
+
+    Parameters
+    ----------
+    seqlen_q, seqlen_k
+        Rows of a sequence; ``seqlen_k`` by default the same.
+    batch, heads_q, heads_kv, head_dim, head_dim_v
+        Sequences; heads of queries, and of keys (default: the same); columns of a head, and of a value's.
+    dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule, splits
+        As for `tilestream.attention`.
+    sinks
+        Whether there are some.
+    page_size
+        Keys of a page; 0 where keys are in no pages.
+    device
+        As for `tilestream.plan`.
+    backend
+        Force a GPU's backend: ``"hopper"``, ``"cdna"`` or ``"portable"``.
+
+    Returns
+    -------
+    AttentionPlan
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is out of range.
+    NotImplementedError
+        If there is no backend for the device, or the one that is forced does not do this problem.
+
+    Examples
+    --------
+    >>> attention_plan(1024, heads_q=8, heads_kv=2, head_dim=64, causal=True, workers=2).schedule.grid.tiles
+    64
+    """
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    extents = {
+        "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads_q": heads_q,
+        "heads_kv": heads_q if heads_kv is None else heads_kv, "head_dim": head_dim,
+        "head_dim_v": head_dim_v or head_dim, "page_size": page_size,
+    }  # fmt: skip
+    for name, extent in extents.items():
+        if not hasattr(extent, "__index__") or isinstance(extent, bool) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+        extents[name] = operator.index(extent)
+    if schedule not in ATTENTION_SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
+    check_splits("", splits)
+    if causal not in (False, True, *get_args(Alignment)):
+        raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
+    if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
+        raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
+    left, right = window or (None, None)
+    for side in (left, right):
+        if side is not None and (not hasattr(side, "__index__") or isinstance(side, bool) or side < -1):
+            raise ValueError(
+                f"window={window!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
+            )
+    if softcap is not None:
+        if not isinstance(softcap, int | float) or isinstance(softcap, bool):
+            raise TypeError(f"softcap={softcap!r}; it is a number, or None for none")
+        if not math.isfinite(softcap) or softcap < 0:
+            raise ValueError(f"softcap={softcap!r}; it is finite and positive, or None for none")
+    for name, given in (("sinks", sinks), ("return_lse", return_lse)):
+        if not isinstance(given, bool):
+            raise TypeError(f"{name}={given!r}; it is True or False: a plan has no data")
+    if arrival is not None and not isinstance(arrival, Arriving):
+        raise TypeError(
+            f"arrival={arrival!r}; it is a tilestream.Arrival (a Stream's is stream.arrival), or None where the keys "
+            "are there"
+        )
+    properties = device_properties(device)
+    keys = None if arrival is None else arrival.incoming(extents["batch"] * extents["seqlen_k"])
+    problem = AttentionProblem(
+        **extents,  # type: ignore[arg-type]
+        dtype=str(dtype).removeprefix("torch."), causal=bool(causal),
+        alignment="top_left" if causal == "top_left" else "bottom_right",
+        window=(None if left == -1 else left, None if right == -1 else right),
+        softcap=softcap or 0.0, sinks=sinks, layout=layout, return_lse=return_lse, lengths=page_size > 0,
+        pages=page_size and batch * -(-seqlen_k // page_size), keys=keys,
+    )  # fmt: skip
+    default = None if isinstance(device, DeviceProperties) else default_workers(properties)
+    return plan_attention(problem, workers, schedule, default, properties, backend, current_limit(), splits)

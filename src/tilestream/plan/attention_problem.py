@@ -1,0 +1,247 @@
+"""The problem of attention prefill as the plan sees it, and its plan: extents, masks, dtypes, arrivals; no data.
+
+What attention means here, for every backend
+--------------------------------------------
+Row ``i`` of a sequence's ``sq`` queries sees key ``j`` of its ``sk`` keys where::
+
+    i + shift - left <= j <= i + shift + right        shift = sk - sq (bottom right), or 0 (top left)
+
+without the side that is None; ``causal`` is a ``right`` of 0. Its scores are ``s = scale * q k``, capped before they
+are masked: ``softcap * tanh(s / softcap)``. A sink is one more score of its query head, which has no value. So::
+
+    lse[i] = log(sum over what it sees of exp(s) + exp(sink))        natural, fp32
+    out[i] = sum over what it sees of exp(s - lse[i]) * v            added up in fp32, rounded once
+
+A row that sees no key gives 0; its lse is -inf, or the sink where there is one. Scores and the sum are float32's,
+float64's for float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tilestream.plan.problem import ITEMSIZE, Incoming
+
+#: Where the diagonal of a mask ends, if there are more keys than queries, or fewer.
+Alignment = Literal["bottom_right", "top_left"]
+ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
+#: How dense operands lie: ``[B, S, H, D]``, or ``[B, H, S, D]``.
+AttentionLayout = Literal["bshd", "bhsd"]
+LAYOUTS: tuple[AttentionLayout, ...] = get_args(AttentionLayout)
+#: Dtypes of the operands. float64 is the CPU's alone; of 8 bits, bfloat16 comes out.
+ATTENTION_DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn")
+#: Head dimensions are multiples of the first, up to the second: rows of 16 bytes, and a kernel's registers.
+HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
+#: Keys of a page.
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """``out = softmax(mask(scale * q @ k^T)) @ v``, for each sequence and query head.
+
+    Attributes
+    ----------
+    batch
+        Sequences.
+    heads_q, heads_kv
+        Query heads, and heads of keys and values, which ``heads_q // heads_kv`` neighbouring query heads share.
+    seqlen_q, seqlen_k
+        Rows of a sequence. Where sequences differ, those of the longest, or a bound of it: nobody asks the device.
+    head_dim, head_dim_v
+        Columns of queries and keys, and of values and output; 0: the same.
+    dtype
+        Of queries, keys and values.
+    causal, alignment
+        Whether a row sees nothing right of its diagonal, and where the diagonal is (of a window too).
+    window
+        Keys seen left and right of the diagonal; None: all.
+    softcap
+        0: none.
+    sinks
+        Whether there is one more score a query head.
+    varlen, tokens_q, tokens_k
+        Whether queries are packed, sequence behind sequence, by cumulative lengths; rows of all. ``tokens_k`` is 0
+        where keys are dense or in pages all the same.
+    page_size, pages
+        Keys of a page, and how many pages there are; 0 where keys are in no pages.
+    lengths
+        Whether sequences have lengths of keys of their own (``seqlens_k``), in pages or dense.
+    return_lse
+        Whether the log-sum-exp is an output.
+    scaled
+        Whether q, k and v have scales, one a sequence and head.
+    layout
+        How dense operands lie.
+    positive
+        Whether the scale is positive; the largest score is the largest product then.
+    tf32
+        Whether float32 may be rounded to tf32 for the matrix units.
+    aligned
+        Whether rows begin at multiples of 16 bytes.
+    no_tma
+        Why TMA cannot address an operand; empty if it can.
+    keys
+        How keys and values arrive, as rows of all sequences one behind the other; None where they are there.
+    """
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int = 0
+    dtype: str = "bfloat16"
+    causal: bool = False
+    alignment: Alignment = "bottom_right"
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    sinks: bool = False
+    varlen: bool = False
+    tokens_q: int = 0
+    tokens_k: int = 0
+    page_size: int = 0
+    pages: int = 0
+    lengths: bool = False
+    return_lse: bool = False
+    scaled: bool = False
+    layout: AttentionLayout = "bshd"
+    positive: bool = True
+    tf32: bool = False
+    aligned: bool = True
+    no_tma: str = ""
+    keys: Incoming | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "tokens_q", "tokens_k", "pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; an extent is not negative")
+        if not self.head_dim_v:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        for name in ("head_dim", "head_dim_v"):
+            dim = getattr(self, name)
+            if dim % HEAD_DIM_STEP or not 0 < dim <= MOST_HEAD_DIM:
+                raise ValueError(
+                    f"{name}={dim}; a head has a multiple of {HEAD_DIM_STEP} columns, at most {MOST_HEAD_DIM}: pad "
+                    "with zeros (torch.nn.functional.pad), and give scale="
+                )
+        if self.heads_kv and self.heads_q % self.heads_kv:
+            raise ValueError(
+                f"heads_q={self.heads_q}, heads_kv={self.heads_kv}; each head of keys serves the same number of query "
+                "heads"
+            )
+        if self.heads_q and not self.heads_kv:
+            raise ValueError(f"heads_kv=0 for heads_q={self.heads_q}; query heads have a head of keys")
+        if self.dtype not in ATTENTION_DTYPES:
+            raise TypeError(f"dtype: {self.dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first")
+        if self.alignment not in ALIGNMENTS:
+            raise ValueError(f"alignment={self.alignment!r}; it is one of {', '.join(ALIGNMENTS)}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        if self.page_size and self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={self.page_size}; it is a power of two, at most {PAGE_SIZES[-1]}")
+        for side, width in zip(("left", "right"), self.window, strict=True):
+            if width is not None and width < 0:
+                raise ValueError(f"window: {side}={width}; it is a number of keys, not negative, or None for all")
+        if self.softcap < 0:
+            raise ValueError(f"softcap={self.softcap}; it is positive, or 0 for none")
+        if self.keys is not None:
+            rows = self.tokens_k or self.batch * self.seqlen_k
+            if self.page_size:
+                raise ValueError("arrival: keys in pages arrive in no order of rows; wait for them before the call")
+            if self.keys.chunks.rows != rows:
+                raise ValueError(f"arrival: its chunks bring {self.keys.chunks.rows} rows, the keys have {rows}")
+
+    @property
+    def left(self) -> int | None:
+        """Keys seen left of the diagonal; None: all."""
+        return self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """Keys seen right of the diagonal, 0 where causal; None: all."""
+        return 0 if self.causal else self.window[1]
+
+    @property
+    def masked(self) -> bool:
+        """Whether the diagonal matters."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def alike(self) -> bool:
+        """Whether a head's tiles see about as many keys each: all of them, or a window."""
+        return self.right is None or self.left is not None
+
+    @property
+    def ratio(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def out_dtype(self) -> str:
+        """Of the output."""
+        return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
+
+    @property
+    def kind(self) -> str:
+        """What the matrix units are fed with: the operands' dtype, ``"fp8"`` or ``"tf32"``."""
+        if self.dtype == "float8_e4m3fn":
+            return "fp8"
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+
+    @property
+    def rows(self) -> int:
+        """Query rows of all sequences."""
+        return self.tokens_q if self.varlen else self.batch * self.seqlen_q
+
+    def unfit(self, most: int) -> str:
+        """Why no fast kernel that counts rows below ``most`` does this, on any GPU; empty if one may."""
+        if not self.positive:
+            return "a scale that is not positive: it takes the largest product for the largest score"
+        if not self.rows or not self.heads_q or not self.heads_kv or not self.seqlen_k or not self.batch:
+            return "there is nothing to load"
+        for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
+            if getattr(self, name) >= most:
+                return f"{name}={getattr(self, name)}; it counts rows in 31 bits"
+        return ""
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """``left`` and ``right``, no wider than it takes to see all keys: kernels add positions to them in 32 bits."""
+        widest = self.seqlen_q + self.seqlen_k
+        left, right = (None if side is None else min(side, widest) for side in (self.left, self.right))
+        return left, right
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query row and a key that it sees, of one head, with every sequence of the longest's extents."""
+        shift = self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0
+        high = self.seqlen_k * self.seqlen_q if self.right is None else self._before(shift + self.right + 1)
+        low = 0 if self.left is None else self._before(shift - self.left)
+        if self.varlen:
+            return -(-(high - low) * self.tokens_q // max(self.seqlen_q, 1))
+        return self.batch * (high - low)
+
+    def _before(self, shift: int) -> int:
+        """Keys before key ``i + shift``, for all rows ``i`` of a sequence."""
+
+        def below(x: int) -> int:  # the sum of min(y, seqlen_k) over 0 <= y < x
+            few, rest = min(max(x, 0), self.seqlen_k), max(x - self.seqlen_k, 0)
+            return few * (few - 1) // 2 + rest * self.seqlen_k
+
+        return below(shift + self.seqlen_q) - below(shift)
+
+    @property
+    def operations(self) -> int:
+        """Multiply-adds of both products, counted two each; masked ones not counted."""
+        return 2 * self.heads_q * self.pairs * (self.head_dim + self.head_dim_v)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move at least: q, k and v read once, the output written once."""
+        size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
+        keys = self.tokens_k or self.batch * self.seqlen_k
+        q = self.rows * self.heads_q * (size * self.head_dim + out * self.head_dim_v)
+        return q + keys * self.heads_kv * size * (self.head_dim + self.head_dim_v)

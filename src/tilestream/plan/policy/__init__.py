@@ -1,0 +1,1 @@
+"""Candidates and their costs, a file a backend and an op."""

@@ -1,0 +1,279 @@
+"""The tiles of the CDNA kernel, and what bounds them: shared memory, registers, how many copies a wait can count.
+
+Pure, and apart from the cost model, `tilestream.plan.policy.cdna`, which is given its rows from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tilestream.core.device import DeviceProperties
+from tilestream.core.schedule import Kind
+from tilestream.core.swizzle import BANKS, Swizzle
+from tilestream.plan.candidate import FREE, Candidate, Forced
+from tilestream.plan.policy import cdna
+from tilestream.plan.problem import FNUZ, ITEMSIZE, OCP, Problem
+
+#: Ways of a stage's data into shared memory: past the registers, or through them.
+VARIANTS = ("direct", "staged")
+#: Operands whose products are added in fp32, and outputs. Of 8 bits, each takes one kind.
+DTYPES = {"gfx942": ("bfloat16", "float16", *FNUZ), "gfx950": ("bfloat16", "float16", *OCP)}
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+#: Lanes of a warp, and bytes that a lane reads of shared memory in one go.
+LANES, CELL_BYTES = 64, 16
+#: Bytes of a lane that a copy past the registers may have: other widths do not lower.
+DIRECT_BYTES = {"gfx942": (4,), "gfx950": (16, 4)}
+#: Whether shared memory is also read transposed: then an operand need not lie K-major in it.
+READS_TRANSPOSED = {"gfx942": False, "gfx950": True}
+#: Copies that one wait can count: `vmcnt` has six bits.
+MOST_IN_FLIGHT = 63
+#: Registers of a lane, accumulation registers among them, of two warps a SIMD.
+REGISTERS = 256
+#: Of them kept for addresses, operands of a step and the epilogue.
+_SPARE = 72
+#: Shared memory kept for what lies beside the stages: an atomic's answer, on its way to all lanes.
+_BESIDE = 64
+#: A buffer's offsets: bytes, below this.
+REACH = 2**31 - 16
+#: Extents below this, and a tile more, are within 31 bits.
+_MOST = 2**31 - 512
+
+
+class Tile(NamedTuple):
+    """A tile, the warps that share it, and the ring that feeds them.
+
+    Attributes
+    ----------
+    lines
+        K of a stage, in lines of 64 bytes.
+    warps
+        Of a workgroup.
+    stages
+        Steps under way: direct, all in shared memory; staged, two, one there and one in registers.
+    copies
+        One of `VARIANTS`.
+    efficiency
+        Share of the matrix units' peak that the main loop reaches: what `tilestream isa` estimates, not measured.
+    """
+
+    block_m: int
+    block_n: int
+    lines: int
+    warps: int
+    stages: int
+    copies: str
+    efficiency: float
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of A's part and B's."""
+        return (self.block_m + self.block_n) * 64 * self.lines
+
+    @property
+    def accumulator(self) -> int:
+        """Registers of a lane that hold the accumulator."""
+        return self.block_m * self.block_n // (LANES * self.warps)
+
+    @property
+    def registers(self) -> int:
+        """Those, and what a step takes on its way through registers."""
+        return self.accumulator + (self.stage_bytes // (4 * LANES * self.warps) if self.copies == "staged" else 0)
+
+    @property
+    def splits(self) -> bool:
+        """Whether it may be cut along K: what partial results need finds no registers beside a large accumulator."""
+        return self.accumulator < 128
+
+    def block_k(self, size: int) -> int:
+        """Elements of K in a stage."""
+        return 64 * self.lines // size
+
+
+#: An accumulator of 256 x 256 of fp32 in eight warps is 128 registers of a lane. Where copies past the registers have 4
+#: bytes a lane, those through registers take fewer instructions (`better_copies`): the others are there to ask for.
+TILES: dict[str, tuple[Tile, ...]] = {
+    "gfx942": (
+        Tile(256, 256, 1, 8, 2, "staged", 0.73),
+        Tile(256, 128, 2, 8, 2, "staged", 0.54),
+        Tile(128, 256, 2, 8, 2, "staged", 0.54),
+        Tile(128, 128, 2, 4, 2, "staged", 0.58),
+        Tile(128, 64, 2, 4, 2, "staged", 0.38),
+        Tile(64, 128, 2, 4, 2, "staged", 0.38),
+        Tile(64, 64, 4, 4, 2, "staged", 0.34),
+        Tile(32, 64, 4, 4, 2, "staged", 0.21),
+        Tile(128, 128, 1, 4, 3, "direct", 0.53),
+        Tile(64, 64, 2, 4, 3, "direct", 0.37),
+    ),
+    "gfx950": (
+        Tile(256, 256, 1, 8, 4, "direct", 0.59),
+        Tile(256, 128, 2, 8, 3, "direct", 0.53),
+        Tile(128, 256, 2, 8, 3, "direct", 0.55),
+        Tile(128, 128, 2, 4, 4, "direct", 0.44),
+        Tile(128, 64, 2, 4, 4, "direct", 0.34),
+        Tile(64, 128, 2, 4, 4, "direct", 0.33),
+        Tile(64, 64, 4, 4, 4, "direct", 0.29),
+        Tile(32, 64, 4, 4, 4, "direct", 0.16),
+        Tile(256, 256, 1, 8, 2, "staged", 0.58),
+        Tile(128, 128, 2, 4, 2, "staged", 0.36),
+        Tile(64, 64, 4, 4, 2, "staged", 0.20),
+    ),
+}
+
+
+def spread(block_m: int, block_n: int, warps: int) -> tuple[int, int]:
+    """Warps down a tile's rows, and across its columns: so that each has a part as square as can be."""
+    down = across = 1
+    while down * across < warps:
+        if block_m // down > block_n // across:
+            down *= 2
+        else:
+            across *= 2
+    return down, across
+
+
+class StageCost(NamedTuple):
+    """Instructions of one warp that bring a K step into shared memory."""
+
+    loads: int
+    writes: int
+
+    @property
+    def total(self) -> int:
+        """Of both kinds."""
+        return self.loads + self.writes
+
+
+def stage_cost(tile: Tile, lane_bytes: int, copies: str) -> StageCost:
+    """What a warp issues for a stage: direct, a copy for each ``lane_bytes`` of its lanes; staged, vectors twice.
+
+    So a lane's 4 bytes (gfx942) are twice as many instructions as the way through registers, and 16 (gfx950) half.
+    """
+    share = tile.stage_bytes // (LANES * tile.warps)
+    if copies == "direct":
+        return StageCost(share // lane_bytes, 0)
+    return StageCost(share // CELL_BYTES, share // CELL_BYTES)
+
+
+def better_copies(tile: Tile, arch: str) -> str:
+    """The way of a stage's data that takes the fewer instructions, if its registers are there."""
+    direct = stage_cost(tile, DIRECT_BYTES[arch][0], "direct")
+    staged = stage_cost(tile, CELL_BYTES, "staged")
+    fits = tile._replace(copies="staged").registers + _SPARE <= REGISTERS
+    return "staged" if staged.total < direct.total and fits else "direct"
+
+
+def lane_bytes(tile: Tile, arch: str) -> int:
+    """Bytes of a lane in a copy past the registers: the widest of which a warp's share is a whole number; 0: none."""
+    share = min(tile.block_m, tile.block_n) * 64 * tile.lines // (LANES * tile.warps)
+    return next((width for width in DIRECT_BYTES[arch] if share and share % width == 0), 0)
+
+
+def in_flight(tile: Tile, arch: str) -> int:
+    """Copies of a warp that are in flight at most, in the hardware's unit: instructions."""
+    if tile.copies == "staged":
+        return stage_cost(tile, CELL_BYTES, "staged").loads
+    return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 1)
+
+
+def outstanding(tile: Tile, arch: str) -> int:
+    """Copies that may still be in flight where the loop waits for a step: what the wait must say."""
+    return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 2)
+
+
+def why_not(tile: Tile, arch: str, shared: int) -> str:
+    """What of a tile the hardware cannot hold or count; empty if it can."""
+    needed = tile.stage_bytes * (tile.stages if tile.copies == "direct" else 1)
+    if needed > shared or (tile.copies == "direct" and needed + _BESIDE > shared):
+        return f"{tile.stages} stages of {tile.stage_bytes} bytes, shared memory has {shared}"
+    if tile.copies == "direct" and tile.stages < 3:
+        return f"{tile.stages} stages: with fewer than three each step waits for every copy"
+    if tile.copies == "direct" and not lane_bytes(tile, arch):
+        return f"{tile.warps} warps: a warp's share of a stage is less than a copy"
+    if in_flight(tile, arch) > MOST_IN_FLIGHT:
+        return f"{in_flight(tile, arch)} copies in flight, a wait counts {MOST_IN_FLIGHT}"
+    if tile.registers + _SPARE > REGISTERS:
+        return f"{tile.registers} registers for the accumulator and a step, of {REGISTERS}"
+    return ""
+
+
+def fitting(rows: Iterable[Tile], device: DeviceProperties, size: int = 2) -> tuple[Tile, ...]:
+    """Those that a device holds, and whose K step is a whole number of instructions."""
+    return tuple(
+        tile
+        for tile in rows
+        if not why_not(tile, device.arch, device.shared) and tile.block_k(size) % instruction(device.arch, size)[2] == 0
+    )
+
+
+def stage_swizzle(tile_rows: int, block_k: int, size: int, arch: str, k_major: bool) -> Swizzle:
+    """How a stage of ``tile_rows`` rows lies in shared memory: K-major in rows of ``block_k``, else the other way."""
+    return Swizzle.of_row((block_k if k_major else tile_rows) * size, CELL_BYTES, BANKS[arch], size)
+
+
+def instruction(arch: str, size: int) -> tuple[int, int, int]:
+    """Rows, columns and K of one MFMA. Of 16 x 16, whose results a lane gets the sooner."""
+    if arch == "gfx942":
+        return (16, 16, 32 // size)
+    return (16, 16, 32 if size == 2 else 128)
+
+
+def is_far(tile_rows: int, block_k: int, stride: int, size: int, k_major: bool) -> bool:
+    """Whether a step of an operand reaches beyond what a buffer's offset can say."""
+    outer = tile_rows if k_major else block_k
+    inner = block_k if k_major else tile_rows
+    return ((outer - 1) * stride + inner) * size > REACH
+
+
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    forced: Forced = FREE,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces; none if there is no such tile.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem: `refusal` says why.
+    """
+    why = refusal(problem, device)
+    if why:
+        raise NotImplementedError(why)
+    size = ITEMSIZE[problem.dtype]
+    for row in TILES[device.arch]:
+        stages = forced.stages or row.stages
+        row = row._replace(stages=stages) if row.copies == "direct" else row
+        if forced.variant not in (None, row.copies) or stages != row.stages:
+            continue
+        if forced.tile not in (None, row[:2]) or row not in fitting((row,), device, size):
+            continue
+        made = cdna.Row(row.block_m, row.block_n, row.block_k(size), row.warps, row.stages, row.efficiency)
+        own_kinds = tuple(kind for kind in kinds if kind != "stream_k" or row.splits)
+        yield from cdna.candidates(problem, device, workers, (made,), own_kinds, forced, row.copies)
+
+
+def refusal(problem: Problem, device: DeviceProperties) -> str:
+    """Why this kernel does not do such a problem; empty if it does."""
+    if device.arch not in TILES or not cdna.knows(device):
+        return f"it is for {' and '.join(TILES)}, of which the constants are known; this is {device.arch}"
+    known = DTYPES[device.arch]
+    if problem.fp8 and problem.dtype not in known:
+        return (
+            f"{problem.dtype}: the matrix units of {device.arch} take {' and '.join(known[2:])}, to which the same "
+            "bits are other numbers, and this kernel does not convert"
+        )
+    if problem.dtype not in known:
+        return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"
+    if problem.out_dtype not in OUT_DTYPES:
+        return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
+    if not problem.aligned:
+        return "a stride, an extent or an address is no multiple of 16"
+    if why := problem.unfit(_MOST):
+        return why
+    if problem.k < 64 * max(tile.lines for tile in TILES[device.arch]) // ITEMSIZE[problem.dtype]:
+        return f"k={problem.k}; it has no whole K step of each tile"
+    return ""

@@ -1,0 +1,429 @@
+"""The policy of the Hopper kernel: candidates -> cost -> compare.
+
+A candidate is a row of `TILES`, either way round, with a schedule and a raster. What bounds a row stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilestream.core.device import DeviceProperties
+from tilestream.core.grid import Grid
+from tilestream.core.integers import cdiv
+from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan.candidate import FREE, Candidate, Forced
+from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.raster import first_batch_of, queues_of, raster_of
+
+#: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
+VARIANTS = ("cooperative", "ping_pong", "single")
+#: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+#: Bytes of shared memory kept free of stages: barriers and the item ring.
+_BARRIER_BYTES = 1024
+#: Bytes of a C buffer, at most, and what the strip that goes through it is at most wide.
+_STRIP_BYTES, _STRIP = 8192, 64
+#: The same where partial results are added up before more than a plain epilogue: registers again.
+_NARROW = 32
+#: Stages beyond these are of no use: the copies under way already cover the memory's latency.
+_MOST_STAGES = 12
+#: Extents below this, and a tile more, are within 31 bits.
+_MOST = 2**31 - 512
+# Constants of the cost model, fitted to an H100 (benchmarks/gemm/search.py, section `variants`). What matters is
+# the order that they put candidates in: single ones are not measurements of what they are named for.
+#: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
+EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
+#: In ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
+ALONE = 0.78
+#: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
+LINES, SHALLOW_LOSS = 4, 0.0169
+#: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
+#: column come to that, and with fewer than 64 columns it is this that binds.
+ROWS_CYCLES = 22.0
+#: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
+FURTHER_CYCLES = 16.0
+#: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
+NARROW_LOSS = 1.02
+#: What any other tile of several parts costs more: the power again, of reading its rows for each part.
+PARTS_LOSS = 1.016
+#: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
+FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
+#: Seconds of an epilogue more for each register of a thread, where TMA does not store: as rows of the accumulator lie
+#: in the output, and as its columns do.
+DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
+#: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
+#: partial results; of a launch.
+STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
+#: What L2's way to the SMs takes more where there are several waves: workers drift apart, so neighbours share less of
+#: what they read; and where one queue hands out the tiles, little of it.
+DRIFTED, SCATTERED = 1.05, 1.1
+#: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
+#: of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
+TICKET_SECONDS = 0.0
+#: Share of the smaller of two things that overlap which does not, in a step and in all.
+NOT_HIDDEN = 0.147, 0.075
+#: Clusters of SMs (GPCs) of the device: those of one read from L2 by the same way.
+CLUSTERS = 8
+#: Bytes of an operand that L2 keeps beside the other's.
+L2_BYTES = 28e6
+#: What an output that is written across, or a tile of B's rows, costs more.
+SWAPPED_LOSS = 1.004
+#: Without fast accumulation a consumer adds up what it multiplied; in ping-pong nobody multiplies meanwhile.
+PRECISE_LOSS = 1.7
+#: K steps that a part of a tile has at least, where tiles are cut into equal parts.
+LEAST_STEPS = 4
+#: Share of the nominal bandwidth that memory gives.
+MEMORY_EFFICIENCY = 0.877
+#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it: what
+#: ptxas does without spilling, of no more than two parts.
+_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
+#: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
+_ROOMY, _LEAST_ROOM = 128, 160
+#: An accumulator of 128 rows and of more registers leaves none to add parts up before more than a plain epilogue:
+#: where that stores to what TMA cannot address, which the plan is not told apart from a bias, Triton 3.6 and 3.9 keep
+#: up to 25 words on the stack, in strips of 16 columns or of 32.
+_PARTS_ROOM = 96
+#: Parts that a tile's columns are multiplied in, at most.
+MOST_PARTS = 3
+#: Registers of a thread of the load warp, and of the math warps: with two math loops, of which the first is the plan's
+#: choice and the other can be forced; and with one.
+REGISTERS, SINGLE_REGISTERS = ((40, 232), (24, 240)), (40, 216)
+#: The same where an operand arrives: the gate wants more (with 40 Triton 3.6 spilled up to 24 bytes, 3.9 up to 68), and
+#: accumulators of up to `_GATED` registers leave them.
+GATED_REGISTERS, SINGLE_GATED_REGISTERS = (56, 224), (72, 184)
+_GATED = 128
+
+
+class Tile(NamedTuple):
+    """A tile of the accumulator, and who computes it.
+
+    Attributes
+    ----------
+    variant
+        One of `VARIANTS`.
+    rows, columns
+        Of the accumulator: its rows are those of A, or of B where the operands are swapped.
+    lines
+        K of a stage, in lines of 128 bytes.
+    """
+
+    variant: str
+    rows: int
+    columns: int
+    lines: int = 1
+
+    @property
+    def loops(self) -> int:
+        """Math loops."""
+        return 1 if self.variant == "single" else 2
+
+    @property
+    def rows_per_loop(self) -> int:
+        """Rows of the accumulator that a math loop holds."""
+        return self.rows // 2 if self.variant == "cooperative" else self.rows
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that an accumulator takes."""
+        return self.rows_per_loop * self.columns // 128
+
+    def strip(self, out_size: int, most: int = _STRIP) -> int:
+        """Columns that go through a C buffer at a time."""
+        return min(widths(self.columns)[-1], most, _STRIP_BYTES // (self.rows_per_loop * out_size))
+
+    def buffers(self, out_size: int) -> int:
+        """C buffers of a math loop: two, if there are strips to take turns."""
+        return min(2, self.columns // self.strip(out_size))
+
+    def block_k(self, size: int) -> int:
+        """Elements of K in a stage."""
+        return 128 * self.lines // size
+
+    def stages(self, out_size: int, shared: int) -> int:
+        """Stages that fit the shared memory beside the C buffers."""
+        buffers = self.loops * self.buffers(out_size) * self.rows_per_loop * self.strip(out_size) * out_size
+        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // (128 * self.lines * (self.rows + self.columns)))
+
+
+#: An accumulator of 64 x 256 or 128 x 128, of fp32 in four warps, is 128 registers of a thread.
+TILES = (
+    Tile("cooperative", 128, 256),
+    Tile("cooperative", 128, 224),
+    Tile("cooperative", 128, 192),
+    Tile("cooperative", 128, 160),
+    Tile("cooperative", 128, 128),
+    Tile("cooperative", 128, 96),
+    Tile("cooperative", 256, 192),
+    Tile("cooperative", 256, 160),
+    Tile("cooperative", 256, 128),
+    Tile("cooperative", 256, 96),
+    Tile("ping_pong", 128, 128),
+    Tile("ping_pong", 64, 256),
+    Tile("cooperative", 128, 64, 2),
+    Tile("ping_pong", 64, 128),
+    Tile("single", 64, 128, 2),
+    Tile("single", 64, 64, 2),
+    Tile("single", 64, 32, 2),
+    Tile("single", 64, 16, 4),
+    Tile("cooperative", 128, 32, 2),
+    Tile("cooperative", 128, 16, 2),
+)
+
+
+def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
+    """The parts that the columns of a tile are multiplied in, widest first: each is a power of two."""
+    powers = tuple(1 << bit for bit in range(widest.bit_length() - 1, -1, -1) if columns % widest >> bit & 1)
+    return (widest,) * (columns // widest) + powers
+
+
+def narrow(parts: tuple[int, ...], bits: int) -> bool:
+    """Whether the last of a tile's parts is multiplied with x in registers: shared memory does not feed x that often.
+
+    There must be a wide part to read it under. Operands of 8 bits are not: Triton cannot wait for a multiplication that
+    has them in registers.
+    """
+    return parts[0] >= 128 and parts[-1] < 64 and bits == 16
+
+
+def widest(problem: Problem) -> int:
+    """Columns that a math loop multiplies at a time, at most: without fast accumulation it holds them twice."""
+    return 128 if problem.fp8 and not problem.fast_accum else 256
+
+
+def refusal(problem: Problem, device: DeviceProperties) -> str:
+    """Why this kernel does not do such a problem; empty if it does."""
+    if device.arch != "sm_90":
+        return f"it is for sm_90, this is {device.arch}"
+    if problem.dtype == "float32" and not problem.tf32:
+        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)"
+    if problem.dtype not in DTYPES:
+        return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
+    if problem.out_dtype not in OUT_DTYPES:
+        return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
+    if why := problem.unfit(_MOST):
+        return why
+    if problem.publishes is not None and not problem.publishes.chunks.rows_per_chunk:
+        return "it publishes chunks of one size, and these are ragged"
+    if problem.publishes is not None and problem.batch > 1:
+        return f"it publishes the rows of one output, and there are {problem.batch}"
+    if problem.publishes is not None and _counted(problem) >= _MOST:
+        return f"rows of a chunk that is published, by column tiles: {_counted(problem)}; it counts them in 31 bits"
+    return problem.no_tma
+
+
+def _counted(problem: Problem) -> int:
+    """What the kernel counts of a chunk of the output, at most: see `tilestream.kernels.hopper.publish`."""
+    assert problem.publishes is not None
+    least = min(tile.columns for tile in TILES)
+    return max(2 * cdiv(problem.n, least), 2) * problem.publishes.chunks.rows_per_chunk + problem.m
+
+
+def no_parts(problem: Problem, tile: Tile | None = None) -> str:
+    """Why this kernel cuts no tile, or not this one, along K; empty if it may.
+
+    The load warp has 40 registers for schedule and gate (`REGISTERS`): Triton 3.6 spills where it also has both
+    operands' chunks in mind, or the maps of several parts of a tile's columns. So do math warps, at times.
+    """
+    if problem.arriving > 1:
+        return "with both operands arriving the load warp has no registers for it"
+    if problem.kind == "tf32" and problem.batch > 1 and tile is not None and len(widths(tile.columns)) > 2:
+        return "with a batch of float32 the load warp has no registers for it beside three parts of columns"
+    if problem.arriving and tile is not None and len(widths(tile.columns, widest(problem))) > 1:
+        return "with an operand arriving the load warp has no registers for it beside several parts of columns"
+    if tile is not None and not problem.plain and tile.rows_per_loop == 128 and tile.registers > _PARTS_ROOM:
+        return "with more than a plain epilogue an accumulator of 128 rows and columns leaves no registers for it"
+    return ""
+
+
+def registers_of(problem: Problem, tile: Tile, queues: int | None = None) -> tuple[int, int]:
+    """Registers of a thread of the load warp, and of the math warps, where none are asked for."""
+    if tile.loops == 1:
+        return SINGLE_GATED_REGISTERS if problem.arriving else SINGLE_REGISTERS
+    if problem.arriving and tile.registers <= _GATED:
+        return GATED_REGISTERS
+    # With 232 Triton 3.9 keeps four words of such an accumulator's epilogue on the stack. (It is not cut along K.)
+    more = problem.fp8 and tile.registers > _LEAST_ROOM and not no_registers(problem, REGISTERS[1], "static", queues)
+    return REGISTERS[1] if more else REGISTERS[0]
+
+
+def no_registers(
+    problem: Problem, registers: tuple[int, int], kind: Kind, queues: int | None = None, tile: Tile | None = None
+) -> str:  # fmt: skip
+    """Why this kernel does not split registers so; empty if it does.
+
+    24 are enough for a load warp with a grid, with one queue, or with one a worker, on Triton 3.6, 3.7 and 3.9: the
+    compile gate's ``slim``.
+    """
+    if tile is not None and tile.loops == 1:
+        made = registers_of(problem, tile)
+        return f"one math loop has {made} registers" if registers != made else ""
+    if registers == REGISTERS[0]:
+        return ""
+    few = f"{registers[0]} registers of the load warp's"
+    if problem.arriving:
+        return f"{few} are too few for a gate"
+    if kind == "stream_k":
+        return f"{few} are too few for stream_k"
+    if queues is not None and queues > 1:
+        return f"{few} are too few for queues={queues}"
+    return ""
+
+
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    forced: Forced = FREE,
+    auto: bool = False,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces; none if there is no such tile.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem: `refusal` says why.
+    """
+    why = refusal(problem, device)
+    if why:
+        raise NotImplementedError(why)
+    tile, order, queues, shares, variant, stages, registers = forced
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    precise = problem.fp8 and not problem.fast_accum
+    for row in TILES:
+        if variant not in (None, row.variant):
+            continue
+        if precise:  # a stage is as much of K as the tensor cores may add up
+            row = row._replace(lines=1)
+        held = row.registers + (row.rows_per_loop if precise else 0)
+        if precise and (held > _MOST_TWICE[row.variant] or len(widths(row.columns, widest(problem))) > 2):
+            continue
+        if row.registers > _ROOMY and not problem.plain:
+            continue
+        parts = len(widths(row.columns, widest(problem)))
+        if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(problem.arriving, 1):
+            continue  # the load warp spills: `no_parts`
+        fit = row.stages(out_size, device.shared)
+        if fit < 2 or (stages or 2) > fit:
+            continue
+        for swap_ab in (False, True):
+            block_m, block_n = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
+            if (tile is not None and (block_m, block_n) != tuple(tile)) or (swap_ab and row.rows == row.columns):
+                continue
+            if swap_ab and row.rows == 256 and parts > 1 and not problem.plain:
+                continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
+            block = (block_m, block_n, row.block_k(size))
+            grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+            for kind in kinds:
+                if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
+                    continue
+                if registers is not None and no_registers(problem, registers, kind, queues, row):
+                    continue
+                if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
+                    kind = "static"  # one item each: there is nothing for a queue to even out
+                group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
+                raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
+                count_of, split = queues_of(problem, kind, queues, raster, min(workers, grid.tiles))
+                for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
+                    schedule = Schedule(
+                        kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
+                        count_of, split, count, first_batch_of(problem),
+                    )  # fmt: skip
+                    seconds = _seconds(problem, device, schedule, row, swap_ab)
+                    yield Candidate(
+                        row.variant, block, schedule, seconds, 4, stages or fit, swap_ab=swap_ab,
+                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
+                        buffers=row.buffers(out_size),
+                        registers=registers or registers_of(problem, row, queues),
+                    )  # fmt: skip
+
+
+def _group(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab: bool) -> int:
+    """Rows of tiles in a group of the raster, so that tiles that are under way at once read as little as they can.
+
+    Together with all others where tickets are as chance has it; else with those of the same cluster of SMs.
+    """
+    sharing = workers / (4 if swap_ab else 1) if scattered else workers / CLUSTERS
+    return int(2 ** round(math.log2(max(1.0, math.sqrt(sharing * block[1] / block[0])))))
+
+
+def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
+    """Into how many shares stream-K may cut its remainder: one a worker (0), or each tile into as many equal parts."""
+    if forced:
+        return (forced,)
+    remainder = grid.tiles % workers
+    parts = workers // remainder if remainder else 0
+    parts = min(parts, grid.k_steps // LEAST_STEPS)
+    return (0, remainder * parts) if parts > 1 else (0,)
+
+
+def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+    """A K step: the slower of its multiplications and of its bytes' way from L2."""
+    size, parts = ITEMSIZE[problem.dtype], widths(tile.columns)
+    # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
+    cycles = 0.0
+    for i, width in enumerate(parts):
+        rows = 0.0 if narrow(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
+        cycles += max(width / 2, width / 4 + rows)
+    rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
+    instructions = tile.rows // 64 * tile.block_k(size) * size // 32
+    alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
+    multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
+    if len(parts) > 1:
+        multiply *= NARROW_LOSS if narrow(parts, 8 * size) else PARTS_LOSS
+    multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
+    workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
+    feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
+    if schedule.kind == "stream_k" or schedule.grid.tiles > schedule.workers:
+        feed *= DRIFTED if schedule.kind == "static" or schedule.split == "strides" else SCATTERED
+    return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
+
+
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
+    """What a launch takes: items in waves, or memory, whichever is the longer."""
+    grid, workers = schedule.grid, schedule.workers
+    step = _step_seconds(problem, device, schedule, tile)
+    epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
+    if problem.n * ITEMSIZE[problem.out_dtype] % 16:
+        epilogue += (DIRECT_SWAPPED_SECONDS if swap_ab else DIRECT_SECONDS) * tile.registers
+    item, tail = grid.k_steps * step + epilogue + (TICKET_SECONDS if schedule.kind != "static" else 0.0), 0.0
+    if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
+        item, tail = max(grid.k_steps * step, item / 2), epilogue
+    if schedule.kind == "stream_k" and schedule.remainder:
+        shares = schedule.num_shares
+        share = schedule.units / shares * step * cdiv(shares, workers)
+        share = max(share, _unshared_bytes(problem, schedule, tile, swap_ab) / (device.bandwidth * MEMORY_EFFICIENCY))
+        # A share writes one partial result, or two where it crosses from tile to tile; the last to come reads a tile's.
+        partials = (2 if shares % schedule.remainder else 1) + max(shares / schedule.remainder, 1)
+        fix = FIX_SECONDS + partials * 4 * tile.rows * tile.columns / PARTIALS
+        busy = schedule.full_tiles // workers * item + share + fix + epilogue
+    else:
+        busy = cdiv(grid.tiles, workers) * item + tail
+    if swap_ab:
+        busy *= SWAPPED_LOSS
+    if tile.variant == "ping_pong" and problem.fp8 and not problem.fast_accum:
+        busy *= PRECISE_LOSS
+    partials_bytes = 2 * 4 * schedule.slots * tile.rows * tile.columns  # written, and read again
+    memory = (problem.bytes + partials_bytes) / (device.bandwidth * MEMORY_EFFICIENCY)
+    return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
+
+
+def _unshared_bytes(problem: Problem, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
+    """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.
+
+    They begin at all places of K then, so tiles that share an operand read it at different times: unless L2 keeps it,
+    each of them reads its own.
+    """
+    remainder = schedule.remainder
+    if not schedule.num_shares % remainder:
+        return 0.0
+    block_m, block_n = (tile.columns, tile.rows) if swap_ab else (tile.rows, tile.columns)
+    group = min(schedule.raster.group, schedule.grid.num_m)
+    line = problem.k * ITEMSIZE[problem.dtype]
+    rows, columns = min(problem.m, group * block_m), cdiv(remainder, group) * block_n
+    read = ((rows, block_m), (columns, block_n))
+    return float(sum(remainder * block * line for there, block in read if there * line > L2_BYTES))

@@ -1,0 +1,304 @@
+"""The policy of the portable GPU kernel: candidates -> cost -> compare.
+
+What bounds a row of `TILES` stands beside it. The model has three terms, in seconds: a tile's multiply-adds at the rate
+its size reaches, a constant a tile (taking it, filling and emptying the ring, the epilogue), and the launch; the whole
+is never below the memory's floor. Rates were read off an H100; what matters is the order they put candidates in. CDNA 3
+and 4 have tiles (`CDNA`) and a model (`tilestream.plan.policy.cdna`) of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilestream.core.device import DeviceProperties
+from tilestream.core.grid import Grid
+from tilestream.core.integers import cdiv
+from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan.candidate import FREE, Candidate, Forced
+from tilestream.plan.policy import cdna
+from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Problem
+from tilestream.plan.raster import first_batch_of, queues_of, raster_of
+
+#: Row tiles per group of a raster.
+GROUP = 8
+#: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers, of
+#: 8-bit operands 240; with strips of 64, 240 and more.
+STRIP = 32
+#: Seconds a tile costs beside its multiply-adds, and a launch.
+TILE_SECONDS = 2e-6
+LAUNCH_SECONDS = 8e-6
+#: By how much the loop is slower in the kernel that can also split a tile.
+STREAM_K_LOSS = 1.06
+#: By how much a tile takes longer in the kernel that draws tickets. On an H200 from nothing to 3 % with B as a Linear
+#: weight lies, 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json); a problem does not say which.
+QUEUE_LOSS = 1.05
+#: Extents below this, and a tile more, are within 31 bits.
+_MOST = 2**31 - 256
+#: Dtypes of operands.
+DTYPES = ("float16", "bfloat16", "float32")
+#: NVIDIA's first architecture with matrix units for 8-bit operands, and AMD's, by the kind that their units take.
+_FIRST_SM = 89
+_OCP_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
+_FNUZ_GFX = ("gfx942",)
+
+
+class Tile(NamedTuple):
+    """A tile, the warps and stages that go with it, and the share of the matrix units' peak it reaches.
+
+    Attributes
+    ----------
+    buffers
+        Stages that are in shared memory, where the others are in registers; 0: all of them.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    efficiency: float
+    buffers: int = 0
+
+    def ring_bytes(self, itemsize: int) -> int:
+        """Shared memory of the stages."""
+        return (self.block_m + self.block_n) * self.block_k * itemsize * (self.buffers or self.stages)
+
+
+#: By what the inputs allow. Compiled with everything the epilogue has, and with a gate, none spills: see the compile
+#: gate. What a row needs of sm_90a's 255 registers is the least limit with which ptxas spills nothing, at its worst in
+#: Triton 3.6, 3.7 and 3.9.
+TILES: dict[str, tuple[Tile, ...]] = {
+    "16-bit": (
+        Tile(128, 256, 64, 8, 3, 0.70),  # accumulator: 128 registers a thread; ring: 144 KiB
+        Tile(128, 128, 64, 8, 4, 0.62),  # with 4 warps, the epilogue needs 248 registers
+        Tile(64, 128, 64, 4, 4, 0.41),
+        Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least that Hopper's warp-group instructions take
+        Tile(16, 128, 64, 4, 4, 0.12),
+    ),
+    # An element a load: one 64-bit address each, in registers.
+    "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
+    "8-bit": (
+        Tile(128, 256, 128, 8, 3, 0.60),  # the ring: 144 KiB
+        Tile(128, 128, 128, 8, 4, 0.50),
+        Tile(64, 128, 128, 4, 4, 0.35),
+        Tile(64, 64, 128, 4, 4, 0.22),
+        Tile(16, 128, 64, 4, 4, 0.10),  # 16 rows: multiplied as float16
+    ),
+    # Each accumulator twice: what the tensor cores add to, and what that is emptied into; 128x256 spills. ptxas puts
+    # their instructions one after the other.
+    "8-bit, precise": (
+        Tile(128, 128, 128, 8, 4, 0.45),
+        Tile(64, 128, 128, 4, 4, 0.30),
+        Tile(64, 64, 128, 4, 4, 0.20),
+        Tile(16, 128, 64, 4, 4, 0.10),
+    ),
+    "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.08), Tile(64, 64, 32, 4, 2, 0.05)),
+    "tf32": (Tile(128, 128, 32, 8, 3, 0.50), Tile(64, 64, 32, 4, 3, 0.25)),
+    "float32": (Tile(128, 128, 16, 8, 3, 0.50), Tile(64, 64, 16, 8, 3, 0.35)),
+    "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.20),),
+}
+
+#: Stages where copies go through registers: one tile in shared memory, the next on its way.
+_HIP_STAGES = 2
+#: The same for gfx942, whose copies go through registers, and gfx950, where Triton 3.9 copies straight to LDS.
+#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd/isa.json), not measured. With everything in
+#: the epilogue, and a gate, none spills: the compile gate's.
+CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "gfx942": {
+        "16-bit": (
+            Tile(128, 256, 64, 8, 2, 0.56, 1),  # a second buffer, of 48 KiB, does not fit 64 KiB
+            Tile(128, 128, 64, 8, 3, 0.60, 2),
+            Tile(64, 128, 64, 4, 2, 0.31, 1),
+            Tile(64, 64, 64, 4, 2, 0.18, 1),
+            Tile(16, 128, 64, 4, 2, 0.085, 1),
+        ),
+        "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.21, 1), Tile(64, 64, 32, 4, 2, 0.07, 1)),
+        "8-bit": (
+            Tile(128, 256, 128, 8, 2, 0.56, 1),
+            Tile(128, 128, 128, 8, 3, 0.60, 2),
+            Tile(64, 128, 128, 4, 2, 0.31, 1),
+            Tile(64, 64, 128, 4, 2, 0.18, 1),
+            Tile(16, 128, 64, 4, 2, 0.05, 1),
+        ),
+        "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.12, 1), Tile(64, 64, 32, 4, 2, 0.038, 1)),
+        # Multiplied as float16: the share of the peak, which is that of 8 bits, is half of what float16's would be.
+        # What binds is the conversion, which each warp does to all that it reads.
+        "8-bit, converted": (
+            Tile(128, 256, 64, 8, 2, 0.121, 1),
+            Tile(128, 128, 64, 8, 2, 0.072, 1),
+            Tile(64, 128, 64, 4, 2, 0.051, 1),
+            Tile(64, 64, 64, 4, 2, 0.038, 1),
+            Tile(16, 128, 64, 4, 2, 0.021, 1),
+        ),
+        "8-bit, converted, unaligned": (Tile(128, 128, 32, 8, 2, 0.052, 1), Tile(64, 64, 32, 4, 2, 0.018, 1)),
+        "float32": (Tile(128, 128, 16, 8, 3, 0.95, 2), Tile(64, 64, 16, 8, 3, 0.55, 2)),
+        "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.79, 1),),
+    },
+    "gfx950": {
+        "16-bit": (
+            Tile(128, 256, 64, 8, 3, 0.48),
+            Tile(128, 128, 64, 8, 3, 0.32),
+            Tile(64, 128, 64, 4, 3, 0.17),
+            Tile(64, 64, 64, 4, 3, 0.10),
+            Tile(16, 128, 64, 4, 3, 0.047),
+        ),
+        "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.17), Tile(64, 64, 32, 4, 2, 0.05)),
+        "8-bit": (
+            Tile(128, 256, 128, 8, 3, 0.52),
+            Tile(128, 128, 128, 8, 3, 0.31),
+            Tile(64, 128, 128, 4, 3, 0.18),
+            Tile(64, 64, 128, 4, 3, 0.10),
+            Tile(16, 128, 64, 4, 2, 0.026),
+        ),
+        "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.09), Tile(64, 64, 32, 4, 2, 0.025)),
+        # With 128 rows Triton 3.9 spills.
+        "8-bit, converted": (
+            Tile(64, 128, 64, 4, 3, 0.035),
+            Tile(64, 64, 64, 4, 3, 0.020),
+            Tile(16, 128, 64, 4, 2, 0.016),
+        ),
+        "8-bit, converted, unaligned": (Tile(64, 64, 32, 4, 2, 0.018),),
+        "float32": (Tile(128, 128, 16, 8, 3, 0.82), Tile(64, 64, 16, 8, 3, 0.50)),
+        "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.49),),
+    },
+}
+
+
+def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
+    """The rows of `TILES` for a problem, those whose ring does not fit the device left out."""
+    if ITEMSIZE[problem.dtype] <= 2:
+        kind = f"{8 * ITEMSIZE[problem.dtype]}-bit"
+        if converts(problem.dtype, device.arch):
+            kind += ", converted"
+        elif problem.aligned and problem.fp8 and not problem.fast_accum and device.arch.startswith("sm_"):
+            kind += ", precise"  # AMD's add up in float32, always
+    else:
+        kind = "tf32" if problem.tf32 else "float32"
+    kinds = [kind] if problem.aligned else [f"{kind}, unaligned", kind]
+    here = CDNA.get(device.arch, {})
+    rows = next((here[name] for name in kinds if name in here), ())
+    if not rows:
+        rows = next(TILES[name] for name in kinds if name in TILES)
+        if device.arch.startswith("gfx"):
+            rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
+    fit = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
+    return fit or (rows[-1]._replace(stages=_HIP_STAGES),)
+
+
+def candidates(
+    problem: Problem,
+    device: DeviceProperties,
+    workers: int,
+    *,
+    kinds: tuple[Kind, ...],
+    forced: Forced = FREE,
+) -> Iterator[Candidate]:
+    """Every way the model knows, within what the caller forces.
+
+    Raises
+    ------
+    NotImplementedError
+        If this kernel does not do such a problem.
+    ValueError
+        If ``tile`` is none that it has for these inputs.
+    """
+    _refuse(problem, device)
+    rows = tiles(problem, device)
+    if forced.tile is not None:
+        have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
+        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(forced.tile))
+        if not rows:
+            raise ValueError(f"tile={forced.tile}: the portable kernel has {have} for these operands")
+    if cdna.knows(device):
+        yield from cdna.candidates(problem, device, workers, [cdna.Row(*row[:6]) for row in rows], kinds, forced)
+        return
+    for row in rows:
+        block = (row.block_m, row.block_n, row.block_k)
+        grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+        raster = raster_of(problem, grid, block, GROUP, forced.order)
+        for kind in kinds:
+            count, split = queues_of(problem, kind, forced.queues, raster, min(workers, max(1, grid.tiles)))
+            schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
+            if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
+                continue  # nobody asked for it, and there is nothing to split: a queue with a larger kernel
+            seconds = _seconds(problem, device, schedule, row)
+            yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
+
+
+def by_model(problem: Problem, device: DeviceProperties) -> bool:
+    """Whether the cost model says if a queue is worth what it costs: on NVIDIA's GPUs, where that was measured.
+
+    Elsewhere, and where chunks arrive, whoever comes late decides, and not what an idle GPU would do.
+    """
+    return device.arch.startswith("sm_") and not problem.arriving
+
+
+def _refuse(problem: Problem, device: DeviceProperties) -> None:
+    for dtype, known in ((problem.dtype, (*DTYPES, *FP8)), (problem.out_dtype, DTYPES)):
+        if dtype not in known:
+            raise NotImplementedError(
+                f"dtype: {dtype} on a GPU; the portable kernel multiplies {', '.join(known)}: use torch.matmul there"
+            )
+    if problem.fp8:
+        _refuse_fp8(problem, device)
+    for name in ("m", "n", "k"):
+        if getattr(problem, name) >= _MOST:
+            raise NotImplementedError(
+                f"{name}={getattr(problem, name)}; the portable kernel counts rows, columns and K in 31 bits: cut the "
+                "operands, or use torch.matmul"
+            )
+
+
+def fp8_units(arch: str) -> tuple[str, ...]:
+    """The operands of 8 bits that the matrix units take: OCP's, the fnuz ones, or none."""
+    if arch in _FNUZ_GFX:
+        return FNUZ
+    return OCP if arch in _OCP_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM) else ()
+
+
+def has_fp8_units(arch: str) -> bool:
+    """Whether the matrix units take OCP's operands of 8 bits."""
+    return fp8_units(arch) == OCP
+
+
+def converts(dtype: str, arch: str) -> bool:
+    """Whether operands of 8 bits become float16, exactly, on their way to the matrix units, which take others."""
+    return arch in CDNA and dtype in FP8 and dtype not in fp8_units(arch)
+
+
+def converted(problem: Problem, device: DeviceProperties) -> str:
+    """What `converts` costs, in words; empty where nothing is converted."""
+    if not converts(problem.dtype, device.arch):
+        return ""
+    return (
+        f"{device.arch}'s take {' and '.join(fp8_units(device.arch))}, to which the bits of {problem.dtype} are other "
+        "numbers: converted to float16 on the way, exactly, and multiplied at its rate"
+    )
+
+
+def _refuse_fp8(problem: Problem, device: DeviceProperties) -> None:
+    units = fp8_units(device.arch)
+    if problem.dtype in units or converts(problem.dtype, device.arch):
+        return
+    why = "has no matrix units for operands of 8 bits"
+    if units:
+        why = f"has matrix units for {' and '.join(units)}, to which the same bits are other numbers"
+    raise NotImplementedError(
+        f"dtype: {problem.dtype}; {device.name}, {device.arch}, {why}: convert the operands to bfloat16 there"
+    )
+
+
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+    workers, count = schedule.workers, schedule.grid.tiles
+    rate = device.peak(problem.kind, 1) * tile.efficiency
+    math = 2 * tile.block_m * tile.block_n * problem.k / rate
+    if schedule.kind != "static" and by_model(problem, device):
+        math *= QUEUE_LOSS
+    if schedule.kind == "stream_k" and schedule.remainder:
+        partials = 2 * 4 * schedule.slots * tile.block_m * tile.block_n / device.bandwidth
+        total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
+    else:
+        total = (math + TILE_SECONDS) * cdiv(count, workers)
+    # Where memory binds, the way with less else to do is still the better one.
+    return LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total

@@ -1,0 +1,52 @@
+"""The floor: what no implementation on this device can go below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.problem import Problem
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The roofline's two bounds (Williams, Waterman, Patterson, CACM 2009).
+
+    Attributes
+    ----------
+    operations, bytes
+        Operations to do, and bytes to move at least.
+    compute, memory
+        Seconds each takes at the device's peak.
+    """
+
+    operations: int
+    bytes: int
+    compute: float
+    memory: float
+
+    @classmethod
+    def of(cls, problem: Problem | AttentionProblem, device: DeviceProperties, workers: int) -> Floor:
+        """The floor of ``problem`` on ``workers`` of the device's workers."""
+        return cls(
+            problem.operations,
+            problem.bytes,
+            problem.operations / device.peak(problem.kind, workers),
+            problem.bytes / device.bandwidth,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The larger of the two."""
+        return max(self.compute, self.memory)
+
+    @property
+    def binds(self) -> str:
+        """Which of the two it is: ``operations`` or ``bytes``."""
+        return "operations" if self.compute >= self.memory else "bytes"
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.operations / self.bytes if self.bytes else 0.0

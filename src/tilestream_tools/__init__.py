@@ -1,0 +1,1 @@
+"""Tools beside the library: the checker of protocols, machine-code reports, sweeps. Installed with it."""

@@ -1,0 +1,344 @@
+"""The kernels that `tilestream isa` knows, by name: a small table that a new kernel joins by one line.
+
+An entry says which archs it compiles for, and names the function ``(question) -> Source`` that makes what is compiled;
+that function is imported when it is asked for. A kernel outside this package joins by `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilestream.core.device import DeviceProperties
+from tilestream.core.gpu_specs import named
+from tilestream.core.schedule import Kind
+from tilestream.plan.attention_plan import of_candidate
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.policy import cdna_attention as attention_policy
+from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_name
+from tilestream.plan.tma import refuse_contiguous
+
+if TYPE_CHECKING:
+    from tilestream.core.copy_items import CopyArguments
+    from tilestream.launch.gate import GateArguments
+    from tilestream.launch.portable.arguments import Layout
+    from tilestream.plan.attention_plan import AttentionPlan
+    from tilestream.plan.plan import Plan
+
+#: The GPU that stands for an arch.
+DEVICES = {"sm_90a": "h100", "gfx942": "mi300x", "gfx950": "mi355x"}
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be compiled.
+
+    Attributes
+    ----------
+    arch
+        One of `DEVICES`.
+    m, n, k
+        The problem's extents; of attention queries, keys, and columns of a head.
+    dtype
+        Of the operands.
+    layout
+        How they lie: see `tilestream.plan`.
+    tile, schedule, stages
+        Forced; None, ``"auto"``: the plan's choice.
+    """
+
+    arch: str
+    m: int = 8192
+    n: int = 8192
+    k: int = 8192
+    dtype: str = "bfloat16"
+    layout: str = "nt"
+    tile: tuple[int, int] | None = None
+    schedule: str = "auto"
+    stages: int | None = None
+
+    @property
+    def device(self) -> DeviceProperties:
+        """The GPU that stands for the arch.
+
+        Raises
+        ------
+        ValueError
+            If none does.
+        """
+        found = named(DEVICES.get(self.arch, ""))
+        if found is None:
+            raise ValueError(f"arch={self.arch!r}; kernels are compiled for {', '.join(DEVICES)}")
+        return found
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that a plan is asked for.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there is no such problem.
+        """
+        dtype = dtype_name(self.dtype)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        return Problem(
+            self.m, self.n, self.k, 1, dtype, result_name(dtype, None),
+            aligned=not (self.m % 16 or self.n % 16 or self.k % 16),
+            no_tma=refuse_contiguous(self.m, self.n, self.k, self.layout, (dtype, dtype)),
+            scales="tensor" if dtype in FP8 else "none", plain=dtype not in FP8,
+        )  # fmt: skip
+
+
+class Source(NamedTuple):
+    """What is compiled.
+
+    Attributes
+    ----------
+    kernel, filled, options
+        See `tilestream_tools.isa.build.build`.
+    warps
+        Waves of a worker.
+    plan
+        What it was made for; None where there is none.
+    """
+
+    kernel: Any
+    filled: tuple[Any, ...]
+    options: dict[str, Any]
+    warps: int
+    plan: Plan | AttentionPlan | None = None
+
+
+class Entry(NamedTuple):
+    """A kernel by name.
+
+    Attributes
+    ----------
+    archs
+        That it compiles for.
+    make
+        ``"module:function"``, a function of a `Question` that gives a `Source`.
+    what
+        In a few words.
+    k
+        Of the question, where nobody says.
+    """
+
+    archs: tuple[str, ...]
+    make: str
+    what: str
+    k: int = 8192
+
+
+KERNELS: dict[str, Entry] = {
+    "portable-gemm": Entry(
+        ("sm_90a", "gfx942", "gfx950"), f"{__name__}:portable_gemm", "the Triton kernel, for any GPU"
+    ),
+    "cdna-gemm": Entry(
+        ("gfx942", "gfx950"), f"{__name__}:cdna_gemm", "Gluon: a ring without mbarriers, inverse swizzle, MFMA"
+    ),
+    "cdna-attention": Entry(
+        ("gfx942", "gfx950"),
+        f"{__name__}:cdna_attention",
+        "Gluon: keys and values in that ring; M queries, N keys",
+        128,
+    ),
+    "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
+}
+
+
+def register(name: str, archs: tuple[str, ...], make: str, what: str) -> None:
+    """Add a kernel: see `Entry`. One of the same name is replaced."""
+    KERNELS[name] = Entry(archs, make, what)
+
+
+def source(name: str, question: Question) -> Source:
+    """What is compiled for a question to the kernel ``name``.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel, or it does not compile for the arch.
+    NotImplementedError
+        If it does not do such a problem.
+    """
+    entry = KERNELS.get(name)
+    if entry is None:
+        raise ValueError(f"KERNEL {name!r}; there are {', '.join(KERNELS)}")
+    if question.arch not in entry.archs:
+        raise ValueError(f"arch={question.arch!r}; {name} compiles for {', '.join(entry.archs)}")
+    module, _, function = entry.make.partition(":")
+    made: Source = getattr(importlib.import_module(module), function)(question)
+    return made
+
+
+def contiguous(question: Question, batch_stride: int = 0) -> Layout:
+    """The operands' layout, without gaps, and no epilogue."""
+    from tilestream.launch.portable.arguments import Layout
+
+    (m, n, k), letters = (question.m, question.n, question.k), question.layout
+    a = (batch_stride, k, 1) if letters[0] == "n" else (batch_stride, 1, m)
+    b = (batch_stride, n, 1) if letters[1] == "n" else (batch_stride, 1, k)
+    return Layout(a, b, (batch_stride, n, 1))
+
+
+def portable_gemm(question: Question) -> Source:
+    """The portable kernel as its plan would launch it."""
+    from tilestream.kernels.portable.gemm import gemm
+
+    plan = plan_problem(
+        question.problem, None, question.schedule, question.tile, device=question.device, backend="portable"
+    )
+    if question.stages is not None:
+        plan = replace(plan, stages=question.stages)
+    filled, options = portable_arguments(plan, contiguous(question), plan.problem.aligned)
+    return Source(gemm, filled, options, plan.warps, plan)
+
+
+def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the portable kernel is compiled with, and how: its launch's arguments, of no address.
+
+    Parameters
+    ----------
+    aligned
+        Whether the operands' addresses are multiples of 16.
+    """
+    from tilestream.launch.portable.arguments import Arguments
+    from tilestream_tools.isa.build import Pointer
+
+    problem, schedule = plan.problem, plan.schedule
+    arguments = Arguments(plan, layout)
+    address = 0 if aligned else 2
+    addend = "bfloat16" if problem.fp8 else problem.dtype
+    scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
+    queue = schedule.kind != "static" or plan.gate is not None
+    filled = arguments.fill(
+        *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
+        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
+        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
+        Pointer("int64") if queue else None, None, None, 0, 0, 1.5, 0.5,
+        gate=gate_arguments(plan), scales=scales, copies=copy_arguments(plan),
+    )  # fmt: skip
+    return filled, arguments.options
+
+
+def copy_arguments(plan: Plan) -> CopyArguments:
+    """What a launch would be told of the copies it makes, of no address."""
+    from tilestream.core.copy_items import CopyArguments, word_dtype
+    from tilestream_tools.isa.build import Pointer
+
+    incoming = {"none": None, "rows": plan.problem.rows, "columns": plan.problem.columns}[plan.copies]
+    if incoming is None:
+        return CopyArguments()
+    word = word_dtype(incoming.copied)
+    return CopyArguments(Pointer(word), Pointer(word), Pointer("int32"), Pointer("int32"), 1)
+
+
+def gate_arguments(plan: Plan) -> GateArguments:
+    """What a launch would be told of what arrives, of no address and no alignment."""
+    from tilestream.launch.gate import GateArguments
+    from tilestream_tools.isa.build import Pointer
+
+    def words(incoming: Incoming | None) -> tuple[Any, Any, Any]:
+        if incoming is None:
+            return None, None, None
+        return Pointer("int32", 4), Pointer("int32", 4), None if incoming.chunks.rows_per_chunk else Pointer("int32")
+
+    channel = None if plan.gate is None else Pointer("int64")
+    queues = Pointer("int32") if plan.schedule.split == "chunks" else None
+    return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel, queues)
+
+
+def cdna_gemm(question: Question) -> Source:
+    """The CDNA kernel as its plan would launch it."""
+    from tilestream.kernels.cdna.gemm import gemm
+    from tilestream.launch.cdna.arguments import Arguments
+    from tilestream_tools.isa.build import Pointer
+
+    plan = plan_problem(
+        question.problem, None, question.schedule, question.tile, device=question.device, backend="cdna",
+        stages=question.stages,
+    )  # fmt: skip
+    problem, schedule = plan.problem, plan.schedule
+    arguments = Arguments(plan, contiguous(question))
+    scale = None if problem.scales == "none" else Pointer("float32", 4)
+    filled = arguments.fill(
+        *map(Pointer, problem.dtypes), Pointer(problem.out_dtype), None, None,
+        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
+        None if schedule.kind == "static" else Pointer("int64"), None, None, 0, 0, 1.5, 0.5, scales=(scale, scale),
+    )  # fmt: skip
+    return Source(gemm, filled, arguments.options, plan.warps, plan)
+
+
+#: Sequences, and heads of each, of a question to attention.
+ATTENTION_HEADS = (16, 16)
+
+
+def cdna_attention(question: Question) -> Source:
+    """CDNA's attention as its plan would launch it, of whole sequences without a mask.
+
+    Raises
+    ------
+    ValueError
+        If it has no such tile, or there is no such problem.
+    """
+    from tilestream.kernels.cdna.attention import attend
+    from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
+    from tilestream.launch.portable.attention_arguments import AttentionLayout
+    from tilestream_tools.isa.build import Pointer
+
+    device, (batch, heads) = question.device, ATTENTION_HEADS
+    problem = AttentionProblem(
+        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype)
+    )
+    kind: Kind = "static" if question.schedule == "static" else "dynamic"
+    found = [
+        one
+        for one in attention_policy.candidates(problem, device, device.workers, kind=kind)
+        if question.tile in (None, one.block) and question.stages in (None, one.stages)
+    ]
+    if not found:
+        raise ValueError(
+            f"tile={question.tile}, stages={question.stages}; it has no such tile for {question.k} columns"
+        )
+    best = min(found, key=lambda one: one.predicted)
+    plan = of_candidate(problem, device, "cdna", best, "asked for", ())
+    q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
+    arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
+    filled = arguments.fill(
+        *[Pointer(problem.dtype)] * 4, *[None] * 8, None if kind == "static" else Pointer("int64"), 0, 0,
+        *arguments.scales(question.k**-0.5),
+    )  # fmt: skip
+    return Source(attend, filled, arguments.options, plan.warps, plan)
+
+
+def hopper_gemm(question: Question) -> Source:
+    """The Hopper kernel as its plan would launch it."""
+    import torch
+
+    from tilestream.kernels.hopper.gemm import gemm
+    from tilestream.launch.hopper.arguments import Arguments
+    from tilestream.launch.hopper.launch import described_by
+    from tilestream_tools.isa.build import Pointer
+
+    plan = plan_problem(
+        question.problem, None, question.schedule, question.tile, device=question.device, backend="hopper",
+        stages=question.stages,
+    )  # fmt: skip
+    problem, schedule = plan.problem, plan.schedule
+    arguments = Arguments(plan, contiguous(question))
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
+    parts = ((arguments.x, x), (None, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
+    maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in parts]
+    scale = None if problem.scales == "none" else Pointer("float32")
+    given = (
+        Pointer(problem.out_dtype), None, None, scale, scale,
+        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
+        None if schedule.kind == "static" else Pointer("int64"), None, None,
+    )  # fmt: skip
+    return Source(gemm, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 0), arguments.options, plan.warps, plan)

@@ -1,0 +1,228 @@
+"""The barriers, stages and slots of a worker, as the hardware has them: what the operations of `protocol` mean.
+
+An mbarrier has a phase bit, a count of pending arrivals and a count of pending bytes (here: loads). The phase completes
+when both are zero; then the bit flips and the arrivals count anew. ``wait(parity)`` blocks while the bit *is* the
+parity: on a new barrier wait(0) blocks and wait(1) passes, and a waiter two phases late cannot tell and waits in vain,
+or passes.
+
+A stage is filled by one load here. On the hardware it is several (A's tile and B's) that one `Expect` covers: the phase
+completes with the last of them, and until then the stage is as unfit to read.
+
+A load fills its stage at any moment after it was started. A multiplication reads its stage until the `Retire` that
+waits for it. So a load that is started into a stage that is still read, or still being filled, is a fault at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilestream.schedule import WorkItem
+from tilestream_tools.verify.buffers import MEANING, Buffers
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory
+from tilestream_tools.verify.protocol import (
+    Acquired,
+    Arrive,
+    Barrier,
+    Epilogue,
+    Expect,
+    Get,
+    Load,
+    Mma,
+    Poisoned,
+    Put,
+    Retire,
+    Ring,
+    Settle,
+    WaitBarrier,
+)  # fmt: skip
+
+#: K steps in what a stage holds: ``1 + tile * STEPS + k``.
+STEPS = 64
+#: The last of them, which no item has: what an accumulator that is all NaN holds, of that item.
+VOID = STEPS - 1
+
+
+def fresh(count: int) -> int:
+    """A barrier after init: phase 0, ``count`` arrivals pending, no bytes; as ``phase + 2 * arrivals + 32 * bytes``."""
+    return count << 1
+
+
+def blocks(barrier: int, parity: int) -> bool:
+    """Whether wait(parity) blocks."""
+    return barrier & 1 == parity
+
+
+def arrived(barrier: int, count: int, arrivals: int = 0, loads: int = 0) -> int:
+    """A barrier after ``arrivals`` of its ``count`` arrivals, and ``loads`` more (or fewer) loads to wait for."""
+    pending = (barrier >> 1 & 15) - arrivals
+    bytes_ = (barrier >> 5) + loads
+    if pending < 0 or bytes_ < 0:
+        raise Fault("barrier broken", "an arrival at a barrier whose phase has all of its arrivals")
+    if pending == 0 and bytes_ == 0:
+        return fresh(count) | (barrier & 1 ^ 1)
+    return barrier & 1 | pending << 1 | bytes_ << 5
+
+
+class RingMemory:
+    """The memory of one worker's rings, from ``base`` on in the memory of a model, and the operations on it.
+
+    Layout: barriers, stages, bits of stages being loaded, whether something was seen at a gate and not fenced since,
+    slots; then for each consumer what it must read next, the stages its multiplications in flight read, and its C
+    buffers.
+    """
+
+    def __init__(self, ring: Ring, base: int, who: str, items: list[WorkItem]) -> None:
+        self.ring = ring
+        self.who = who
+        self.items = items
+        counts = ring.barriers()
+        self.where: dict[Barrier, int] = {barrier: base + i for i, barrier in enumerate(counts)}
+        self.counts = counts
+        self.stage = base + len(counts)
+        self.loading = self.stage + ring.depth
+        self.unfenced = self.loading + 1
+        self.slot = self.unfenced + 1
+        self.consumer = self.slot + ring.items
+        self.private = 2 + Buffers.size(ring)
+        self.end = self.consumer + self.private * ring.num_consumers
+        self.of_consumer = list(range(self.consumer, self.end, self.private))
+        self.buffers = Buffers(ring, [at + 2 for at in self.of_consumer], who)
+
+    def memory(self) -> Memory:
+        """The memory at the start."""
+        ring = self.ring
+        consumers: list[Any] = []
+        for c in range(ring.num_consumers):
+            consumers += [1 + (c * STEPS if ring.consumers == "ping_pong" else 0), (), *Buffers.memory(ring)]
+        return [*(fresh(n) for n in self.counts.values()), *[0] * (ring.depth + 2 + ring.items), *consumers]
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`."""
+        if type(op) is WaitBarrier:
+            at = self.where[op.barrier]
+            return lambda pid, op, m: () if blocks(m[at], op.parity) else (0,)
+        if type(op) is Get:
+            slot = self.slot + op.slot
+            return lambda pid, op, m: (self.items[m[slot] - 2] if m[slot] > 1 else None,)
+        return None
+
+    def performer_of(self, op: Any, consumer: int) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`, for math loop ``consumer`` (the load loop: any)."""
+        private = self.of_consumer[consumer]
+        meaning = MEANING.get(type(op))
+        if meaning is not None:
+            return lambda pid, op, answer, m: meaning(self.buffers, op, consumer, m)
+        handlers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
+            Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
+            Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
+            Acquired: lambda pid, op, answer, m: self._acquired(m),
+            Load: lambda pid, op, answer, m: self._load(op, m),
+            Put: lambda pid, op, answer, m: self._put(op, m),
+            Get: lambda pid, op, answer, m: self._get(op, m),
+            Mma: lambda pid, op, answer, m: self._mma(op, m, private),
+            Retire: lambda pid, op, answer, m: self._retire(op, m, private),
+            Poisoned: lambda pid, op, answer, m: self._poison(op, m, private),
+            Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, consumer),
+            Settle: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
+        }
+        return handlers.get(type(op))
+
+    def _arrive(self, barrier: Barrier, m: Memory, arrivals: int, loads: int) -> None:
+        at = self.where[barrier]
+        m[at] = arrived(m[at], self.counts[barrier], arrivals, loads)
+
+    def see(self, m: Memory) -> None:
+        """The load loop has seen at a gate that something is there: copies do not, until it has fenced."""
+        m[self.unfenced] = 1
+
+    def _acquired(self, m: Memory) -> None:
+        m[self.unfenced] = 0
+
+    def _load(self, op: Load, m: Memory) -> None:
+        if m[self.unfenced]:
+            raise Fault("read before arrival", f"{self.who}loads item {op.item.tile}: what its gate saw is not fenced")
+        if m[self.loading] >> op.stage & 1:
+            raise Fault("overwritten while read", f"{self.who}loads into stage {op.stage}, which is still being loaded")
+        for private in self.of_consumer:
+            if op.stage in m[private + 1]:
+                raise Fault("overwritten while read", f"{self.who}loads into stage {op.stage} while an mma reads it")
+        m[self.stage + op.stage] = 1 + op.item.tile * STEPS + op.k
+        m[self.loading] |= 1 << op.stage
+
+    def land(self, stage: int, m: Memory) -> None:
+        """The load into ``stage`` is complete."""
+        m[self.loading] &= ~(1 << stage)
+        self._arrive(Barrier("full", stage), m, 0, -1)
+
+    def _put(self, op: Put, m: Memory) -> None:
+        if op.item is not None and op.item not in self.items:
+            self.items.append(op.item)
+        m[self.slot + op.slot] = 1 if op.item is None else 2 + self.items.index(op.item)
+
+    def _get(self, op: Get, m: Memory) -> None:
+        if not m[self.slot + op.slot]:
+            raise Fault("wrong data", f"{self.who}reads slot {op.slot} of the item ring before anything was put there")
+
+    def _mma(self, op: Mma, m: Memory, private: int) -> None:
+        if m[self.loading] >> op.stage & 1:
+            raise Fault("read before arrival", f"{self.who}an mma reads stage {op.stage} before its load has landed")
+        held, meant = m[self.stage + op.stage], m[private]
+        if held != meant:
+            raise Fault(
+                "wrong data", f"{self.who}an mma reads {_data(held)} in stage {op.stage}, meant is {_data(meant)}"
+            )
+        m[private] = meant + 1
+        m[private + 1] = (*m[private + 1], op.stage)
+
+    def _retire(self, op: Retire, m: Memory, private: int) -> None:
+        in_flight = m[private + 1]
+        m[private + 1] = in_flight[max(0, len(in_flight) - op.in_flight) :]
+
+    def _poison(self, op: Poisoned, m: Memory, private: int) -> None:
+        item = op.item
+        if m[private + 1]:
+            raise Fault("wrong data", f"{self.who}NaN is written to the accumulator while an mma writes it")
+        if item.k_begin < item.k_end or m[private] != 1 + item.tile * STEPS + item.k_end:
+            raise Fault(
+                "wrong data", f"{self.who}NaN for item {item.tile}; its accumulator is to get {_data(m[private])}"
+            )
+        m[private] = 1 + item.tile * STEPS + VOID
+
+    def _epilogue(self, op: Epilogue, m: Memory, consumer: int) -> None:
+        private, item = self.of_consumer[consumer], op.item
+        if m[private + 1]:
+            raise Fault("wrong data", f"{self.who}the epilogue takes the accumulator while an mma writes it")
+        if m[private] != 1 + item.tile * STEPS + (item.k_end if item.k_begin < item.k_end else VOID):
+            raise Fault(
+                "wrong data",
+                f"{self.who}the epilogue of item {op.item.tile}; its accumulator has yet to get {_data(m[private])}",
+            )
+        self.finish(op.item, consumer, m)
+
+    def finish(self, item: WorkItem, consumer: int, m: Memory) -> None:
+        """What an accumulator that is whole asks for: that a tile is stored; of a part `Settle` says whether it is."""
+        if item.parts == 1:
+            self.buffers.begin(item, consumer, m)
+        else:
+            self.buffers.finished(consumer, m)
+
+    def at_end(self, m: Memory) -> None:
+        """All loops have left: raise `Fault` unless both rings are as they were, but for their phases."""
+        self.buffers.at_end(m)
+        if m[self.loading]:
+            raise Fault("ring in use", f"{self.who}a load is still under way")
+        if any(m[private + 1] for private in self.of_consumer):
+            raise Fault("ring in use", f"{self.who}an mma is still in flight")
+        for barrier, count in self.counts.items():
+            if barrier.name != "order" and m[self.where[barrier]] & ~1 != fresh(count):
+                raise Fault("ring in use", f"{self.who}{barrier} is in the middle of a phase")
+        for full, empty, n in (("full", "empty", self.ring.depth), ("item_full", "item_empty", self.ring.items)):
+            for i in range(n):
+                if (m[self.where[Barrier(full, i)]] ^ m[self.where[Barrier(empty, i)]]) & 1:
+                    raise Fault("ring in use", f"{self.who}{full}[{i}] and {empty}[{i}] are not in the same round")
+
+
+def _data(code: int) -> str:
+    return f"K step {(code - 1) % STEPS} of item {(code - 1) // STEPS}" if code else "what nobody has loaded"

@@ -1,0 +1,197 @@
+"""`Model`: processes over shared memory; a subclass says what each operation means.
+
+A state is a tuple: the local state of each process, then the shared memory. A step is one operation of one process, or
+one event of the environment (a chunk arrives, a deadline expires, a load lands).
+
+With reductions on, a step is a chain: *delayed* operations, one operation, then *eager* operations of the same process.
+
+- An operation may be **delayed** until just before the next operation of its process if doing it later takes no
+  behaviour away from anybody and adds no fault that could not happen anyway.
+- An operation may be **eager**, done at once after the operation before it, if nobody can tell, except that doing it at
+  once shows at least the faults that doing it later would show.
+
+Each model argues for its own choices. Tests compare the verdicts with and without on small sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
+
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.processes import LEFT, Locals, Process
+
+State = tuple[Any, ...]
+Memory = list[Any]
+
+#: How an operation takes part in a chain. LAZY is delayed also when what follows is blocked: then nothing is done.
+STOP, EAGER, DELAYED, LAZY = range(4)
+
+
+class Model:
+    """Base of the models.
+
+    Attributes
+    ----------
+    eager, delayed, lazy
+        Types of operations that may be chained; see the module.
+    progress
+        Types of operations that take new work: a circle of states that contains none of them is a livelock.
+    """
+
+    eager: ClassVar[frozenset[type]] = frozenset()
+    delayed: frozenset[type] = frozenset()
+    lazy: ClassVar[frozenset[type]] = frozenset()
+    progress: ClassVar[frozenset[type]] = frozenset()
+
+    def __init__(self, processes: Sequence[Process], reduce: bool = True, symmetry: bool = True) -> None:
+        self.processes = list(processes)
+        self.reduce = reduce
+        self.symmetry = symmetry
+        self._chain: list[int] = [STOP]
+        self._answers: list[Callable[[int, Any, Memory], Sequence[Any]] | None] = [None]
+        self._perform: list[Callable[[int, Any, Any, Memory], None] | None] = [None]
+        self._progresses: list[bool] = [False]
+        self._minimised = False
+        self.locals = Locals(self.processes, self._bind, merge=reduce, remember=self.remember)
+
+    # What a subclass says -------------------------------------------------------------------------------------------
+
+    def memory(self) -> Memory:
+        """The shared memory at the start."""
+        raise NotImplementedError
+
+    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
+        """What the world outside may do."""
+        return []
+
+    def canonical(self, state: State) -> State:
+        """The representative of all states that differ only in the names of interchangeable processes."""
+        return state
+
+    def at_rest(self, m: Memory) -> None:
+        """Raise `Fault` where no process can do anything, unless that is a good end or the world outside can help."""
+        raise NotImplementedError
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """``(process, op, memory) -> possible answers``, none where ``op`` blocks; None for an op always answered 0."""
+        return None
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """``(process, op, answer, memory)``: change the memory in place, or raise `Fault`; None: nothing changes."""
+        return None
+
+    def tell(self, pid: int, op: Any, answer: Any) -> str:
+        """An operation as a line of a trace."""
+        return f"{self.processes[pid].name}: {op} -> {answer}"
+
+    def remember(self, op: Any, answer: Any) -> Hashable:
+        """What of an answer matters to a property ever after, even if the program forgets it; None: nothing."""
+        return None
+
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
+        """All answers ``op`` can have, ``past`` remembered; more do no harm, one that is missing costs merging."""
+        return (0,)
+
+    def urgent(self, pid: int, m: Memory) -> bool:
+        """Whether the next step of this process concerns nobody else, now or later: then it goes first, alone."""
+        return False
+
+    # What all have in common ----------------------------------------------------------------------------------------
+
+    def start(self) -> State:
+        """The state at the start."""
+        if self.reduce and not self._minimised:
+            self.locals.minimise(self.domain)
+            self._minimised = True
+        return (*self.locals.start(), *self.memory())
+
+    def steps(self, state: State, log: list[list[str]] | None = None) -> list[tuple[State, bool]]:
+        """The states one step away, and whether the step takes new work; to ``log`` the lines of each step.
+
+        Raises
+        ------
+        Fault
+            If a step breaks a property, or nobody can do anything and that is no good end.
+        """
+        out: list[tuple[State, bool]] = []
+        pids = [pid for pid in range(len(self.processes)) if state[pid] != LEFT]
+        if self.reduce:
+            m = list(state)
+            for pid in pids:
+                if self.urgent(pid, m):
+                    self._advance(pid, state, out, log, alone=True)
+                    return out
+        for pid in pids:
+            self._advance(pid, state, out, log)
+        if not out:
+            self.at_rest(list(state))
+        for line, m in self.environment(list(state)):
+            out.append((tuple(m), False))
+            if log is not None:
+                log.append([line])
+        return out
+
+    def _bind(self, local: int) -> None:
+        op = self.locals.op[local]
+        kind = type(op)
+        chain = STOP
+        if self.reduce:
+            chain = (
+                EAGER
+                if kind in self.eager
+                else DELAYED
+                if kind in self.delayed
+                else LAZY
+                if kind in self.lazy
+                else STOP
+            )
+        self._chain.append(chain)
+        self._answers.append(self.answers_of(op))
+        self._perform.append(self.performer_of(op))
+        self._progresses.append(kind in self.progress)
+
+    def _advance(
+        self, pid: int, state: State, out: list[tuple[State, bool]], log: list[list[str]] | None, alone: bool = False
+    ) -> None:
+        """All chains of process ``pid`` from ``state``; ``alone``: only up to an operation that others can tell."""
+        nexts, ops, chains, all_answers, performs = (
+            self.locals.next, self.locals.op, self._chain, self._answers, self._perform,
+        )  # fmt: skip
+        stack: list[tuple[Memory, bool, bool, bool, list[str]]] = [(list(state), False, False, False, [])]
+        while stack:
+            m, begun, committed, progressed, lines = stack.pop()
+            local = m[pid]
+            chain = chains[local]
+            if begun and (local == LEFT or (committed and chain != EAGER) or (alone and chain == STOP)):
+                out.append((tuple(m), progressed))
+                if log is not None:
+                    log.append(lines)
+                continue
+            op = ops[local]
+            ask = all_answers[local]
+            options: Sequence[Any] = (0,) if ask is None else ask(pid, op, m)
+            if not options and begun and chains[state[pid]] != LAZY:  # blocked on the way: stop here
+                out.append((tuple(m), progressed))
+                if log is not None:
+                    log.append(lines)
+                continue
+            perform = performs[local]
+            for answer in options:
+                n = m.copy() if len(options) > 1 else m
+                if perform is not None:
+                    try:
+                        perform(pid, op, answer, n)
+                    except Fault as fault:
+                        fault.step = [*lines, self.tell(pid, op, answer)]
+                        raise
+                n[pid] = nexts(local, answer)
+                stack.append(
+                    (
+                        n,
+                        True,
+                        committed or chain <= EAGER,
+                        progressed or self._progresses[local],
+                        lines if log is None else [*lines, self.tell(pid, op, answer)],
+                    )
+                )

@@ -1,0 +1,177 @@
+"""Model 9: ranks that reduce a few rows in one shot, each reading all others' slots: hosts, streams and watchdogs.
+
+Explored are `tilestream.core.protocols.one_shot.reduce`, and the host's part and the watchdog that it shares with
+sums (`begin_sum` of `tilestream.core.protocols.reduce_scatter`, `watch` of `tilestream.core.protocols.gather`), over
+several calls, with ranks that lose patience or are lost.
+
+What must hold: whoever adds, and was not overruled, finds every rank's product of his call in its slot, and nobody
+writes there until he has done so; nobody waits for ever; and where one has given up, all know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tilestream.core.protocols import gather as p
+from tilestream.core.protocols import one_shot as text
+from tilestream.core.protocols import reduce_scatter as q
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory
+from tilestream_tools.verify.ranks import Asked, Does, Issued, RanksCase, RanksModel, Turn
+
+
+@dataclass(frozen=True)
+class OneShotCase(RanksCase):
+    """One configuration of model 9: the texts."""
+
+    begin: Callable[[int], Turn] = q.begin_sum
+    reduce: Callable[[int, int, int], Turn] = text.reduce
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> OneShotModel:
+        """The model of this configuration."""
+        return OneShotModel(self, reduce)
+
+    def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
+        """As of `RanksCase`."""
+        return [(self.calling_name(0), lambda epoch: self.calling(rank, epoch), 1)]
+
+    def calling(self, rank: int, epoch: int) -> Turn:
+        """The calling stream: a call."""
+        if not (yield Issued(epoch)):
+            return None
+        yield from self.reduce(rank, self.world, epoch)
+        return epoch + 1 if epoch < self.epochs else None
+
+    def sizes(self) -> dict[str, int]:
+        """As of `RanksCase`: which calls all peers told of, and were added; which one is being added, and its slot."""
+        return {"heard": 1, "added": 1, "adding": 1, "from": 1, "flags": self.world, "slots": self.slots}
+
+    def __str__(self) -> str:
+        return self.of()
+
+
+def configurations(full: bool) -> Iterator[OneShotCase]:
+    """2 ranks, and 3 once. Full: more calls, patience that ends anywhere, and ranks lost."""
+    for epochs in (1, 2, 3):
+        yield OneShotCase(epochs=epochs)
+    yield OneShotCase(world=3, epochs=1)
+    yield OneShotCase(epochs=1, expires=((0, 1),), lost=1)
+    yield OneShotCase(epochs=2, expires=((0, 2),))
+    if full:
+        yield OneShotCase(epochs=5)
+        yield OneShotCase(world=3, epochs=2)
+        yield OneShotCase(epochs=2, expires=((0, 1), (1, 2)))
+        yield OneShotCase(epochs=3, expires=((0, 2),))
+        yield OneShotCase(epochs=2, expires=((0, 1), (0, 2)), lost=1)
+        yield OneShotCase(epochs=4, expires=((0, 2), (1, 2)))
+        yield OneShotCase(epochs=3, expires=((0, 1), (0, 2), (0, 3)), lost=1)
+
+
+class OneShotModel(RanksModel):
+    """See the module."""
+
+    case: OneShotCase
+
+    def kept(self, rank: int, at: int) -> bool:
+        """As of `RanksModel`: what its peers may still read."""
+        return self.at(rank, "slots") <= at < self.at(rank, "slots", self.case.slots)
+
+    # Answers --------------------------------------------------------------------------------------------------------
+
+    def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "added")] >= op.epoch else ()
+
+    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "heard")] >= op.epoch else ()
+
+    def _hear(self, rank: int, op: text.HearPeer, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
+
+    def _waits(self, rank: int, m: Memory) -> text.HearPeer | None:
+        """What the calling stream is stuck at: a flag that does not say it yet."""
+        op: Any = self.locals.op[m[rank * self._roles + 1]]
+        return op if isinstance(op, text.HearPeer) and not self._hear(rank, op, m) else None
+
+    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
+        heard = m[self.at(rank, "heard")]
+        return (heard + 1,) if m[self.at(rank, "issued")] > heard else (0,)
+
+    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
+        if m[self.at(rank, "heard")] >= op.epoch:
+            return (1,)
+        return () if self._waits(rank, m) is None else (0,)
+
+    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
+        return (0, 1)  # 1: a flag that came between the look and the write is overwritten
+
+    _asked: ClassVar[dict[type, Asked]] = {
+        **RanksModel._asked, p.AwaitCall: _await_call, p.AwaitSide: _await_side, text.HearPeer: _hear,
+        p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
+    }  # fmt: skip
+
+    # What operations do ---------------------------------------------------------------------------------------------
+
+    def _multiply(self, rank: int, op: text.Multiply, answer: int, m: Memory) -> None:
+        m[self.at(rank, "slots", op.slot)] = -op.epoch  # half of it
+        for other in range(self.case.world):
+            reads = m[self.at(other, "adding")]
+            if reads and m[self.at(other, "from")] == op.slot and not self._void(other, reads, m):
+                what = f"rank {rank} writes call {op.epoch}'s product, and rank {other} adds those of {reads}"
+                raise Fault("overwritten while read", what)
+
+    def _multiplied(self, rank: int, op: text.Multiplied, answer: int, m: Memory) -> None:
+        m[self.at(rank, "slots", op.slot)] = m[self.at(rank, "ended")] = op.epoch
+
+    def _tell_peer(self, rank: int, op: text.TellPeer, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "flags", rank)] = op.epoch
+
+    def _heard(self, rank: int, op: text.Heard, answer: int, m: Memory) -> None:
+        m[self.at(rank, "heard")] = op.epoch
+
+    def _void(self, rank: int, epoch: int, m: Memory) -> bool:
+        return bool(0 < m[self.at(rank, "over")] <= epoch)
+
+    def _add(self, rank: int, op: text.AddSlots, answer: int, m: Memory) -> None:
+        m[self.at(rank, "adding")], m[self.at(rank, "from")] = op.epoch, op.slot
+        if self._void(rank, op.epoch, m):
+            return
+        for other in range(self.case.world):
+            value = m[self.at(other, "slots", op.slot)]
+            what = f"rank {rank} adds call {op.epoch}'s products, and rank {other}'s slot has"
+            if abs(value) > op.epoch:
+                raise Fault("overwritten while read", f"{what} that of {abs(value)}")
+            if value != op.epoch:
+                raise Fault("read before arrival", f"{what} {'half of one' if value < 0 else f'that of {value}'}")
+
+    def _added(self, rank: int, op: text.Added, answer: int, m: Memory) -> None:
+        m[self.at(rank, "adding")], m[self.at(rank, "from")], m[self.at(rank, "added")] = 0, 0, op.epoch
+
+    def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
+        m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
+
+    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
+        for peer in p.peers(rank, self.case.world):
+            flag = self.at(rank, "flags", peer)
+            m[flag] = op.epoch if answer else max(m[flag], op.epoch)
+
+    _does: ClassVar[dict[type, Does]] = {
+        **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.TellPeer: _tell_peer,
+        text.Heard: _heard, text.AddSlots: _add, text.Added: _added, p.Overrule: _overrule, p.Release: _release,
+    }  # fmt: skip
+
+    # The world outside ----------------------------------------------------------------------------------------------
+
+    def lose(self, rank: int, m: Memory) -> None:
+        """As of `RanksModel`."""
+        m[self.at(rank, "adding")] = m[self.at(rank, "from")] = 0
+
+    def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
+        """As of `RanksModel`: the watchdog, of a stream that waits for a peer."""
+        stuck = self._waits(rank, m)
+        if stuck is None or m[self.at(rank, "expired")] or (rank, stuck.epoch) not in self.case.expires:
+            return []
+        n = m.copy()
+        n[self.at(rank, "expired")] = 1
+        return [(f"rank {rank} loses patience in call {stuck.epoch}", n)]

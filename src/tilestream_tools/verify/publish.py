@@ -1,0 +1,255 @@
+"""Model 6: workers that publish their output, chunk by chunk, and readers that take each chunk when it is signalled.
+
+Explored is `tilestream.core.loop.publish`, for tiles that may straddle chunks, over several launches: a launch of a
+stream begins when the one before has ended. Stores are under way until their worker has waited for them. What a worker
+does before (multiplications, the epilogue) is nobody else's, and no reader waits for anything but a signal.
+
+What must hold: a reader finds all of its chunk written, by the launch that it waits for; every chunk is signalled in
+every launch; and the counts are zero in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from tilestream.core import loop
+from tilestream.core.chunks import chunk_of, rows_in
+from tilestream.core.integers import cdiv
+from tilestream.core.loop import Announce, CountRows, Landed, RestoreRows, Share
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory, Model
+from tilestream_tools.verify.processes import LEFT, Process
+
+Turn = Generator[Any, int, Any]
+
+
+class AwaitLaunch(NamedTuple):
+    """Worker: wait until all workers have left ``launch``."""
+
+    launch: int
+
+
+class Take(NamedTuple):
+    """Worker: begin an item, whose stores are under way from here on."""
+
+    item: int
+    launch: int
+
+
+class End(NamedTuple):
+    """Worker: leave ``launch``."""
+
+    worker: int
+    launch: int
+
+
+class AwaitSignal(NamedTuple):
+    """Reader: wait until a chunk's signal is at least ``launch``."""
+
+    chunk: int
+    launch: int
+
+
+class ReadChunk(NamedTuple):
+    """Reader: read a chunk."""
+
+    chunk: int
+    launch: int
+
+
+class AwaitTaken(NamedTuple):
+    """Wait until an item has been begun: what no worker may do."""
+
+    item: int
+    launch: int
+
+
+class ReadCount(NamedTuple):
+    """Read a chunk's count: half of a `CountRows` that is none. Answer: the count."""
+
+    chunk: int
+
+
+class WriteCount(NamedTuple):
+    """Write a chunk's count: the other half."""
+
+    chunk: int
+    value: int
+
+
+@dataclass(frozen=True)
+class PublishCase:
+    """One configuration of model 6.
+
+    Attributes
+    ----------
+    rows, block, per_chunk, columns
+        Rows of the output, of a tile and of a chunk; column tiles.
+    workers, launches
+        How many; items go round among the workers.
+    text
+        How an item is published.
+    """
+
+    rows: int = 2
+    block: int = 1
+    per_chunk: int = 2
+    columns: int = 1
+    workers: int = 2
+    launches: int = 2
+    text: Callable[[int, Iterable[Share]], Turn] = loop.publish
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the output."""
+        return cdiv(self.rows, self.per_chunk)
+
+    @property
+    def items(self) -> int:
+        """Tiles."""
+        return cdiv(self.rows, self.block) * self.columns
+
+    def shares(self, item: int) -> list[Share]:
+        """What an item brings, and to which chunks: by the arithmetic that kernels use."""
+        begin = item // self.columns * self.block
+        end = min(self.rows, begin + self.block)
+        chunks = range(chunk_of(begin, self.per_chunk), chunk_of(end - 1, self.per_chunk) + 1)
+        return [Share(c, rows_in(begin, end, c, self.per_chunk), self.due(c)) for c in chunks]
+
+    def due(self, chunk: int) -> int:
+        """What a chunk's count comes to."""
+        return rows_in(0, self.rows, chunk, self.per_chunk) * self.columns
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> PublishModel:
+        """The model of this configuration."""
+        return PublishModel(self, reduce)
+
+    def __str__(self) -> str:
+        words = [
+            f"{self.workers} workers, {self.rows} rows in tiles of {self.block} and chunks of {self.per_chunk}, "
+            f"{self.columns} column tiles, {self.launches} launches"
+        ]
+        words += [self.text.__name__] if self.text is not loop.publish else []
+        return ", ".join(words)
+
+
+def worker(case: PublishCase, number: int, at: tuple[int, int]) -> Turn:
+    """One turn of a worker: an item, or the end of a launch. ``at``: the launch, and the next item."""
+    launch, item = at
+    if item == number:
+        yield AwaitLaunch(launch - 1)
+    if item >= case.items:
+        yield End(number, launch)
+        return (launch + 1, number) if launch < case.launches else None
+    yield Take(item, launch)
+    yield from case.text(item, case.shares(item))
+    return launch, item + case.workers
+
+
+def reader(case: PublishCase, chunk: int, launch: int) -> Turn:
+    """Whoever waits for a chunk."""
+    yield AwaitSignal(chunk, launch)
+    yield ReadChunk(chunk, launch)
+    return launch + 1 if launch < case.launches else None
+
+
+class PublishModel(Model):
+    """See the module.
+
+    Its memory: by item the launch that took it, and the one whose stores of it have landed; by chunk its count and its
+    signal; by worker the launch that it has left.
+    """
+
+    eager: ClassVar[frozenset[type]] = frozenset({End})
+    delayed: frozenset[type] = frozenset()
+    progress: ClassVar[frozenset[type]] = frozenset({Take, ReadChunk})
+
+    def __init__(self, case: PublishCase, reduce: bool = True) -> None:
+        self.case = case
+        turns = [
+            Process(f"worker {i}", lambda at, i=i: worker(case, i, at), (1, i), ("worker", i))  # type: ignore[misc]
+            for i in range(case.workers)
+        ]
+        turns += [
+            Process(f"reader of chunk {c}", lambda at, c=c: reader(case, c, at), 1, ("reader", c))  # type: ignore[misc]
+            for c in range(case.chunks)
+        ]
+        self._taken = len(turns)
+        self._landed = self._taken + case.items
+        self._counts = self._landed + case.items
+        self._signals = self._counts + case.chunks
+        self._left = self._signals + case.chunks
+        super().__init__(turns, reduce)
+
+    def memory(self) -> Memory:
+        """As `Model.memory`."""
+        return [0] * (2 * self.case.items + 2 * self.case.chunks + self.case.workers)
+
+    def domain(self, op: Any, past: Any) -> Sequence[Any]:
+        """As `Model.domain`."""
+        return range(self.case.due(op.chunk) + 1) if isinstance(op, CountRows | ReadCount) else (0,)
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`."""
+        if isinstance(op, CountRows | ReadCount):
+            return lambda pid, op, m: (m[self._counts + op.chunk],)
+        ready: dict[type, Callable[[Any, Memory], bool]] = {
+            AwaitLaunch: lambda op, m: min(m[self._left : self._left + self.case.workers]) >= op.launch,
+            AwaitSignal: lambda op, m: m[self._signals + op.chunk] >= op.launch,
+            AwaitTaken: lambda op, m: m[self._taken + op.item] >= op.launch,
+        }
+        if type(op) not in ready:
+            return None
+        return lambda pid, op, m: (0,) if ready[type(op)](op, m) else ()
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
+        every: dict[type, Callable[[Any, Memory], None]] = {
+            Take: self._take, Landed: self._land, CountRows: self._count, RestoreRows: self._restore,
+            Announce: self._announce, End: self._end, ReadChunk: self._read, WriteCount: self._write,
+        }  # fmt: skip
+        does = every.get(type(op))
+        return None if does is None else lambda pid, op, answer, m: does(op, m)
+
+    def _take(self, op: Take, m: Memory) -> None:
+        m[self._taken + op.item] = op.launch
+
+    def _land(self, op: Landed, m: Memory) -> None:
+        m[self._landed + op.item] = m[self._taken + op.item]
+
+    def _count(self, op: CountRows, m: Memory) -> None:
+        m[self._counts + op.chunk] += op.rows
+        if m[self._counts + op.chunk] > self.case.due(op.chunk):
+            raise Fault("count not restored", f"chunk {op.chunk} comes to more rows than it has")
+
+    def _write(self, op: WriteCount, m: Memory) -> None:
+        m[self._counts + op.chunk] = op.value
+
+    def _restore(self, op: RestoreRows, m: Memory) -> None:
+        m[self._counts + op.chunk] = 0
+
+    def _announce(self, op: Announce, m: Memory) -> None:
+        # The launch is what the signalled items were taken by: none of the next is taken before all have left.
+        m[self._signals + op.chunk] = max(m[self._taken : self._taken + self.case.items])
+
+    def _end(self, op: End, m: Memory) -> None:
+        m[self._left + op.worker] = op.launch
+        if min(m[self._left : self._left + self.case.workers]) == op.launch:
+            for chunk in range(self.case.chunks):
+                if m[self._counts + chunk]:
+                    raise Fault("count not restored", f"launch {op.launch} leaves rows of chunk {chunk} counted")
+
+    def _read(self, op: ReadChunk, m: Memory) -> None:
+        for item in range(self.case.items):
+            mine = any(share.chunk == op.chunk for share in self.case.shares(item))
+            if mine and m[self._landed + item] < op.launch:
+                raise Fault("read before arrival", f"chunk {op.chunk} is read, and item {item} of it is not written")
+
+    def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
+        here = [process.name for pid, process in enumerate(self.processes) if m[pid] != LEFT]
+        if here:
+            stuck = (f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT)
+            raise Fault("deadlock", "; ".join(stuck))

@@ -1,0 +1,294 @@
+"""What the models of ranks have in common: hosts, watchdogs, abort words, ranks that are lost.
+
+A rank is some processes: the host, which issues calls ahead of the device; calling streams, kernels included; other
+streams; and the watchdog, which is the last of them. `tilestream_tools.verify.gather`,
+`tilestream_tools.verify.sums` and `tilestream_tools.verify.one_shot` say what streams do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+from tilestream.core.protocols import gather as p
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory, Model, State
+from tilestream_tools.verify.processes import LEFT, Process
+
+#: What a place holds that is no epoch: half a copy; a copy of what was written again meanwhile.
+TORN, OVERWRITTEN = -1, -2
+
+Turn = Generator[Any, int, "int | None"]
+#: ``(model, rank, operation, memory)`` to the possible answers.
+Asked = Callable[[Any, int, Any, Memory], Sequence[int]]
+#: ``(model, rank, operation, answer, memory)``: changes the memory.
+Does = Callable[[Any, int, Any, int, Memory], None]
+
+
+def _watchdog(case: RanksCase, rank: int, carried: int) -> Turn:
+    return case.watch(rank, case.world)
+
+
+class Issued(NamedTuple):
+    """A stream: wait until the host has issued ``epoch``. Answer: 0 where it never will."""
+
+    epoch: int
+
+
+class Ended(NamedTuple):
+    """The kernel of ``epoch`` has ended."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RanksCase:
+    """One configuration of a model of ranks.
+
+    Attributes
+    ----------
+    world, epochs
+        Ranks, calls.
+    expires
+        Where patience may end, as (rank, epoch).
+    lost
+        Which rank may be lost; None: none.
+    slots
+        Slots of a rank, as the text that is run has them.
+    streams
+        Calling streams, which take the calls in turn.
+    begin, watch
+        The text.
+    """
+
+    world: int = 2
+    epochs: int = 3
+    expires: tuple[tuple[int, int], ...] = ()
+    lost: int | None = None
+    slots: int = p.SLOTS
+    streams: int = 1
+    begin: Callable[[int], Turn] = p.begin
+    watch: Callable[[int, int], Turn] = p.watch
+
+    def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
+        """Of a rank's streams: what traces call them, their turns, the first one. Calling streams first."""
+        raise NotImplementedError
+
+    def sizes(self) -> dict[str, int]:
+        """What a rank's memory holds beside `FIELDS`."""
+        raise NotImplementedError
+
+    def host(self, epoch: int) -> Turn:
+        """The host issues the calls, one after the other."""
+        begun = yield from self.begin(epoch)
+        return epoch + 1 if begun is not None and epoch < self.epochs else None
+
+    def calling_name(self, stream: int) -> str:
+        """What traces call a calling stream."""
+        return f"calling stream {stream}" if self.streams > 1 else "calling stream"
+
+    def of(self, chunks: str = "") -> str:
+        """The case in words."""
+        shards = f"{chunks} chunks a shard, " if chunks else ""
+        words = [f"{self.world} ranks, {shards}{self.epochs} calls, {self.slots} slots"]
+        words += [f"rank {rank}'s kernel of call {epoch} may expire" for rank, epoch in self.expires]
+        words += [f"from {self.streams} streams in turn"] if self.streams > 1 else []
+        words += [f"rank {self.lost} may be lost"] if self.lost is not None else []
+        return ", ".join([*words, *self.changed()])
+
+    def changed(self) -> list[str]:
+        """The names of the texts that are not the real ones."""
+        given = ((field.default, getattr(self, field.name)) for field in fields(self))
+        return [text.__name__ for own, text in given if callable(own) and text is not own]
+
+
+#: What a rank's memory begins with: what its host and streams have come to, by epoch, and what was said to it.
+FIELDS = ("issued", "ended", "over", "broken", "expired", "abort", "dead")
+
+
+class RanksModel(Model):
+    """See the module. A rank's memory: `FIELDS`, by stream the call that was posted, then what `sizes` says."""
+
+    progress: ClassVar[frozenset[type]] = frozenset({p.Begin})
+
+    def __init__(self, case: Any, reduce: bool = True) -> None:
+        self.case = case
+        turns: list[Process] = []
+        for rank in range(case.world):
+            programs = [
+                ("host", case.host, 1),
+                *case.programs(rank),
+                ("watchdog", functools.partial(_watchdog, case, rank), 0),
+            ]
+            turns += [Process(f"rank {rank}'s {role}", turn, start, (role, rank)) for role, turn, start in programs]
+        self._roles = len(turns) // case.world
+        self._offset = {name: i for i, name in enumerate(FIELDS)}
+        at = len(FIELDS)
+        for name, size in {"posted": case.streams, **case.sizes()}.items():
+            self._offset[name] = at
+            at += size
+        self._size, self._base = at, len(turns)
+        super().__init__(turns, reduce)
+
+    def memory(self) -> Memory:
+        """As `Model.memory`."""
+        return [0] * (self._size * self.case.world)
+
+    def at(self, rank: int, name: str, index: int = 0) -> int:
+        """Where a word of a rank is."""
+        return self._base + rank * self._size + self._offset[name] + index
+
+    def stream(self, epoch: int) -> int:
+        """The calling stream of a call."""
+        return int((epoch - 1) % self.case.streams)
+
+    def urgent(self, pid: int, m: Memory) -> bool:
+        """As `Model.urgent`: where nobody can give up, what hosts and watchdogs do only lets others go on."""
+        if self.case.expires or self.case.lost is not None or 0 < pid % self._roles < self._roles - 1:
+            return False
+        op = self.locals.op[m[pid]]
+        ask: Asked = self._asked.get(type(op), RanksModel._always)
+        return bool(ask(self, pid // self._roles, op, m))
+
+    def kept(self, rank: int, at: int) -> bool:
+        """Whether the word at ``at`` of a rank that is lost matters to the others."""
+        return False
+
+    def canonical(self, state: State) -> State:
+        """As `Model.canonical`: of a rank that is lost nothing matters but what is `kept`."""
+        lost = self.case.lost
+        if lost is None or not state[self.at(lost, "dead")]:
+            return state
+        m = list(state)
+        first = self._roles * lost
+        m[first : first + self._roles] = [LEFT] * self._roles
+        for at in range(self.at(lost, "issued"), self.at(lost, "issued") + self._size):
+            if at != self.at(lost, "dead") and not self.kept(lost, at):
+                m[at] = 0
+        return tuple(m)
+
+    # Answers --------------------------------------------------------------------------------------------------------
+
+    def domain(self, op: Any, past: Any) -> Sequence[Any]:
+        """As `Model.domain`."""
+        if type(op) is p.Oldest:
+            return range(self.case.epochs + 1)
+        return (0, 1) if type(op) in self._asked else (0,)
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`: nothing is done by a rank that is lost."""
+        ask: Asked = self._asked.get(type(op), RanksModel._always)
+
+        def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
+            rank = pid // self._roles
+            return () if m[self.at(rank, "dead")] else ask(self, rank, op, m)
+
+        return answers
+
+    def _always(self, rank: int, op: Any, m: Memory) -> Sequence[int]:
+        return (0,)
+
+    def _begin(self, rank: int, op: p.Begin, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "broken")] else (1,)
+
+    def _issued(self, rank: int, op: Issued, m: Memory) -> Sequence[int]:
+        if m[self.at(rank, "issued")] >= op.epoch:
+            return (1,)
+        return (0,) if m[rank * self._roles] == LEFT else ()
+
+    def _await_post(self, rank: int, op: p.AwaitPost, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "posted", self.stream(op.epoch))] >= op.epoch else ()
+
+    def _await_kernel(self, rank: int, op: p.AwaitKernel, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "ended")] >= op.epoch else ()
+
+    def _notice(self, rank: int, op: p.Notice, m: Memory) -> Sequence[int]:
+        if m[self.at(rank, "expired")] or m[self.at(rank, "abort")]:
+            return (1,)
+        first = rank * self._roles
+        return (0,) if all(local == LEFT for local in m[first : first + self._roles - 1]) else ()
+
+    _asked: ClassVar[dict[type, Asked]] = {
+        p.Begin: _begin, Issued: _issued, p.AwaitPost: _await_post, p.AwaitKernel: _await_kernel, p.Notice: _notice,
+    }  # fmt: skip
+
+    # What operations do ---------------------------------------------------------------------------------------------
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
+        done = self._does.get(type(op))
+        if done is None:
+            return None
+        return lambda pid, op, answer, m: done(self, pid // self._roles, op, answer, m)
+
+    def _set_issued(self, rank: int, op: p.Begin, answer: int, m: Memory) -> None:
+        if answer:
+            m[self.at(rank, "issued")] = op.epoch
+
+    def _post(self, rank: int, op: p.Post, answer: int, m: Memory) -> None:
+        m[self.at(rank, "posted", self.stream(op.epoch))] = op.epoch
+
+    def _ended(self, rank: int, op: Ended, answer: int, m: Memory) -> None:
+        m[self.at(rank, "ended")] = max(m[self.at(rank, "ended")], op.epoch)
+
+    def _break(self, rank: int, op: p.Break, answer: int, m: Memory) -> None:
+        m[self.at(rank, "broken")] = 1
+
+    def _abort(self, rank: int, op: p.Abort, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "abort")] = 1
+
+    _does: ClassVar[dict[type, Does]] = {
+        p.Begin: _set_issued, p.Post: _post, Ended: _ended, p.Break: _break, p.Abort: _abort,
+    }  # fmt: skip
+
+    # The world outside, and ends ------------------------------------------------------------------------------------
+
+    def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
+        """What a rank's patience may come to."""
+        raise NotImplementedError
+
+    def lose(self, rank: int, m: Memory) -> None:
+        """What else becomes of a rank that is lost."""
+
+    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
+        """As `Model.environment`."""
+        out: list[tuple[str, Memory]] = []
+        for rank in range(self.case.world):
+            if m[self.at(rank, "dead")]:
+                continue
+            out += self.impatient(rank, m)
+            if rank == self.case.lost:
+                n = m.copy()
+                n[self.at(rank, "dead")] = 1
+                self.lose(rank, n)
+                out.append((f"rank {rank} is lost", n))
+        return out
+
+    def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
+        alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
+        roles = range(self._roles)
+        here = [pid for rank in alive for pid in (self._roles * rank + role for role in roles) if m[pid] != LEFT]
+        if here:
+            if not self.environment(m):
+                stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)
+                raise Fault("deadlock", "; ".join(stuck))
+            return
+        gave_up = [rank for rank in alive if m[self.at(rank, "expired")]]
+        for rank in alive:
+            if gave_up and not (m[self.at(rank, "expired")] or m[self.at(rank, "abort")]):
+                raise Fault("not told", f"rank {gave_up[0]} has given up, and rank {rank} does not know")
+            if not m[self.at(rank, "broken")] and m[self.at(rank, "ended")] < self.case.epochs:
+                raise Fault("missing work", f"rank {rank} has left after {m[self.at(rank, 'ended')]} calls")
+
+    def tell(self, pid: int, op: Any, answer: Any) -> str:
+        """As `Model.tell`."""
+        after = f" -> {answer}" if type(op) in self._asked and len(self.domain(op, None)) > 1 else ""
+        return f"{self.processes[pid].name}: {say(op)}{after}"
+
+
+def say(op: Any) -> str:
+    """An operation in a trace."""
+    return f"{type(op).__name__.lower()}({', '.join(f'{name} {value}' for name, value in op._asdict().items())})"

@@ -1,0 +1,142 @@
+"""`run`: all configurations of a level, one after the other or on several processes, and what came of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from tilestream_tools.verify.faults import Violation
+from tilestream_tools.verify.processes import NotAlikeError
+from tilestream_tools.verify.search import check
+from tilestream_tools.verify.sweep import MODELS, Case, Level, configurations
+
+#: States at which the search for the shortest trace gives up.
+PLAIN_LIMIT = 2_000_000
+#: Of a gather: four processes a rank, and most steps concern nobody else. There it is the other search that finds.
+GATHER_LIMIT = 5_000
+
+
+@dataclass(frozen=True)
+class Result:
+    """One configuration explored: ``states`` of the search with reductions, and the violation, if there is one."""
+
+    model: str
+    configuration: str
+    states: int
+    seconds: float
+    violation: Violation | None = None
+
+    def __str__(self) -> str:
+        verdict = "holds" if self.violation is None else f"VIOLATED: {self.violation.kind}"
+        return f"{self.model}: {self.configuration}: {self.states:,} states, {self.seconds:.2f} s: {verdict}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `run` has found. ``results`` in growing order of size for each model."""
+
+    level: str
+    results: tuple[Result, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every property holds everywhere."""
+        return not self.violations
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """Of each model that fails, the one at the smallest failing size."""
+        return tuple(r.violation for r in self.results if r.violation is not None)
+
+    @property
+    def states(self) -> int:
+        """States explored."""
+        return sum(r.states for r in self.results)
+
+    def __str__(self) -> str:
+        lines = []
+        for model in dict.fromkeys(r.model for r in self.results):
+            own = [r for r in self.results if r.model == model]
+            most = max(own, key=lambda r: r.states)
+            verdict = "every property holds" if all(r.violation is None for r in own) else "VIOLATED"
+            lines.append(
+                f"{model:8} {len(own):4} configurations {sum(r.states for r in own):12,} states "
+                f"{sum(r.seconds for r in own):7.1f} s  {verdict}"
+            )
+            lines.append(f"{'':8} largest: {most.states:,} states: {most.configuration}")
+        lines += [str(violation) for violation in self.violations]
+        lines.append(f"{self.level}: {self.states:,} states in {self.seconds:.1f} s: {'OK' if self.ok else 'FAILED'}")
+        return "\n".join(lines)
+
+
+def explore(model: str, case: Case) -> Result:
+    """Explore one configuration."""
+    began = time.perf_counter()
+    limit = GATHER_LIMIT if model in ("gather", "sums") else PLAIN_LIMIT
+    try:
+        violation, states = check(lambda reduce: case.build(reduce), str(case), limit)
+    except NotAlikeError:  # a program that looks at its worker's number: then nobody is interchangeable
+        violation, states = check(lambda reduce: case.build(reduce, symmetry=False), str(case), limit)
+    return Result(model, str(case), states, time.perf_counter() - began, violation)
+
+
+def run(
+    level: Level = "quick",
+    progress: Callable[[Result, int, int], None] | None = None,
+    *,
+    models: Sequence[str] = MODELS,
+    jobs: int = 1,
+) -> Report:
+    """Explore every configuration of ``level``. A model that fails is not explored at larger sizes.
+
+    Parameters
+    ----------
+    level
+        ``"quick"`` (under a minute on one core) or ``"full"`` (minutes).
+    progress
+        Called after each configuration with its result, how many are done, and how many there are.
+    models
+        Some of ``"workers"``, ``"ring"``, ``"product"``, ``"shared"``, ``"attention"``, ``"gather"``, ``"publish"``,
+        ``"sums"``, ``"copies"``, ``"reduce"``.
+    jobs
+        Processes to use. With more than one, the caller's main module must be importable (multiprocessing's spawn).
+
+    Raises
+    ------
+    ValueError
+        If level or a model is unknown, or jobs is not positive.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs}; at least one process explores")
+    began = time.perf_counter()
+    work = [(model, case) for model in models for case in configurations(model, level)]
+    results: list[Result] = []
+    failed: set[str] = set()
+    for done, result in enumerate(_explored(work, jobs, failed), 1):
+        if result is None or result.model in failed:
+            continue
+        results.append(result)
+        if result.violation is not None:
+            failed.add(result.model)
+        if progress is not None:
+            progress(result, done, len(work))
+    return Report(level, tuple(results), time.perf_counter() - began)
+
+
+def _explored(work: Sequence[tuple[str, Case]], jobs: int, failed: set[str]) -> Iterator[Result | None]:
+    """Each result in the order of ``work``; None for what came after a failure of its model."""
+    if jobs == 1:
+        for model, case in work:
+            yield None if model in failed else explore(model, case)
+        return
+    # Spawn: the caller may hold threads (torch's), which fork would copy half way.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(explore, model, case) for model, case in work]
+        for (model, _), future in zip(work, futures, strict=True):
+            if model in failed:
+                future.cancel()
+            yield None if future.cancelled() else future.result()

@@ -1,0 +1,326 @@
+"""Model 2: the load loop and the math loops of one worker, over item ring and stage ring.
+
+Items come without end: any sequence of K counts, and STOP after any of them, when the schedule is at its end. So there
+is no bound on how long the loops run; item numbers count modulo `NUMBERS`, more than can be under way at once. At any
+item the gate may say that the launch is over (`RingCase.expires`): that item is void, and so are those after it.
+
+What must hold: nobody is ever stuck; each consumer multiplies each K step of each of its items once, in order, from a
+stage that holds just that; no load goes to a stage that is read or being loaded, and none comes between a gate and the
+fence behind it; the epilogue has the whole of its item, or NaN, just where it is void, and stores each strip of a tile
+once, from a C buffer that holds just that and that no store reads when it is filled; after STOP all leave, no store
+reads any more, and both rings are as they were. Every circle of states takes a new item, so an item is finished in a
+bounded number of steps.
+
+Reductions, and why they hide nothing:
+
+- *Next*, *Pass* and *Acquired* touch nothing of the rings, and are delayed until the load loop can hand the item on.
+- *Retire* is delayed to the operation after it: a stage that is read for longer is a stage that can be
+  overwritten for longer.
+- *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect on its own completes no phase. A load that
+  starts, or an mma that starts, has its stage in use from then on: done at once, it shows every overlap. Where the
+  order of a load and an mma on one stage could matter, both orders are faults.
+- *Settle*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and what `Settle` is
+  answered nobody else asks. (Where two have one buffer, by mistake, each leaves it with a store in flight: in whatever
+  order they come, the second fills it too early.)
+- *Landing* is lazy: a load lands only when somebody may wait for it. What else could come before it, a second load into
+  the stage or an mma on it, is a fault.
+- *Symmetry*: the two consumers of a cooperative ring are interchangeable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tilestream.schedule import WorkItem
+from tilestream_tools.verify.barriers import STEPS, VOID, RingMemory
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory, Model, State
+from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.protocol import (
+    Acquired,
+    Drain,
+    Epilogue,
+    Expect,
+    Fence,
+    Fill,
+    Finish,
+    Get,
+    Load,
+    LoadState,
+    MathState,
+    Mma,
+    Next,
+    Pass,
+    Poisoned,
+    Put,
+    Retire,
+    Ring,
+    Settle,
+    Source,
+    Store,
+    WaitBarrier,
+    epilogue,
+    gated,
+    k_steps,
+    load_turn,
+    math_turn,
+    voided,
+)  # fmt: skip
+
+#: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
+NUMBERS = 4
+
+#: What a consumer does with its own accumulator and C buffers.
+OWN: frozenset[type] = frozenset({Mma, Retire, Poisoned, Settle, Drain, Fill, Fence, Store})
+
+LoadTurn = Callable[[Ring, Source, LoadState], Generator[Any, Any, "LoadState | None"]]
+MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
+
+
+@dataclass(frozen=True)
+class RingCase:
+    """One configuration of model 2: the rings, the K counts an item may have, and the programs of the loops.
+
+    ``split``: an item may also be a part of a tile, which is the last of them or not.
+    ``expires``: the launch may be over, from any item on.
+    ``ends_clean``: at the end both rings must be as they were. (A kernel that exits could do without; one that goes on
+    with another problem over the same rings cannot.)
+    """
+
+    ring: Ring
+    k_counts: tuple[int, ...] = (1, 2)
+    load: LoadTurn = load_turn
+    math: MathTurn = math_turn
+    source: Source = gated
+    finish: Finish = epilogue
+    ends_clean: bool = True
+    split: bool = False
+    expires: bool = False
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> RingModel:
+        """The model of this configuration."""
+        return RingModel(self, reduce, symmetry)
+
+    def __str__(self) -> str:
+        ring = self.ring
+        words = [
+            f"{ring.consumers}, {ring.depth} stages, {ring.items} item slots",
+            f"{' or '.join(map(str, self.k_counts))} K steps an item",
+        ]
+        if ring.precise:
+            words.append("precise")
+        if ring.strips:
+            words.append(f"{ring.strips} strips through {ring.buffers} C buffers")
+        if self.split:
+            words.append("tiles and parts")
+        if self.expires:
+            words.append("over from any item on")
+        words += [
+            f.__name__
+            for f, ours in (
+                (self.load, load_turn),
+                (self.math, math_turn),
+                (self.source, gated),
+                (self.finish, epilogue),
+            )
+            if f is not ours
+        ]
+        return ", ".join(words)
+
+
+class RingModel(Model):
+    """See the module.
+
+    Memory: `RingMemory`, whether the launch is over, the next item's number; by number: its K steps, and consumers to
+    come.
+    """
+
+    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Epilogue, *OWN}) - {Retire}
+    delayed: frozenset[type] = frozenset({Retire})
+    lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass, Acquired})
+    progress: ClassVar[frozenset[type]] = frozenset({Next})
+
+    def __init__(self, case: RingCase, reduce: bool = True, symmetry: bool = True) -> None:
+        self.case = case
+        ring = case.ring
+        alike = ring.consumers == "cooperative" and symmetry
+
+        def math_of(consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
+            return lambda state: case.math(ring, case.finish, consumer, state)
+
+        processes = [Process("load", lambda state: case.load(ring, case.source, state), LoadState(), "load")]
+        for c in range(ring.num_consumers):
+            name = "math" if ring.num_consumers == 1 else f"math {c}"
+            processes.append(Process(name, math_of(c), MathState(), "math" if alike else f"math {c}"))
+        self.alike = alike
+        parts = (1, 2) if case.split else (1,)
+        self.all_items = [
+            WorkItem(n, 0, 0, 0, 0, k, 0, p) for n in range(NUMBERS) for k in case.k_counts for p in parts
+        ]
+        self.handed_on = [*self.all_items, *(map(voided, self.all_items) if case.expires else ())]
+        self.rings = RingMemory(ring, len(processes), "", self.handed_on)
+        self.over = self.rings.end
+        self.number = self.over + 1
+        self.left = self.number + 1
+        super().__init__(processes, reduce, symmetry)
+
+    def memory(self) -> Memory:
+        """As `Model.memory`."""
+        return [*self.rings.memory(), 0, 0, *[0] * NUMBERS]
+
+    def canonical(self, state: State) -> State:
+        """As `Model.canonical`."""
+        if not self.alike:
+            return state
+        c, d = self.rings.of_consumer
+        end = self.rings.end
+        if (state[1], state[c:d]) <= (state[2], state[d:end]):
+            return state
+        return (state[0], state[2], state[1], *state[3:c], *state[d:end], *state[c:d], *state[end:])
+
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
+        """As `Model.domain`."""
+        if type(op) is Next or type(op) is Get:
+            return (None, *(self.all_items if type(op) is Next else self.handed_on))
+        return (0, 1) if type(op) is Pass or type(op) is Settle else (0,)
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`."""
+        if type(op) is Next:
+            return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
+        if type(op) is Pass:
+            answers = ((1, 0) if self.case.expires else (1,), (0,))
+            return lambda pid, op, m: answers[m[self.over]]
+        if type(op) is Settle:
+            return lambda pid, op, m: (1, 0)
+        return self.rings.answers_of(op)
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
+        kind = type(op)
+        if kind is Next:
+            return self._next
+        if kind is Pass:
+            return self._pass
+        if kind is Epilogue:
+            return self._epilogue
+        if kind in OWN:
+            consumers = range(self.case.ring.num_consumers)
+            each = [perform for c in consumers if (perform := self.rings.performer_of(op, c)) is not None]
+            return lambda pid, op, answer, m: each[pid - 1](pid, op, answer, m)
+        return self.rings.performer_of(op, 0)
+
+    def _next(self, pid: int, op: Next, answer: WorkItem | None, m: Memory) -> None:
+        if answer is not None:
+            if m[self.left + answer.tile]:
+                raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
+            readers = 2 if self.case.ring.consumers == "cooperative" else 1
+            m[self.left + answer.tile] = (VOID if m[self.over] else answer.k_end) * 4 + readers
+            m[self.number] = (answer.tile + 1) % NUMBERS
+
+    def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
+        if answer:
+            self.rings.see(m)
+        elif not m[self.over]:
+            m[self.over] = 1
+            m[self.left + op.item.tile] += (VOID - op.item.k_end) * 4
+
+    def _epilogue(self, pid: int, op: Epilogue, answer: int, m: Memory) -> None:
+        private = self.rings.of_consumer[pid - 1]
+        number, k = divmod(m[private] - 1, STEPS)
+        steps, readers = divmod(m[self.left + number], 4)
+        if op.item.tile != number:
+            raise Fault("wrong data", f"{self.processes[pid].name} has item {op.item.tile}, its next is {number}")
+        if not readers:
+            raise Fault("double work", f"{self.processes[pid].name} does item {number}, which is finished")
+        if k != steps and VOID in (k, steps):
+            has = "NaN, and the launch is not over" if k == VOID else "a product, though its gate said that it is over"
+            raise Fault("gate ignored", f"{self.processes[pid].name} ends item {number} with {has}")
+        if k != steps:
+            raise Fault("wrong data", f"{self.processes[pid].name} ends item {number} after {k} of {steps} K steps")
+        if m[private + 1]:
+            raise Fault("wrong data", f"{self.processes[pid].name} takes the accumulator while an mma writes it")
+        m[self.left + number] = 0 if readers == 1 else m[self.left + number] - 1
+        stride = 2 if self.case.ring.consumers == "ping_pong" else 1
+        m[private] = 1 + (number + stride) % NUMBERS * STEPS
+        self.rings.finish(op.item, pid - 1, m)
+
+    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
+        """As `Model.environment`."""
+        return landings(self, self.rings, m, range(1, len(self.processes)), "")
+
+    def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
+        here = [f"{p.name} at {say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        if not here:
+            self.at_end(m)
+        elif not self.environment(m):
+            raise Fault("deadlock", "; ".join(here))
+
+    def at_end(self, m: Memory) -> None:
+        """All loops have left."""
+        for number in range(NUMBERS):
+            if m[self.left + number]:
+                raise Fault("missing work", f"item {number} was handed out and not finished")
+        self.rings.buffers.at_end(m)
+        if self.case.ends_clean:
+            self.rings.at_end(m)
+
+    def tell(self, pid: int, op: Any, answer: Any) -> str:
+        """As `Model.tell`."""
+        after = ""
+        if isinstance(op, Next | Get):
+            after = f" -> {say_item(answer)}"
+        elif isinstance(op, Pass):
+            after = " -> arrived" if answer else " -> the launch is over"
+        elif isinstance(op, Settle):
+            after = " -> the last part" if answer else " -> others are to come"
+        return f"{self.processes[pid].name}: {say(op)}{after}"
+
+
+def landings(model: Model, rings: RingMemory, m: Memory, math: Sequence[int], who: str) -> list[tuple[str, Memory]]:
+    """The loads that may land now: with reductions, those that a math loop may be waiting for."""
+    out: list[tuple[str, Memory]] = []
+    if not m[rings.loading]:
+        return out
+    ops = [model.locals.op[m[pid]] for pid in math]
+    waited = {op.barrier.at for op in ops if type(op) is WaitBarrier and op.barrier.name == "full"}
+    for stage in range(rings.ring.depth):
+        if m[rings.loading] >> stage & 1 and (not model.reduce or stage in waited):
+            n = m.copy()
+            line = f"{who}the load into stage {stage} lands"
+            try:
+                rings.land(stage, n)
+            except Fault as fault:
+                fault.step = [line]
+                raise
+            out.append((line, n))
+    return out
+
+
+def say_item(item: WorkItem | None) -> str:
+    """An item in a trace."""
+    if item is None:
+        return "STOP"
+    return f"item {item.tile}, void" if item.k_end < item.k_begin else f"item {item.tile} of {k_steps(item)} K steps"
+
+
+def say(op: Any) -> str:
+    """An operation of `protocol` in a trace."""
+    if isinstance(op, WaitBarrier):
+        return f"wait({op.barrier}, phase {op.parity})"
+    if isinstance(op, Put):
+        return f"put(slot {op.slot}, {say_item(op.item)})"
+    if isinstance(op, Load):
+        return f"load(stage {op.stage}, K step {op.k} of item {op.item.tile})"
+    if isinstance(op, Retire):
+        return f"retire(all but {op.in_flight})"
+    if isinstance(op, Drain):
+        return f"drain(all but {op.in_flight} stores)"
+    words = [
+        f"item {v.tile}" if isinstance(v, WorkItem) else f"{k} {v}" if isinstance(v, int) else str(v)
+        for k, v in op._asdict().items()
+    ]
+    return f"{type(op).__name__.lower()}({', '.join(words)})"

@@ -1,0 +1,241 @@
+"""Model 7: the ranks of a sum, their streams, hosts and watchdogs: model 4 for products that are pulled and added.
+
+Explored is the text of `tilestream.core.protocols.reduce_scatter`, as GPUs perform it, in a world like that of
+`tilestream_tools.verify.gather`, whose words these are; in place of lanes there is a side stream. The kernel waits for
+nobody; so what may expire is the watchdog's patience, once it has ended, while the side stream waits for a peer.
+
+What must hold: a sum is of its own epoch's parts, all of them, whole; or it is NaN, from the call on that the watchdog
+has overruled. For the rest as in model 4. So are the reductions: Compute is as Fill, Publish as Signal, Sum as Read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tilestream.core.protocols import gather as p
+from tilestream.core.protocols import reduce_scatter as q
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory
+from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Issued, RanksCase, RanksModel, Turn
+
+#: ``produce(rank, world, batches, parts, epoch)``, and the same of `scatter`.
+Text = Callable[[int, int, int, int, int], Turn]
+
+
+@dataclass(frozen=True)
+class SumCase(RanksCase):
+    """One configuration of model 7: ``chunks`` that a rank has for each, and the texts."""
+
+    chunks: int = 1
+    begin: Callable[[int], Turn] = q.begin_sum
+    produce: Text = q.produce
+    scatter: Text = q.scatter
+    add_up: Callable[[int], Turn] = q.add_up
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> SumModel:
+        """The model of this configuration."""
+        return SumModel(self, reduce)
+
+    def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
+        """As of `RanksCase`."""
+
+        def calling(epoch: int) -> Turn:
+            return self.calling(rank, epoch)
+
+        return [
+            *((self.calling_name(i), calling, 1 + i) for i in range(self.streams)),
+            ("side stream", lambda epoch: self.side(rank, epoch), 1),
+        ]
+
+    def calling(self, rank: int, epoch: int) -> Turn:
+        """A calling stream: a call."""
+        if not (yield Issued(epoch)):
+            return None
+        yield from self.produce(rank, self.world, 1, self.chunks, epoch)
+        yield from self.add_up(epoch)
+        return epoch + self.streams if epoch + self.streams <= self.epochs else None
+
+    def side(self, rank: int, epoch: int) -> Turn:
+        """The side stream: a call."""
+        if not (yield Issued(epoch)):
+            return None
+        yield from self.scatter(rank, self.world, 1, self.chunks, epoch)
+        return epoch + 1 if epoch < self.epochs else None
+
+    def sizes(self) -> dict[str, int]:
+        """As of `RanksCase`: slots hold whole products; ``summed`` is the last call that is over."""
+        shards = self.world * self.chunks
+        return {
+            "sided": 1, "pull": 1, "flags": self.world, "signals": shards, "slots": self.slots * shards,
+            "gathered": shards, "read": self.streams, "summed": 1,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.of(str(self.chunks))
+
+
+class SumModel(RanksModel):
+    """See the module. A signal is a step's; what is read by a sum is all of a call."""
+
+    case: SumCase
+    eager: ClassVar[frozenset[type]] = frozenset(
+        {q.Compute, q.PullPart, q.Publish, p.Post, p.Done, q.Ended, p.Break, p.Overrule, p.Release, q.Sum}
+    )
+    delayed: frozenset[type] = frozenset({q.Computed, q.PulledPart, q.Summed})
+    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, q.AwaitPublished, p.AwaitSide})
+
+    def kept(self, rank: int, at: int) -> bool:
+        """As of `RanksModel`: what its peers may still pull."""
+        return self.at(rank, "slots") <= at < self.at(rank, "gathered")
+
+    def shard(self, rank: int, chunk: int) -> int:
+        """The place of a chunk among all ranks'."""
+        return rank * self.case.chunks + chunk
+
+    def _told(self, epoch: int, parts: int) -> int:
+        """What a flag says that so many chunks of a call are there."""
+        return (epoch - 1) * self.case.chunks + parts
+
+    def _place(self, slot: int, peer: int, n: int) -> int:
+        """Of a chunk for ``peer`` in a rank's slots."""
+        return (slot * self.case.world + peer) * self.case.chunks + n
+
+    def _sent(self, rank: int, step: int) -> tuple[int, int]:
+        return q.sent(rank, self.case.world, 1, self.case.chunks, step)
+
+    # Answers --------------------------------------------------------------------------------------------------------
+
+    def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
+        return (0,) if min(m[self.at(rank, "sided")], m[self.at(rank, "summed")]) >= op.epoch else ()
+
+    def _await_published(self, rank: int, op: q.AwaitPublished, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "signals", op.step)] >= op.epoch else ()
+
+    def _await_part(self, rank: int, op: q.AwaitPart, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "flags", op.peer)] >= self._told(op.epoch, op.parts) else ()
+
+    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
+
+    def _waits(self, rank: int, m: Memory) -> q.AwaitPart | None:
+        """What the side stream is stuck at: a flag that does not say it yet."""
+        op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
+        return op if isinstance(op, q.AwaitPart) and not self._await_part(rank, op, m) else None
+
+    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
+        if m[self.at(rank, "sided")] >= op.epoch:
+            return (1,)
+        return () if self._waits(rank, m) is None else (0,)
+
+    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
+        sided = m[self.at(rank, "sided")]
+        return (sided + 1,) if m[self.at(rank, "issued")] > sided else (0,)
+
+    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
+        # 1: a flag that came between the look and the write is overwritten.
+        return (0, 1)
+
+    _asked: ClassVar[dict[type, Asked]] = {
+        **RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
+        p.AwaitSide: _await_side, p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
+    }  # fmt: skip
+
+    # What operations do ---------------------------------------------------------------------------------------------
+
+    def _compute(self, rank: int, op: q.Compute, answer: int, m: Memory) -> None:
+        peer, n = self._sent(rank, op.step)
+        place = self._place(op.slot, peer, n)
+        reads = self.at(rank, "read")
+        if peer == rank and any(x and x % self.case.slots == op.slot for x in m[reads : reads + self.case.streams]):
+            raise Fault("overwritten while read", f"rank {rank} computes where its sum reads")
+        m[self.at(rank, "slots", place)] = TORN
+        for other in range(self.case.world):
+            pull = m[self.at(other, "pull")]
+            if pull and pull[:2] == (rank, place):
+                m[self.at(other, "pull")] = (*pull[:2], OVERWRITTEN)
+
+    def _computed(self, rank: int, op: q.Computed, answer: int, m: Memory) -> None:
+        m[self.at(rank, "slots", self._place(op.slot, *self._sent(rank, op.step)))] = op.epoch
+
+    def _publish(self, rank: int, op: q.Publish, answer: int, m: Memory) -> None:
+        m[self.at(rank, "signals", op.step)] = op.epoch
+
+    def _tell_part(self, rank: int, op: q.TellPart, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "flags", rank)] = self._told(op.epoch, op.parts)
+
+    def _pull_part(self, rank: int, op: q.PullPart, answer: int, m: Memory) -> None:
+        n = self._sent(op.peer, op.step)[1]
+        place = self._place(op.slot, rank, n)
+        m[self.at(rank, "pull")] = (op.peer, place, m[self.at(op.peer, "slots", place)])
+        self._receive(rank, op.peer, n, TORN, m)
+
+    def _pulled_part(self, rank: int, op: q.PulledPart, answer: int, m: Memory) -> None:
+        self._receive(rank, op.peer, self._sent(op.peer, op.step)[1], m[self.at(rank, "pull")][2], m)
+        m[self.at(rank, "pull")] = 0
+
+    def _receive(self, rank: int, source: int, n: int, value: int, m: Memory) -> None:
+        reads = self.at(rank, "read")
+        if any(m[reads : reads + self.case.streams]):
+            raise Fault("overwritten while read", f"rank {rank} pulls to where its sum reads")
+        m[self.at(rank, "gathered", self.shard(source, n))] = value
+
+    def _kernel_ended(self, rank: int, op: q.Ended, answer: int, m: Memory) -> None:
+        m[self.at(rank, "ended")] = max(m[self.at(rank, "ended")], op.epoch)
+
+    def _sum(self, rank: int, op: q.Sum, answer: int, m: Memory) -> None:
+        m[self._reader(rank, op.epoch)] = op.epoch
+        over = m[self.at(rank, "over")]
+        if over and over <= op.epoch:
+            return
+        for source in range(self.case.world):
+            for n in range(self.case.chunks):
+                at = self.at(rank, "gathered", self.shard(source, n))
+                if source == rank:
+                    at = self.at(rank, "slots", self._place(op.epoch % p.SLOTS, rank, n))
+                what = f"rank {rank}'s sum of call {op.epoch} has chunk {n} of rank {source}'s product"
+                if m[at] == OVERWRITTEN or m[at] > op.epoch:
+                    raise Fault("overwritten while read", f"{what}, which that rank wrote over while it was pulled")
+                if m[at] != op.epoch:
+                    raise Fault("read before arrival", f"{what} of call {m[at]}" if m[at] >= 0 else f"{what}, half")
+
+    def _summed(self, rank: int, op: q.Summed, answer: int, m: Memory) -> None:
+        m[self._reader(rank, op.epoch)] = 0
+        m[self.at(rank, "summed")] = max(m[self.at(rank, "summed")], op.epoch)
+
+    def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
+        m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
+
+    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
+        for peer in p.peers(rank, self.case.world):
+            flag, told = self.at(rank, "flags", peer), self._told(op.epoch, self.case.chunks)
+            m[flag] = told if answer else max(m[flag], told)
+
+    def _done(self, rank: int, op: p.Done, answer: int, m: Memory) -> None:
+        m[self.at(rank, "sided")] = op.epoch
+
+    def _reader(self, rank: int, epoch: int) -> int:
+        return self.at(rank, "read", self.stream(epoch))
+
+    _does: ClassVar[dict[type, Does]] = {
+        **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.TellPart: _tell_part,
+        q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, p.Done: _done, q.Sum: _sum,
+        q.Summed: _summed, p.Overrule: _overrule, p.Release: _release,
+    }  # fmt: skip
+
+    # The world outside ----------------------------------------------------------------------------------------------
+
+    def lose(self, rank: int, m: Memory) -> None:
+        """As of `RanksModel`."""
+        m[self.at(rank, "pull")] = 0
+
+    def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
+        """As of `RanksModel`: the watchdog, of a side stream that waits when the kernel has ended."""
+        stuck = self._waits(rank, m)
+        patient = stuck is None or m[self.at(rank, "ended")] < stuck.epoch or m[self.at(rank, "expired")]
+        if stuck is None or patient or (rank, stuck.epoch) not in self.case.expires:
+            return []
+        n = m.copy()
+        n[self.at(rank, "expired")] = 1
+        return [(f"rank {rank} is out of patience with call {stuck.epoch}", n)]

@@ -1,0 +1,362 @@
+"""The words that workers share, and what the operations of `tilestream.core.loop` mean on them.
+
+=====================  ==========================================================================================
+``Take``, ``Peek``     atomic on a counter that starts at the launch's base, here 0
+``Ready``              one of its queues, any of those whose chunks' signals are all up; -1 once the abort word is set,
+                       or where this worker's deadline has passed; either, where both are so; else blocked
+``Wait``, ``See``      1 once the signal is up; 0 once the abort word is set; either, where both are so; else blocked
+``Poll``               the abort word; 1 too where the launch found its signals in quarantine
+``Compute``            reads its rows and columns at once; a partial result is written, for others not yet visible
+``Poison``             reads nothing, and writes NaN where Compute would write
+``Count``              acquire and release: what the worker has written for this tile is visible; the last restores to 0
+``Look``               acquire: an atomic read of the count
+``Write``              what ``Compute`` or ``Poison`` has left with the worker (``held``), for others not yet visible
+``Add``                as ``Count``, and restores nothing
+``Restore``            a plain write of 0
+``Reduce``             reads the slots that schedule and stream-K name, in that order; of NaN comes NaN
+``AddUp``              as ``Reduce``; the worker's own part is what it holds
+``Leave``              atomic on the exit count
+``Reset``              a plain write of 0; of the signals, to all of them
+=====================  ==========================================================================================
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilestream.core.gate import See, Wait, chunks_of
+from tilestream.core.loop import (
+    Add,
+    AddUp,
+    Compute,
+    Count,
+    Leave,
+    Look,
+    Poison,
+    Poll,
+    Quarantine,
+    Reduce,
+    Reset,
+    Restore,
+    Write,
+)  # fmt: skip
+from tilestream.core.queues import next_base
+from tilestream.schedule import Peek, Ready, Take, WorkItem
+from tilestream_tools.verify import operations as ops
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory, Model
+from tilestream_tools.verify.oracle import Oracle, expected_tiles
+from tilestream_tools.verify.partials import Partials
+from tilestream_tools.verify.processes import LEFT
+
+if TYPE_CHECKING:
+    from tilestream_tools.verify.workers import WorkersCase
+
+
+#: What a worker watches the launch by.
+WATCHES: frozenset[type] = frozenset({Poll, Wait, See})
+
+
+class Words(Model):
+    """The memory of a `WorkersCase`: the words and the truth (`set_up`), counters, counts, slots."""
+
+    case: WorkersCase
+
+    def set_up(self, private: int) -> None:
+        """Lay out the memory behind ``private`` entries, and work out what each tile is and reads."""
+        schedule, gate = self.case.schedule, self.case.gate
+        grid = schedule.grid
+        # The abort word, the signals (chunks as bits), their mark, the exit count.
+        self.aborted, self.signals, self.quarantined, self.left = range(private, private + 4)
+        # The truth: chunks that are there, K steps handed in, tiles stored, items computed after the expiry; in arrival
+        # order, whether a worker has found its deadline passed where it waited for several queues.
+        self.arrived, self.done, self.stored, self.late, self.passed = range(private + 4, private + 9)
+        self.counter = private + 9
+        self.partials = Partials(schedule, self.counter + schedule.queues, self.case.settled)
+        self.end = self.partials.end
+        self.all_steps = (1 << grid.k_steps) - 1
+        self.oracle = Oracle(schedule, gate)
+        self.all_chunks = (1 << self.oracle.chunks) - 1
+        self.wanted = self._wanted()
+        self.expected = expected_tiles(schedule, self.case.running)
+
+    def memory(self) -> Memory:
+        """As `Model.memory`."""
+        words = [0, 0, int(self.case.quarantined), 0]
+        return [*words, 0, 0, 0, 0, 0, *[0] * self.case.schedule.queues, *self.partials.memory()]
+
+    def _wanted(self) -> list[int]:
+        """In arrival order: by queue, the signals that a worker looks at before it takes from it, as bits."""
+        schedule, gate = self.case.schedule, self.case.gate
+        if schedule.split != "chunks":
+            return []
+        assert gate is not None, "arrival order without a gate"
+        operand = 0 if gate.rows is not None else 1
+        return [sum(self.oracle.bit(operand, chunk) for chunk in of) for of in chunks_of(schedule, gate)]
+
+    def ready(self, op: Ready, m: Memory) -> list[int]:
+        """The queues of an operation whose chunks' signals are up."""
+        return [queue for queue in ops.queues_of(op) if not self.wanted[queue] & ~m[self.signals]]
+
+    def idle(self, m: Memory) -> int:
+        """The first queue with an item left and its chunks' signals up; -1 where there is none."""
+        sizes = map(self.case.schedule.queue_size, range(len(self.wanted)))
+        found = (
+            queue for queue, size in enumerate(sizes)
+            if m[self.counter + queue] < size and not self.wanted[queue] & ~m[self.signals]
+        )  # fmt: skip
+        return next(found, -1)
+
+    # What operations mean -------------------------------------------------------------------------------------------
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`."""
+        kind = type(op)
+        if kind in ops.WAITS:
+            bit = self.oracle.bit(op.operand, op.chunk)
+            if not bit:
+                return None  # performing it is the fault
+            if kind is ops.WaitForever:
+                return lambda pid, op, m: (1,) if m[self.signals] & bit else ()
+            # By signal, aborted. With reductions the chunk may arrive in the very operation, once the launch is over.
+            answers = (((), (0, 1) if self.reduce else (0,)), ((1,), (0, 1)))
+            return lambda pid, op, m: answers[1 if m[self.signals] & bit else 0][m[self.aborted]]
+        if kind is Ready:
+            return self._ready_answers
+        if kind is Poll:
+            return lambda pid, op, m: (m[self.aborted] | m[self.quarantined],)
+        if kind is ops.PollAbort:
+            return lambda pid, op, m: (m[self.aborted],)
+        if kind is Take or kind is Peek:
+            counter = self.counter + op.queue
+            return lambda pid, op, m: (m[counter],)
+        if kind is Count or kind is Add or kind is Look:
+            count = self.partials.count_of(op.item)
+            return lambda pid, op, m: (m[count],)
+        if kind is ops.AwaitCount:
+            count = self.partials.count_of(op.item)
+            return lambda pid, op, m: (1,) if m[count] == op.wanted else ()
+        if kind is ops.AwaitTile:
+            return lambda pid, op, m: (1,) if m[self.stored] >> op.tile & 1 else ()
+        if kind is Leave:
+            return lambda pid, op, m: (m[self.left],)
+        return None
+
+    def _ready_answers(self, pid: int, op: Ready, m: Memory) -> Sequence[int]:
+        if not m[self.aborted]:
+            return self.ready(op, m)
+        # As of a Wait: with reductions, chunks may arrive in the very operation, once the launch is over.
+        return [*(ops.queues_of(op) if self.reduce else self.ready(op, m)), -1]
+
+    def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
+        """As `Model.domain`."""
+        schedule = self.case.schedule
+        kind = type(op)
+        if kind is Ready:
+            return (-1, *ops.queues_of(op))
+        if kind is Take or kind is Peek:
+            return range(next_base(0, schedule.queue_size(op.queue), schedule.workers) + 1)
+        if kind is Count or kind is Add or kind is Look:
+            return range(op.item.parts + 1)
+        if kind is Leave:
+            return range(schedule.workers)
+        if kind is ops.AwaitCount or kind is ops.AwaitTile or kind is ops.WaitForever:
+            return (1,)
+        if kind in ops.POLLS and past is not None:
+            return (1,)  # nobody takes the abort word back while this worker is in
+        return (0, 1) if kind in ops.WAITS or (kind in ops.POLLS and self.case.gate is not None) else (0,)
+
+    def urgent(self, pid: int, m: Memory) -> bool:
+        """As `Model.urgent`."""
+        return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in WATCHES
+
+    def remember(self, op: Any, answer: Any) -> Hashable:
+        """As `Model.remember`: what has told a worker that the launch is over."""
+        over = (type(op) in ops.WAITS and not answer) or (type(op) in ops.POLLS and answer)
+        return type(op).__name__.lower() if over else None
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
+        return {
+            **dict.fromkeys(ops.WAITS, self._wait),
+            Ready: self._ready,
+            Take: self._take,
+            Compute: self._compute,
+            Poison: self._poison,
+            Count: self._count,
+            Add: self._add,
+            Write: self._write,
+            Restore: self._restore,
+            Reduce: self._reduce,
+            AddUp: self._reduce,
+            ops.ReduceNumbers: self._reduce,
+            ops.SetCounter: self._set_counter,
+            Leave: self._leave,
+            Reset: self._reset,
+            Quarantine: self._quarantine,
+            ops.AwaitCount: self._await_count,
+        }.get(type(op))
+
+    def _wait(self, pid: int, op: Any, answer: int, m: Memory) -> None:
+        bit = self.oracle.bit(op.operand, op.chunk)
+        if not bit:
+            raise Fault("signal out of range", f"a wait for chunk {op.chunk} of {self.oracle.counts[op.operand]}")
+        if answer:
+            self._signal(bit, m)
+
+    def _ready(self, pid: int, op: Ready, answer: int, m: Memory) -> None:
+        if answer >= 0:
+            self._signal(self.wanted[answer], m)
+
+    def _signal(self, bits: int, m: Memory) -> None:
+        """Signals come up; the chunks have arrived, unless the signals are those of an earlier launch."""
+        m[self.signals] |= bits
+        if not self.case.quarantined:
+            m[self.arrived] |= bits
+
+    def _take(self, pid: int, op: Take, answer: int, m: Memory) -> None:
+        schedule = self.case.schedule
+        if answer >= next_base(0, schedule.queue_size(op.queue), schedule.workers):
+            raise Fault(
+                "counter out of bounds",
+                f"queue {op.queue} hands out {answer}; the next launch counts from "
+                f"{next_base(0, schedule.queue_size(op.queue), schedule.workers)}",
+            )
+        if self.case.drain == "leave" and m[self.aborted] and self.locals.past[m[pid]]:
+            raise Fault("not drained", f"{self.processes[pid].name} takes a ticket after it was told to leave")
+        m[self.counter + op.queue] = answer + 1
+
+    def _compute(self, pid: int, op: Compute, answer: int, m: Memory) -> None:
+        item = op.item
+        name = self.processes[pid].name
+        told_by = self.locals.past[m[pid]]
+        if told_by is not None:
+            raise Fault(
+                "gate ignored", f"{name} does tile {item.tile} after a {told_by} has said that the launch is over"
+            )
+        if m[self.aborted]:
+            m[self.late] += 1
+            if m[self.late] >= len(self.processes):
+                raise Fault(
+                    "not drained",
+                    f"{m[self.late]} items done after the expiry by {len(self.processes)} workers, one of them blocked",
+                )
+        missing = self.oracle.needs(item) & ~m[self.arrived]
+        if missing:
+            raise Fault(
+                "read before arrival",
+                f"{name} does tile {item.tile} (rows {item.pm}, columns {item.pn}) before {self.oracle.names(missing)}",
+            )
+        self._hand_in(pid, op, m, nan=False)
+
+    def _poison(self, pid: int, op: Poison, answer: int, m: Memory) -> None:
+        item = op.item
+        if self.locals.past[m[pid]] is None:
+            raise Fault(
+                "poisoned in vain",
+                f"{self.processes[pid].name} poisons tile {item.tile}, and nobody told it that the launch is over",
+            )
+        self._hand_in(pid, op, m, nan=True)
+
+    def _hand_in(self, pid: int, op: Compute | Poison, m: Memory, nan: bool) -> None:
+        item, name = op.item, self.processes[pid].name
+        self._check_item(item)
+        steps = ((1 << item.k_end) - (1 << item.k_begin)) << item.tile * self.case.schedule.grid.k_steps
+        if m[self.done] & steps:
+            raise Fault("double work", f"{name} does tile {item.tile}, K steps {item.k_begin} to {item.k_end}, again")
+        m[self.done] |= steps
+        if item.parts == 1:
+            self._finish(pid, item, m)
+            return
+        if op.held:
+            self.partials.hold(name, item, nan, m)
+        else:
+            self.partials.write(name, item, nan, m)
+
+    def _check_item(self, item: WorkItem) -> None:
+        grid = self.case.schedule.grid
+        if self.oracle.tiles.get(item.tile) != (item.batch, item.pm, item.pn):
+            raise Fault("wrong data", f"tile {item.tile} is handed over as {(item.batch, item.pm, item.pn)}")
+        if not 0 <= item.k_begin < item.k_end <= grid.k_steps:
+            raise Fault("wrong data", f"tile {item.tile} with K steps {item.k_begin} to {item.k_end} of {grid.k_steps}")
+
+    def _finish(self, pid: int, item: WorkItem, m: Memory) -> None:
+        if m[self.stored] >> item.tile & 1:
+            raise Fault("double work", f"{self.processes[pid].name} stores tile {item.tile} again")
+        m[self.stored] |= 1 << item.tile
+
+    def _add(self, pid: int, op: Add, answer: int, m: Memory) -> None:
+        self.partials.add(op, answer, m)
+
+    def _count(self, pid: int, op: Count, answer: int, m: Memory) -> None:
+        self.partials.count_in(op, answer, m)
+
+    def _await_count(self, pid: int, op: ops.AwaitCount, answer: int, m: Memory) -> None:
+        self.partials.restore(op.item, m)
+
+    def _write(self, pid: int, op: Write, answer: int, m: Memory) -> None:
+        self.partials.write_held(self.processes[pid].name, op.item, m)
+
+    def _restore(self, pid: int, op: Restore, answer: int, m: Memory) -> None:
+        self.partials.restore(op.item, m)
+
+    def _reduce(self, pid: int, op: Reduce | AddUp | ops.ReduceNumbers, answer: int, m: Memory) -> None:
+        self._finish(pid, op.item, m)
+        self.partials.reduce(self.processes[pid].name, op, m)
+
+    def _set_counter(self, pid: int, op: ops.SetCounter, answer: int, m: Memory) -> None:
+        m[self.counter + op.queue] = op.value
+
+    def _leave(self, pid: int, op: Leave, answer: int, m: Memory) -> None:
+        m[self.left] = answer + 1
+
+    def _reset(self, pid: int, op: Reset, answer: int, m: Memory) -> None:
+        name = self.processes[pid].name
+        if op.word == "signals" or op.word == "abort":
+            still = [p.name for o, p in enumerate(self.processes) if o != pid and m[o] != LEFT and self.watches(o)]
+            if still:
+                raise Fault("reset too early", f"{name} does {self.say(op)}, and {', '.join(still)} may still read it")
+        if op.word == "signals":
+            missing = self.all_chunks & ~m[self.arrived]
+            if missing:
+                raise Fault("reset too early", f"{name} zeroes the signals; {self.oracle.names(missing)} may yet come")
+            m[self.signals] = 0
+        elif op.word == "abort":
+            m[self.aborted] = 0
+        elif op.word == "exits":
+            m[self.left] = 0
+        else:
+            m[self.counter + op.queue] = 0
+
+    def _quarantine(self, pid: int, op: Quarantine, answer: int, m: Memory) -> None:
+        if not m[self.aborted] | m[self.quarantined]:
+            raise Fault("not reset", f"{self.processes[pid].name} marks the signals of a launch that is not over")
+        m[self.quarantined] = 1
+
+    def watches(self, pid: int) -> bool:
+        """Whether a process looks at the abort word and at signals."""
+        return True
+
+    def say(self, op: Any) -> str:
+        """An operation in a trace."""
+        return ops.say(op, self.oracle)
+
+    # Ends -----------------------------------------------------------------------------------------------------------
+
+    def check_words(self, m: Memory) -> None:
+        """All have left, the last of them through `tilestream.core.loop.leave`: what the next launch finds."""
+        counters = m[self.counter : self.partials.count]
+        if any(counters):
+            raise Fault("not reset", f"the queues' counters are {counters}")
+        for name, at in (("exit count", self.left), ("abort word", self.aborted)):
+            if m[at]:
+                raise Fault("not reset", f"the {name} is {m[at]}")
+        if m[self.quarantined]:
+            return
+        if m[self.signals]:
+            raise Fault("not reset", f"the signal of {self.oracle.names(m[self.signals])} is still up")
+        missing = self.all_chunks & ~m[self.arrived]
+        if missing:
+            raise Fault("not reset", f"the signal of {self.oracle.names(missing)} may come, and is in no quarantine")

@@ -1,0 +1,298 @@
+"""Model 1: workers x queues x gates x expiry and drain.
+
+Every worker runs a protocol text that a backend runs, `tilestream.core.loop.work` or `work_through`, or another
+program given in its place. What its operations mean on the words they share says `tilestream_tools.verify.words`.
+
+Chunks arrive in any order, or never; each signal comes up with its chunk, once. The deadline may expire whenever a
+worker is blocked at a chunk that is not there: that sets the abort word, and that worker's wait is answered 0. Nobody
+but the launch's workers sets that word. What a tile reads is worked out here row by row, from the bounds alone;
+`Chunks.of_rows` and `Gate.needs` are what is being checked.
+
+What must hold beside what holds for all (each item once, none before its chunks, nobody stuck, counts and slots as
+they were), by `Drain`:
+
+- *leave*: after an expiry a worker that is told so takes nothing more.
+- *poison*: after an expiry, too, each item is handed in once and each tile stored. Nobody computes who was told that
+  the launch is over, ever after; nobody poisons who was not. A split tile is NaN if one of its parts is, and only then.
+- *reset*: that, and in the end counters, exit count and abort word are 0. The abort word was reset when all others had
+  left. The signals were so too, and when each chunk had arrived: none can come up for the next launch. Or, only where
+  the launch was over, they are in quarantine.
+
+In arrival order, and until a worker finds its deadline passed where it waits for several queues: nobody waits, at a
+gate or for queues, while a queue has an item to take whose chunks have arrived. Only with that is "no order of arrival
+holds it up" more than "it ends"; and a gate never waits, whose item's chunks were seen.
+
+Either way, at most one item a worker is computed after an expiry. A launch whose words are reset leaves to the next
+either what it found, or signals in quarantine, which come up as they like and with nothing there
+(`WorkersCase.quarantined`). Both beginnings are explored: that is why graphs replay.
+
+Reductions, and why they hide nothing:
+
+- *Compute* and *Poison* are eager. Nobody else reads what they write before their worker's own Count, and what they
+  need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the same
+  reason: what it needs (visible partials) only grows. So are *Write* and *AddUp*; what comes between them, a look at
+  the count, adding to it and restoring it, is a step each.
+- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*, but for arrival order, where a
+  Ready comes next, which looks at the abort word too. They change nothing; what delaying takes away is an order in
+  which one is answered "go on", then the deadline expires, then the worker's next operation comes. That next
+  operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and operation change
+  places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever came between
+  them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it does not
+  leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is delayed.
+  (The seeded bug "over asked too early" is one that delaying would hide.)
+- *Ready* is a step of its own. Its answers are more than a device gives, which looks at one queue after the other: any
+  queue whose chunks are there. And a deadline that has passed for one wait may not have for the next.
+- *Arrivals* are lazy: a chunk arrives only when a worker waits for it, or in arrival order for any. Arriving enables
+  that Wait (or Ready) and nothing else, and a chunk that arrives as late as it can shows every read before arrival,
+  every expiry, and every signal that is reset before it came. So are signals that come up late, out of quarantine.
+- *After an expiry* a worker that is at a Poll or a Wait goes first, alone. What it is answered depends on nobody: the
+  abort word stays set while a worker is in, or else its Reset is the fault that is found. And what the worker then does
+  up to its next operation on shared words (Poll, Take, Count, Leave) nobody can tell, but by the check of double work,
+  which asks for no order. A chunk that arrives after the expiry does so in the Wait that sees it.
+- *Local states* that no answers can tell apart are one (`Locals.minimise`); a worker that was told that the launch is
+  over stays apart from one that was not.
+- *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks that they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from tilestream.core.gate import Gate
+from tilestream.core.loop import (
+    AddUp,
+    Compute,
+    Poison,
+    Reduce,
+    WorkerState,
+    Write,
+    settle,
+    work,
+    work_through,
+)  # fmt: skip
+from tilestream.core.queues import home_queue
+from tilestream.schedule import Ready, Schedule
+from tilestream_tools.verify import operations as ops
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory, State
+from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.words import WATCHES, Words
+
+#: ``(schedule, gate, worker, state)`` -> one turn.
+Program = Callable[[Schedule, Gate | None, int, WorkerState], Generator[Any, int, WorkerState | None]]
+
+#: How workers drain: they leave; they poison what is left; they do, and the last one out resets the words.
+Drain = Literal["leave", "poison", "reset"]
+
+#: By how workers drain, and whether they `settle` the parts of a tile.
+PROGRAMS: dict[tuple[Drain, bool], Program] = {
+    ("leave", False): work,
+    ("poison", False): work_through,
+    ("reset", False): partial(work_through, reset=True),
+    ("poison", True): partial(work_through, finish=settle),
+    ("reset", True): partial(work_through, reset=True, finish=settle),
+}
+
+
+@dataclass(frozen=True)
+class WorkersCase:
+    """One configuration of model 1.
+
+    Attributes
+    ----------
+    schedule, gate
+        What is run. ``gate`` None: everything is there.
+    running
+        The workers that ever run; empty for all. Under ``static``, each does its own positions and no others.
+    drain
+        How workers drain: what must hold after an expiry, and at the end.
+    program
+        What runs in place of that of `PROGRAMS`.
+    quarantined
+        Whether an earlier launch has left the signals in quarantine: they come up as they like, and nothing with them.
+    settled
+        Whether workers hold the parts of a tile, and `settle` them.
+    """
+
+    schedule: Schedule
+    gate: Gate | None = None
+    running: tuple[int, ...] = ()
+    drain: Drain = "leave"
+    program: Program | None = None
+    quarantined: bool = False
+    settled: bool = False
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that run."""
+        return self.running or tuple(range(self.schedule.workers))
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> WorkersModel:
+        """The model of this configuration."""
+        return WorkersModel(self, reduce, symmetry)
+
+    def __str__(self) -> str:
+        s = self.schedule
+        words = [f"{s.kind}, {s.workers} workers"]
+        if self.running:
+            words.append(f"running {list(self.running)}")
+        if s.kind == "dynamic":
+            words.append(f"{s.queues} queues of {s.split}")
+        words.append(f"{s.grid.batch} x {s.grid.num_m} x {s.grid.num_n} tiles of {s.grid.k_steps} K steps")
+        if s.kind == "stream_k":
+            words.append(f"{s.num_shares} shares")
+        raster = s.raster
+        words.append(f"{raster.order} from row tile {raster.first}" if raster.order == "chunk_major" else raster.order)
+        if self.gate is not None:
+            for name, chunks in (("rows", self.gate.rows), ("columns", self.gate.columns)):
+                if chunks is not None:
+                    block = self.gate.block_m if name == "rows" else self.gate.block_n
+                    words.append(f"{name} in chunks {list(chunks.bounds)}, {block} a tile")
+        if self.settled:
+            words.append("settled")
+        if self.drain != "leave":
+            words.append("what is left is poisoned" if self.drain == "poison" else "poisoned, and words are reset")
+        if self.quarantined:
+            words.append("signals in quarantine")
+        if self.program is not None:
+            words.append(self.program.__name__)
+        return ", ".join(words)
+
+
+class WorkersModel(Words):
+    """See the module."""
+
+    eager: ClassVar[frozenset[type]] = frozenset({Compute, Poison, Write, Reduce, AddUp})
+
+    def __init__(self, case: WorkersCase, reduce: bool = True, symmetry: bool = True) -> None:
+        self.case = case
+        # Not in arrival order: there a Ready may come next, which looks at the abort word.
+        leaves = case.drain == "leave" and case.schedule.split != "chunks"
+        self.delayed = WATCHES if leaves else frozenset()
+        schedule = case.schedule
+        shares_alike = schedule.kind != "static" and symmetry
+        program = case.program or PROGRAMS[case.drain, case.settled]
+        names = sorted(case.workers, key=lambda w: (home_queue(w, schedule.queues), w))
+
+        def turn_of(worker: int) -> Callable[[WorkerState], Generator[Any, int, WorkerState | None]]:
+            return lambda state: program(schedule, case.gate, worker, state)
+
+        processes = [
+            Process(
+                f"worker {w}", turn_of(w), WorkerState(),
+                group=("home", home_queue(w, schedule.queues)) if shares_alike else ("worker", w),
+            )
+            for w in names
+        ]  # fmt: skip
+        self._groups = _runs([p.group for p in processes])
+        self.set_up(len(processes))
+        super().__init__(processes, reduce, symmetry)
+
+    def canonical(self, state: State) -> State:
+        """As `Model.canonical`."""
+        if not self._groups:
+            return state
+        m = list(state)
+        for begin, end in self._groups:
+            m[begin:end] = sorted(m[begin:end])
+        return tuple(m)
+
+    # The world outside ----------------------------------------------------------------------------------------------
+
+    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
+        """As `Model.environment`."""
+        if not self.oracle.chunks:
+            return []
+        out = []
+        blocked = 0
+        for pid, process in enumerate(self.processes):
+            op = self.locals.op[m[pid]]
+            if type(op) is Ready and not m[self.aborted] and not self.ready(op, m):
+                self._check_idle(process.name, op, m)
+                n = m.copy()
+                n[self.passed] = 1
+                n[pid] = self.locals.next(m[pid], -1)
+                out.append((f"{process.name}: {self.say(op)} -> the deadline has passed", n))
+                blocked |= self.all_chunks & ~m[self.signals]
+            elif type(op) in ops.WAITS:
+                bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]
+                if bit and type(op) is not ops.WaitForever and not m[self.aborted]:
+                    n = m.copy()
+                    n[self.aborted] = int(type(op) is not ops.WaitAlone)
+                    n[pid] = self.locals.next(m[pid], 0)
+                    after = ", abort is set" if n[self.aborted] else ""
+                    out.append((f"{process.name}: {self.say(op)} -> the deadline expires{after}", n))
+                blocked |= bit
+                if bit and self.wanted:
+                    self._check_idle(process.name, op, m)
+                    blocked |= self.all_chunks & ~m[self.signals]
+        if self.reduce and m[self.aborted]:
+            blocked = 0
+        elif not self.reduce:
+            blocked = self.all_chunks & ~m[self.signals] & ~m[self.arrived]
+        for c in range(self.oracle.chunks):
+            if blocked >> c & 1:
+                n = m.copy()
+                self._signal(1 << c, n)
+                line = "a late signal says that {} arrives" if self.case.quarantined else "{} arrives"
+                out.append((line.format(self.oracle.names(1 << c)), n))
+        return out
+
+    def _check_idle(self, name: str, op: Any, m: Memory) -> None:
+        """In arrival order, while there is time: nobody waits, not even for several queues, while one has an item."""
+        if m[self.aborted] or m[self.passed]:
+            return
+        queue = self.idle(m)
+        if queue >= 0:
+            raise Fault("idle beside work", f"{name} is at {self.say(op)}, and queue {queue} has an item to take")
+
+    # Ends -----------------------------------------------------------------------------------------------------------
+
+    def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
+        here = [(p.name, self.locals.op[m[pid]]) for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        if here:
+            who = "; ".join(f"{name} at {self.say(op)}" for name, op in here)
+            if m[self.aborted]:
+                raise Fault("not drained", f"the launch is over, and {who}")
+            for _, op in here:
+                if type(op) in ops.WAITS and self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]:
+                    return  # the chunk may come, or the deadline
+                if type(op) is Ready and op.queues:
+                    return
+            raise Fault("deadlock", who)
+        self.at_end(m)
+
+    def at_end(self, m: Memory) -> None:
+        """All have left."""
+        schedule = self.case.schedule
+        if self.case.drain == "leave" and m[self.aborted]:
+            return
+        if self.case.drain == "reset":
+            self.check_words(m)
+        for tile in self.expected:
+            if (
+                not m[self.stored] >> tile & 1
+                or (m[self.done] >> tile * schedule.grid.k_steps & self.all_steps) != self.all_steps
+            ):
+                raise Fault("missing work", f"tile {tile} is not finished")
+        self.partials.at_end(m)
+
+    def tell(self, pid: int, op: Any, answer: Any) -> str:
+        """As `Model.tell`."""
+        return f"{self.processes[pid].name}: {self.say(op)}{ops.say_answer(op, answer)}"
+
+
+def _runs(groups: Sequence[object]) -> list[tuple[int, int]]:
+    """Ranges of neighbours in the same group, two or more."""
+    out = []
+    begin = 0
+    for i in range(1, len(groups) + 1):
+        if i == len(groups) or groups[i] != groups[begin]:
+            if i - begin > 1:
+                out.append((begin, i))
+            begin = i
+    return out
