@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.attention.bench import Run, Shape
 from benchmarks.core.records import Record
 from benchmarks.report import attention, plots
+from benchmarks.run import options
 
 import tilestream as ts
 from tilestream.core.gpu_specs import named
@@ -60,6 +62,54 @@ def test_the_picture_is_drawn(results: Path, tmp_path: Path) -> None:
     traced(results)
     attention.TIMELINES.plots(results, tmp_path / "images")
     assert (tmp_path / "images" / "attention_timeline_h200.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """The sections' module on a GPU that is the CPU: few tokens, SDPA for cuDNN, and a clock that only calls."""
+    from benchmarks.attention import bench, prefill
+
+    class Clock:
+        def milliseconds(self, calls):
+            return {name: 1e-6 for name, call in calls.items() if call() is not None}
+
+    def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        x = (x.transpose(1, 2) for x in (q, k, v))
+        shared = k.shape[2] != q.shape[2]
+        return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=causal, enable_gqa=shared).transpose(1, 2)
+
+    for name in ("randn", "zeros", "tensor", "arange", "randperm"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *x, made=made, device="cpu", **how: made(*x, **how))
+    for name, value in (("HiddenLaunchClock", Clock), ("TOKENS", 256), ("cudnn", cudnn), ("HOPPER_PEAK", 1e9)):
+        monkeypatch.setattr(bench, name, value)
+    for name, value in (("LENGTHS", (64, 64)), ("cudnn", cudnn), ("mix", lambda: [5, 40, 17]), ("like", lambda _: 64)):
+        monkeypatch.setattr(prefill, name, value)
+    monkeypatch.setattr(bench.Run.rated, "__defaults__", (1e9,))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(prefill, "host_microseconds", lambda calls, **_: (dict.fromkeys(calls, 1.0), {}))
+    return prefill
+
+
+def test_sections_leave_rows_that_can_be_rendered(on_the_cpu, results: Path) -> None:
+    session = Run(options("attention", "dense", str(results), "--seconds", "60"))
+    shapes = [Shape(16, 2, 64, True), Shape(16, 2, 128, False)]
+    on_the_cpu.dense(session, shapes)
+    on_the_cpu.heads(session)
+    on_the_cpu.host(session)
+    on_the_cpu.lists(session)
+    (record,) = session._records.values()
+    assert session.bad == 0
+    assert {failure.split()[2] for failure in record.data["failures"]} == {"S512", "S1024", "S2048"}, "no such sequence"
+    names = [row["name"] for row in record.rows if row.get("tflops") != {}]
+    assert names == [
+        "D16 causal S64", "D16 full S128", *(f"heads 16:{kv} D128 {mask} S64" for kv in (2, 16) for mask in MASKS),
+        "host", "lists, causal", "lists dense S64",
+    ]  # fmt: skip
+    assert "### Dense calls, no GPU" in "\n".join(attention.page(results))
+
+
+MASKS = ("causal", "full")
 
 
 # 8 bits ---------------------------------------------------------------------------------------------------------------
