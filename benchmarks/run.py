@@ -66,6 +66,8 @@ def options(*arguments: str) -> argparse.Namespace:
     if unknown or not found.sections:
         what = f"no section {', '.join(unknown)}" if unknown else "name a section"
         made.error(f"{what}; there are:{listing((found.subject,))}")
+    if found.dry and found.out is None:
+        made.error("--dry: name a folder; its figures are no records")
     return found
 
 

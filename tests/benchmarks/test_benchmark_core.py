@@ -51,6 +51,7 @@ def test_sections_and_options():
         (("gemm", "suit"), "no section suit; there are:"),
         (("cpu", "_process"), "no section _process"),
         (("report",), "name a section"),
+        (("gemm", "--dry"), "--dry: name a folder"),
         (("gem",), "invalid choice: 'gem'"),
     ],
 )
