@@ -90,35 +90,29 @@ class Problem:
 
     def ways(self, others: bool = True) -> dict[str, Callable[[], None]]:
         """The ways by name. ``others``: with all of those in which the kernel makes no copies."""
-        by_kernel = {
-            f"by the kernel{f', {count} copiers' if count else ''}": lambda plan=plan: self._alone(
-                lambda: self._run_by_kernel(plan)
-            )
-            for count, plan in self.copying.items()
-        }
-        found = self._others()
-        if not others:
-            found = {name: found[name] for name in ("copy", "multiply", "streamed")}
-        return {**found, **by_kernel}
-
-    def _others(self) -> dict[str, Callable[[], None]]:
-        return {
+        issued: dict[str, Callable[[], object]] = {
             "copy": self._copy,
-            "multiply": lambda: self._alone(lambda: ts.matmul(self.a, self.w, out=self.out)),
-            "torch.mm": lambda: self._alone(lambda: torch.mm(self.a, self.w, out=self.out)),
-            "in turn": lambda: self._alone(self._in_turn),
-            "by chunks": lambda: self._alone(self._by_chunks),
-            "streamed": lambda: self._alone(self._streamed),
-            "by the raster": lambda: self._alone(self._by_the_raster),
+            "multiply": lambda: ts.matmul(self.a, self.w, out=self.out),
+            "torch.mm": lambda: torch.mm(self.a, self.w, out=self.out),
+            "in turn": self._in_turn,
+            "by chunks": self._by_chunks,
+            "streamed": self._streamed,
+            "by the raster": lambda: self._run(self.plan, self.stream),
         }
+        if not others:
+            issued = {name: issued[name] for name in ("copy", "multiply", "streamed")}
+        for count, plan in self.copying.items():
+            copiers = f", {count} copiers" if count else ""
+            issued[f"by the kernel{copiers}"] = lambda plan=plan: self._run(plan, self.offered)
+
+        def alone(issue: Callable[[], object]) -> Callable[[], None]:
+            return lambda: (issue(), torch.cuda.synchronize())[1]
+
+        return {name: alone(issue) for name, issue in issued.items()}
 
     def _copy(self) -> None:
         self.stream.restart()
         self.stream.wait()
-
-    def _alone(self, issue: Callable[[], object]) -> None:
-        issue()
-        torch.cuda.synchronize()
 
     def _in_turn(self) -> None:
         self.x.copy_(self.host, non_blocking=True)
@@ -139,26 +133,20 @@ class Problem:
                 torch.mm(self.a[begin:end], self.w, out=self.out[begin:end])
 
     def _streamed(self) -> None:
-        self.stream.restart()
         if self.backend is not None:
             self._run(self.streaming, self.stream)
-        elif self.weight:
+            return
+        self.stream.restart()
+        if self.weight:
             self.out = ts.linear(self.a, self.x, weight_arrival=self.stream.arrival)
         else:
             ts.matmul(self.a, self.w, out=self.out, arrival=self.stream.arrival)
 
-    def _by_the_raster(self) -> None:
-        self.stream.restart()
-        self._run(self.plan, self.stream)
-
     def _run(self, plan: ts.Plan, stream: ts.Stream) -> None:
+        stream.restart()
         coming = {"weight_arrival" if self.weight else "arrival": stream.arrival}
         a, w = (self.a, stream.tensor.mT) if self.weight else (stream.tensor, self.w)
         plan.run(a, w, out=self.out, **coming)
-
-    def _run_by_kernel(self, plan: ts.Plan) -> None:
-        self.offered.restart()
-        self._run(plan, self.offered)
 
     def before(self, name: str) -> None:
         """Fill the outputs of ``name`` with NaN, flush, and wait."""

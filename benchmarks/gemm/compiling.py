@@ -30,22 +30,19 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
     """
     tasks: dict[str, Callable[[], object]] = {}
     for shape in shapes:
-        if what == "space":
-            asked = planned(shape, "cuda")
-            for found in every_plan(asked.problem, asked.device, within):
-                tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
-        elif what == "queues":
-            for _, found in ways(shape, "cuda"):
-                tasks.setdefault(kernel_of(found), functools.partial(_run, shape, found.run))
+        asked = planned(shape, "cuda")
+        if what in ("space", "queues"):
+            found = ways(shape, "cuda") if what == "queues" else every_plan(asked.problem, asked.device, within)
+            plans = dict(found).values() if what == "queues" else found
+            tasks |= {kernel_of(plan): functools.partial(_run, shape, plan.run) for plan in plans}
         elif what == "fp8":
-            for way in FP8_WAYS:
-                tasks[f"{shape} {way}"] = functools.partial(_run_fp8, shape, *way)
+            tasks |= {f"{shape} {way}": functools.partial(_run_fp8, shape, *way) for way in FP8_WAYS}
         elif what == "mm":
-            tasks.setdefault(kernel_of(planned(shape, "cuda")), functools.partial(_run, shape, ts.mm))
+            tasks[kernel_of(asked)] = functools.partial(_run, shape, ts.mm)
         else:
             for activation in ("gelu", "gelu_tanh"):
                 run = functools.partial(_run, shape, ts.mm, activation=activation, biased=True)
-                tasks.setdefault(kernel_of(planned(shape, "cuda")) + activation, run)
+                tasks[kernel_of(asked) + activation] = run
     failed = 0
     for key in sorted(tasks)[index::count]:
         try:
