@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilestream._version import __version__
 from tilestream.cli import ui
-from tilestream.plan.experimental import to_ask
+from tilestream.plan.experimental import opt_in
 
 #: Extras of the package, and what each is for.
 EXTRAS = (
@@ -87,7 +87,7 @@ def backend(name: str) -> str:
         fits, what = torch.version.hip is None and properties.major == 9, "Hopper"
     if not fits:
         return f"no: {properties.name} is no {what}"
-    why = to_ask(name)
+    why = opt_in(name)
     return f"yes: {why}" if why else "yes"
 
 
