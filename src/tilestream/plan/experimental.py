@@ -2,8 +2,8 @@
 
 There was no AMD GPU to run `tilestream.kernels.cdna` on. The portable kernels have the same text on every GPU, run on
 NVIDIA's and in Triton's interpreter; so AMD GPUs get those, though the model expects CDNA's to be faster: a wrong
-number costs more than a slow one. A plan takes an experimental kernel for ``backend=``, or for a variable of the environment,
-which holds for the whole process. A kernel that has run is taken out of `KERNELS`.
+number costs more than a slow one. ``backend=`` takes an experimental kernel for a plan, a variable of the environment
+for the whole process. A kernel that has run is taken out of `KERNELS`.
 """
 
 from __future__ import annotations
