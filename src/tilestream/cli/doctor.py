@@ -1,4 +1,4 @@
-"""``tilestream doctor``: what is here, what can run, and what is missing."""
+"""``tilestream doctor``: versions and hardware found, backends that can run, extras that are missing."""
 
 import importlib.metadata
 import importlib.util
@@ -21,10 +21,7 @@ BACKENDS = ("hopper", "cdna", "portable", "cpu")
 
 
 def doctor() -> None:
-    """Print what is here, and which backends can run.
-
-    Versions, this machine, the backends, the extras: what a bug report should hold.
-    """
+    """Print versions, this machine, the backends that can run, and the extras: what a bug report should hold."""
     console = ui.console()
     for title, rows in sections():
         console.print(f"[bold]{title}[/bold]")

@@ -1,4 +1,4 @@
-"""``tilestream verify``: every interleaving of the protocols, or every bug that was put in on purpose."""
+"""``tilestream verify``: explore every interleaving of the protocols, or find every seeded bug."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tilestream.cli import ui
 
-#: Told how far it is: what has just been done, how many are, and how many there are.
+#: Reports progress: what was just done, how many are done, and how many there are.
 Tell = Callable[[str, int, int], None]
 PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 
@@ -21,7 +21,7 @@ PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 def verify(
     quick: Annotated[bool, typer.Option("--quick", help="A subset that takes under a minute.")] = False,
     seeded: Annotated[
-        bool, typer.Option("--seeded", help="Instead: whether each bug that was put in on purpose is found.")
+        bool, typer.Option("--seeded", help="Instead: whether the checker finds each seeded bug.")
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
     model: Annotated[
@@ -83,7 +83,7 @@ def _seeded(console: Console, models: list[str] | None) -> bool:
             raise ValueError(f"--model {name}; it is one of {', '.join(checker.MODELS)}")
     every = checker.seeded_bugs()
     for name in models or checker.MODELS:
-        if not any(bug.model == name for bug in every):  # of which nothing could be said
+        if not any(bug.model == name for bug in every):
             ui.fail(f"--seeded: {name} has no seeded bug, so nothing shows that it would find one", ui.FAILED)
     bugs = [bug for bug in every if not models or bug.model in models]
     table = _table("bug", "model", "found", "as", "steps", "states", "what is wrong")

@@ -1,13 +1,13 @@
 """Stream-K: full tiles first, the remainder split along K into equal shares (Osama et al., "Stream-K", PPoPP 2023).
 
-``tiles`` tiles over ``workers`` workers leave ``tiles % workers`` for a last, mostly empty wave. These tiles are laid end
-to end as *units* (one K step of one tile each) and cut into ``shares`` equal parts; a share is a ticket, as a full tile
-is. A share that crosses from one tile to the next makes two work items.
+``tiles`` tiles over ``workers`` workers leave ``tiles % workers`` for a last, mostly empty wave. These tiles are laid
+end to end as *units* (one K step of one tile each) and cut into ``shares`` equal parts; a share is a ticket, as a full
+tile is. A share that crosses from one tile to the next makes two work items.
 
 Each contributor to a tile writes its partial result to a slot that only (share, tile) determine, then counts. The last
-one adds the partials in K order and restores the count. So the bits are the same each run, and no worker waits: one that
-was never scheduled delays no other (invariant 10). In the paper's kernel the owner of a tile's first part spins until
-the others are done.
+one adds the partials in K order and restores the count. So the bits are the same each run, and no worker waits: one
+that was never scheduled delays no other (invariant 10). In the paper's kernel the owner of a tile's first part spins
+until the others are done.
 
 Leaves in the sense of `tilestream.core.integers`.
 """
