@@ -71,7 +71,7 @@ CLUSTERS = 8
 L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
 SWAPPED_LOSS = 1.004
-#: Without fast accumulation a consumer adds up what it multiplied; in ping-pong nobody multiplies meanwhile.
+#: Slowdown of ping-pong without fast accumulation: while one consumer adds up its products, no other multiplies.
 PRECISE_LOSS = 1.7
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
@@ -98,7 +98,7 @@ _GATED = 128
 
 
 class Tile(NamedTuple):
-    """A tile of the accumulator, and who computes it.
+    """A tile of the accumulator, and the math loops that compute it.
 
     Attributes
     ----------
@@ -198,7 +198,7 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     if device.arch != "sm_90":
         return f"it is for sm_90, this is {device.arch}"
     if problem.dtype == "float32" and not problem.tf32:
-        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)"
+        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or was not asked)"
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
