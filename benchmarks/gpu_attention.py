@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilestream as ts
 from harness import GPU_PEAK, RESULTS, GpuRecord
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -128,7 +128,7 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
     return out.transpose(1, 2)
 
 
-def launched(launch: Callable[[Operands], None], x: Operands) -> Callable[[], torch.Tensor]:
+def launched(launch: Callable[[AttentionOperands], None], x: AttentionOperands) -> Callable[[], torch.Tensor]:
     """A call of a launch that is prepared, on operands that have an output."""
 
     def call() -> torch.Tensor:

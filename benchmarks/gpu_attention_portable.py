@@ -21,7 +21,7 @@ import torch
 from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from harness import RESULTS
 from tilestream.core.device import DeviceProperties
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.policy.portable_attention import candidates
 
@@ -93,7 +93,7 @@ def main() -> None:
         for variant, plan in plans(shape, device):
             launch = AttentionLaunch(plan, problem_of_shape(shape)[1])
             launch._arguments.options["maxnreg"] = variant.registers
-            x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
+            x = AttentionOperands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
             calls[variant.name] = launched(launch, x)
         run.row(name, shape.operations, calls, **shape._asdict())
     run.record.write()

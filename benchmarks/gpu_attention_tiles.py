@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape, run_sections
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 from tilestream.plan.policy import hopper_attention
 
@@ -45,7 +45,7 @@ def run_shape(run: Run, what: str, shape: Shape, made: Callable[..., Iterable[tu
     calls: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
     for label, found in made(problem, device):
         plan = of_candidate(problem, device, "hopper", found, "a benchmark's", ())
-        x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
+        x = AttentionOperands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
         calls[label] = launched(HopperAttentionLaunch(plan, layout), x)
     run.row(name, shape.operations, calls, **shape._asdict())
 

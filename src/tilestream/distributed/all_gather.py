@@ -18,8 +18,9 @@ from tilestream.distributed.gathered import Product, Whole
 from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
+from tilestream.ops.checks import autocast
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import Options, autocast, multiply
+from tilestream.ops.request import Request, multiply
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 
@@ -97,7 +98,7 @@ def all_gather_matmul(
     checks.check_devices(OP, a_shard, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import all_gather_matmul_op
 
-    a_shard, *bs = autocast(Options(OP), a_shard, *operands.bs)
+    a_shard, *bs = autocast(OP, False, a_shard, *operands.bs)
     biases = [a_shard.new_empty(0) if x is None else x for x in operands.biases]
     whole, outs = all_gather_matmul_op(
         a_shard, bs, gather_dim, name_of(OP, group), biases, operands.activations, scale_a, operands.scales,
@@ -121,7 +122,7 @@ def plan_all_gather_matmul(
     gather_dim = checks.check_dim(OP, "gather_dim", gather_dim, a_shard, "a_shard")
     checks.check_form(OP, form)
     checks.check_devices(OP, a_shard, b=operands.bs, scale_a=[scale_a])
-    a_shard, *bs = autocast(Options(OP), a_shard, *operands.bs)
+    a_shard, *bs = autocast(OP, False, a_shard, *operands.bs)
     *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
     plan = prepare(inside, a_shard, operands._replace(bs=bs), gather_dim, scale_a, None, True, form).plan
     return plan.over(between[0].world) if between else plan
@@ -195,12 +196,12 @@ def prepare(
         def compute(
             a: torch.Tensor, scale: torch.Tensor | None, arrival: Arrival | None, deadline: float
         ) -> torch.Tensor:
-            options = Options(
-                OP, out=out, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
+            request = Request(
+                OP, a, b, out, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
                 scale_a=scale_a if last else scale, scale_b=scale_b, arrival=arrival,
                 deadline=None if arrival is None else deadline, fast_accum=fast_accum,
             )  # fmt: skip
-            return multiply(a, b, options)
+            return multiply(request)
 
         return compute
 

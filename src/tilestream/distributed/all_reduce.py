@@ -9,7 +9,6 @@ measured to be faster.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,8 +22,9 @@ from tilestream.distributed.group_state import Group, Member, groups_of, member_
 from tilestream.distributed.hierarchy import Hierarchy, of_name
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.reduce_scatter import check_one, check_reduce_op, rehearse
+from tilestream.ops.checks import autocast
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import Options, autocast, multiply
+from tilestream.ops.request import Request, multiply
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 
@@ -89,7 +89,7 @@ def matmul_all_reduce(
     operands = _check(a, b, reduce_op, bias, scale_a, scale_b)
     from tilestream.distributed.library import matmul_all_reduce_op
 
-    a, b = autocast(Options(OP), a, operands.bs[0])
+    a, b = autocast(OP, False, a, operands.bs[0])
     result: torch.Tensor = matmul_all_reduce_op(
         a, b, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
         -1.0 if deadline is None else check_deadline(deadline), limit(),
@@ -103,7 +103,7 @@ def plan_matmul_all_reduce(
     """How `matmul_all_reduce` would run such a call: nothing is sent. ``print(plan.explain())`` says it, and why."""
     checks.check_form(OP, form)
     operands = _check(a, b, "sum", None, None, None)
-    a, b = autocast(Options(OP), a, operands.bs[0])
+    a, b = autocast(OP, False, a, operands.bs[0])
     *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
     rehearse(OP, a, operands._replace(bs=[b]), None, None)
     if between:
@@ -157,17 +157,17 @@ def run(
     travels = rehearse(OP, a, Operands([b], [bias], [scale_b], ["none"]), scale_a, out_dtype)
     wide = travels if a.is_cuda else torch.promote_types(travels, torch.float32)
     more: dict[str, Any] = {"travels": str(travels), "reduce_op": reduce_op}
-    options = Options(OP, out_dtype=travels, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum)
+    request = Request(OP, a, b, out_dtype=travels, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum)
     with shutdown.call(), torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         if isinstance(group, Member) and a.is_cuda:
             with group.call():
-                total = _one_shot(group, a, b, options, travels, bias, form, deadline, more)
+                total = _one_shot(group, request, travels, bias, form, deadline, more)
             if total is not None:
                 return total
         plans = [_plan(member, a, b, form, OVER_NODES if len(members) > 1 else "", **more) for member in members]
         plain = scale_a is scale_b is None and travels == a.dtype == b.dtype
         library = plain and a.is_cuda and plans[0].decision.library
-        total = torch.matmul(a, b) if library else multiply(a, b, options).to(wide)
+        total = torch.matmul(a, b) if library else multiply(request).to(wide)
         for member, plan in zip(members, plans, strict=True):
             with member.call():
                 total = all_reduce(member, plan, total)
@@ -179,12 +179,13 @@ def run(
 
 
 def _one_shot(
-    member: Member, a: torch.Tensor, b: torch.Tensor, options: Options, travels: torch.dtype,
+    member: Member, request: Request, travels: torch.dtype,
     bias: torch.Tensor | None, form: Form, deadline: float | None, more: dict[str, Any],
 ) -> torch.Tensor | None:  # fmt: skip
     """The sum, and the bias, where the plan is fused; else None, and nothing has been sent."""
     from tilestream.distributed.symmetric import reach
 
+    a, b = request.a, request.b
     plan = _plan(member, a, b, form, **more)
     if reach(member, plan, a.device):
         plan = _plan(member, a, b, form, **more)
@@ -195,7 +196,7 @@ def _one_shot(
     shape, average = (*a.shape[:-1], b.shape[-1]), more["reduce_op"] == "avg"
 
     def product(out: torch.Tensor) -> None:
-        multiply(a, b, replace(options, out=out.view(shape)))
+        multiply(request._replace(out=out.view(shape)))
 
     rows, seconds = math.prod(shape[:-1]), checks.seconds_of(deadline, member, a.device.type)
     return matmul_reduce(

@@ -15,7 +15,7 @@ import torch
 from tilestream.arrival.flat import check_deadline
 from tilestream.distributed.dispatch import FORMS
 from tilestream.distributed.group_state import Member
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.request import Request, multiply
 from tilestream.plan.problem import dtype_name
 
 #: Shape and dtype.
@@ -144,11 +144,11 @@ def _rehearsed(
         None if kind is None else torch.empty(kind[0], dtype=kind[1], device="meta")
         for kind in (bias, scale_a, scale_b)
     ]
-    options = Options(
-        op, bias=rest[0], activation=None if activation == "none" else activation, out_dtype=out_dtype,
-        scale_a=rest[1], scale_b=rest[2],
-    )  # fmt: skip
     assert tensors[0] is not None
     assert tensors[1] is not None
+    request = Request(
+        op, tensors[0], tensors[1], bias=rest[0], activation=None if activation == "none" else activation,
+        out_dtype=out_dtype, scale_a=rest[1], scale_b=rest[2],
+    )  # fmt: skip
     with torch.no_grad():
-        return multiply(tensors[0], tensors[1], options).dtype
+        return multiply(request).dtype

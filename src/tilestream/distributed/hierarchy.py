@@ -33,7 +33,7 @@ from tilestream.distributed.group_state import Member, member_by_name, member_na
 from tilestream.distributed.internode import Steps, over_nodes
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.ops.library import result_dtype
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.request import Request, multiply
 from tilestream.runtime.channel import check_device
 
 T = TypeVar("T")
@@ -141,12 +141,12 @@ def _whole_then_products(
     a = whole.movedim(0, -2).reshape(*a_shard.shape[:-1], k)
     outs = []
     for b, bias, scale_b, activation in zip(*operands, strict=True):
-        options = Options(
-            all_gather.OP, bias=bias, activation=None if activation == "none" else activation, out_dtype=out_dtype,
-            scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
+        request = Request(
+            all_gather.OP, a, b, bias=bias, activation=None if activation == "none" else activation,
+            out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
         )  # fmt: skip
         with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-            outs.append(multiply(a, b, options))
+            outs.append(multiply(request))
     return a if return_a else a_shard.new_empty(0), outs
 
 

@@ -15,8 +15,9 @@ from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
+from tilestream.ops.checks import autocast
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import Options, autocast, multiply
+from tilestream.ops.request import Request, multiply
 from tilestream.ops.scales import canonical_scales
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -81,7 +82,7 @@ def matmul_reduce_scatter(
     checks.check_devices(OP, a, b=operands.bs, bias=operands.biases, scale_a=[scale_a], scale_b=operands.scales)
     from tilestream.distributed.library import matmul_reduce_scatter_op
 
-    a, b = autocast(Options(OP), a, b)
+    a, b = autocast(OP, False, a, b)
     result: torch.Tensor = matmul_reduce_scatter_op(
         a, b, scatter_dim, reduce_op, name_of(OP, group), bias, scale_a, scale_b, out_dtype, use_fast_accum, form,
         -1.0 if deadline is None else check_deadline(deadline), limit(),
@@ -103,7 +104,7 @@ def plan_matmul_reduce_scatter(
     check_one(OP, b)
     operands = checks.as_lists(OP, b, None, None, None)
     checks.check_devices(OP, a, b=operands.bs)
-    a, b = autocast(Options(OP), a, b)
+    a, b = autocast(OP, False, a, b)
     *between, inside = (member_of(OP, x) for x in groups_of(OP, group))
     rehearse(OP, a, operands._replace(bs=[b]), None, None)
     if not between:
@@ -196,15 +197,15 @@ def run(
                 at = (part.batch, rank, slice(part.begin, part.end))
                 scale = scales if of_rows is None else of_rows[at]
                 if into.numel():
-                    options = Options(
-                        OP, out=into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum
-                    )
-                    multiply(of_a[at], b, options)
+                    multiply(Request(
+                        OP, of_a[at], b, into, out_dtype=into.dtype, scale_a=scale, scale_b=of_b, fast_accum=fast_accum
+                    ))  # fmt: skip
 
             total = gloo.matmul_scatter(member, plan, shards, product, (travels, wide), seconds)
         else:
-            options = Options(OP, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum)
-            whole = multiply(of_a.reshape(rows, -1), b, options).view(shards.shape)
+            whole = multiply(Request(
+                OP, of_a.reshape(rows, -1), b, out_dtype=travels, scale_a=scales, scale_b=of_b, fast_accum=fast_accum
+            )).view(shards.shape)  # fmt: skip
             total = reduce_parts(member, plan, whole.transpose(0, 1).contiguous())  # of one batch no copy
             if reduce_op == "avg" or bias is not None:
                 total = total.to(wide)
