@@ -121,7 +121,7 @@ def find(
     """
     e = x.epilogue
     settings = (
-        *how, id(plan), e.alpha != 1.0, e.activation,
+        *how[:-1], id(plan), e.alpha != 1.0, e.activation,
         *(None if one is None else one.chunking for one in (rows, columns, publishes)),
     )  # fmt: skip
     tensors = (x.a, x.b, x.out, e.bias, e.residual, e.scale_a, e.scale_b)

@@ -132,7 +132,8 @@ def _signature(r: Request) -> object | None:
     """What the checks and the plan of a product of two matrices depend on; None for a call that is always checked."""
     a, b, tensors = r.a, r.b, (r.a, r.b, r.bias, r.scale_a, r.scale_b)
     if (
-        a.dim() != 2
+        not is_plain(a)
+        or a.dim() != 2
         or not isinstance(b, torch.Tensor)
         or b.dim() != 2
         or r.out is not None  # whose overlap is checked each time
