@@ -48,15 +48,15 @@ def at(offset: int, shape=(4, 8), dtype=torch.float32, strides=(8, 1)):
     return room[start:].as_strided(shape, strides)
 
 
-def signature(op="gemm", x=None, settings=("auto", 0), limit=None, device="cuda:0"):
-    return cache.signature(op, torch.device(device), (at(0) if x is None else x, None), settings, limit)
+def signature(op="gemm", x=None, settings=("auto", 0), limit=None):
+    return cache.signature(op, (at(0) if x is None else x, None), settings, limit)
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"op": "call"}, {"x": at(1)}, {"x": at(0, (8, 4))}, {"x": at(0, strides=(9, 1))},
-        {"x": at(0, dtype=torch.bfloat16)}, {"settings": ("static", 0)}, {"limit": 7}, {"device": "cuda:1"},
+        {"x": at(0, dtype=torch.bfloat16)}, {"settings": ("static", 0)}, {"limit": 7}, {"x": at(0).as_subclass(OnGpu)},
     ],
     ids=["op", "alignment", "shape", "strides", "dtype", "settings", "limit", "device"],
 )  # fmt: skip
@@ -67,14 +67,15 @@ def test_what_decides_a_launch_is_in_its_signature(units, other):
 
 
 def test_so_are_the_settings_of_the_process(units, monkeypatch):
-    first = signature()
+    x = at(0).as_subclass(OnGpu)
+    first = signature(x=x)
     with ts.worker_limit(5):
-        assert signature() == signature(limit=5) != first
+        assert signature(x=x) == signature(x=x, limit=5) != first
     units[0] = 96
-    assert signature() != first
+    assert signature(x=x) != first
     units[0] = 0
     monkeypatch.setattr(cache, "allows_tf32", lambda: not allows_tf32())
-    assert signature() != first
+    assert signature(x=x) != first
 
 
 def test_the_cache_does_not_grow_for_ever(monkeypatch):
@@ -102,7 +103,7 @@ def find_attention(how=None):
 
 
 OPERANDS = [on_gpu(*shape, dtype=torch.float32) for shape in ((4, 3), (3, 2), (4, 2))]
-HEADS = [on_gpu(1, 4, 2, 8) for _ in range(4)]
+HEADS = [on_gpu(1, 4, 2, 8, dtype=torch.float32) for _ in range(4)]
 
 
 @pytest.mark.parametrize(("module", "find"), [(gpu, find_gemm), (attention_gpu, find_attention)])

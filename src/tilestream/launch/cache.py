@@ -8,7 +8,7 @@ torch's dispatcher would have had something to do (`can_bypass_dispatcher`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ launch_cache = LaunchCache()
 
 
 def signature(
-    op: str, device: torch.device, tensors: Iterable[torch.Tensor | None], settings: object, limit: int | None = None
+    op: str, tensors: Sequence[torch.Tensor | None], settings: object, limit: int | None = None
 ) -> tuple[object, ...]:
     """What decides a launch: each tensor's layout and alignment, the settings, and the state of the process.
 
@@ -53,18 +53,20 @@ def signature(
     op
         The op, and of which kind the entry is.
     tensors
-        Operands; None for one that is not given.
+        Operands, the one that tf32 may round first, which is given; None for one that is not.
     settings
         All else that the caller says.
     limit
         The workers' limit; None: the present one. See `tilestream.plan.limit`.
     """
-    layouts = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors
-    ]  # fmt: skip
+    first = tensors[0]
+    assert first is not None
+    device = first.device
     return (
-        op, device, *layouts, settings, limits.limit() if limit is None else limit,
-        context_units(device.index) if device.type == "cuda" else 0, allows_tf32(),
+        op, settings, limits.limit() if limit is None else limit,
+        context_units(device.index) if device.type == "cuda" else 0,
+        first.dtype == torch.float32 and allows_tf32(),
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors],
     )  # fmt: skip
 
 

@@ -56,17 +56,16 @@ def signature_of(
     settings
         All that the caller says beside tensors.
     """
-    tensors = (q, k, v, *others)
-    if not (is_plain(q) and q.is_cuda and is_plain(k) and is_plain(v) and can_bypass_dispatcher(q.device)):
+    if not (is_plain(q) and q.is_cuda and can_bypass_dispatcher(q.device)):
         return None
     sinks = others[0]
     if sinks is not None and getattr(sinks, "dtype", None) != torch.float32:  # they are converted first
         return None
-    gradients = torch.is_grad_enabled()
+    tensors, gradients = (q, k, v, *others), torch.is_grad_enabled()
     for x in tensors:
         if x is not None and (not is_plain(x) or (gradients and x.requires_grad)):
             return None
-    key = signature("attention call", q.device, tensors, settings)
+    key = signature("attention call", tensors, settings)
     try:
         hash(key)
     except TypeError:  # a window that is a list

@@ -59,7 +59,7 @@ def run(
 def find(x: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> Launch:
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
     tensors = (x.q, x.k, x.v, x.out, x.lse, *t[3:])
-    key = signature("attention", x.q.device, tensors, (s, None if keys is None else keys.chunking), limit)
+    key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
     found: Any = launch_cache.get(key)
     if found is None:
         found = launch_cache.insert(key, _make(x, t, s, keys, limit))

@@ -150,28 +150,27 @@ def most(op: str, name: str, value: object, packed: torch.Tensor | None, lengths
 
 def check_kinds(op: str, **tensors: torch.Tensor | None) -> None:
     """`check_dense` for the tensors of attention."""
+    check_dense(op, "torch.nn.functional.scaled_dot_product_attention", tensors, _check_dtype, _dense)
 
-    def check_dtype(name: str, tensor: torch.Tensor) -> None:
-        dtype = tensor.dtype
-        if name in ("q", "k", "v"):
-            if dtype not in _DTYPES:
-                raise TypeError(
-                    f"{op}: {name} is {dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first"
-                )
-            if dtype == torch.float64 and tensor.is_cuda:
-                raise TypeError(f"{op}: {name} is {dtype} on a GPU; only the CPU takes it: {name}.float()")
-        elif name.startswith("scale_"):
-            check_scale_dtype(op, name, tensor)
-        elif name == "sinks":
-            if not tensor.is_floating_point():
-                raise TypeError(f"{op}: sinks is {dtype}; sinks are scores, of a floating-point dtype")
-        elif name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k") and dtype != torch.int32:
-            raise TypeError(f"{op}: {name} is {dtype}; it is torch.int32: {name}.int()")
 
-    check_dense(
-        op, "torch.nn.functional.scaled_dot_product_attention", tensors, check_dtype,
-        lambda _, nested: (": pack it, and pass cu_seqlens_q=" if nested else "") + "; tensors are dense",
-    )  # fmt: skip
+def _dense(op: str, name: str, nested: bool) -> str:
+    return (": pack it, and pass cu_seqlens_q=" if nested else "") + "; tensors are dense"
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    dtype = tensor.dtype
+    if name in ("q", "k", "v"):
+        if dtype not in _DTYPES:
+            raise TypeError(f"{op}: {name} is {dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first")
+        if dtype == torch.float64 and tensor.is_cuda:
+            raise TypeError(f"{op}: {name} is {dtype} on a GPU; only the CPU takes it: {name}.float()")
+    elif name.startswith("scale_"):
+        check_scale_dtype(op, name, tensor)
+    elif name == "sinks":
+        if not tensor.is_floating_point():
+            raise TypeError(f"{op}: sinks is {dtype}; sinks are scores, of a floating-point dtype")
+    elif name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k") and dtype != torch.int32:
+        raise TypeError(f"{op}: {name} is {dtype}; it is torch.int32: {name}.int()")
 
 
 def to_rows_first(

@@ -32,9 +32,12 @@ def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: 
 
 
 def check_dense(
-    op: str, instead: str, tensors: Mapping[str, torch.Tensor | None], check_dtype: Callable[[str, torch.Tensor], None],
-    dense: Callable[[str, bool], str],
-) -> None:  # fmt: skip
+    op: str,
+    instead: str,
+    tensors: Mapping[str, torch.Tensor | None],
+    check_dtype: Callable[[str, str, torch.Tensor], None],
+    dense: Callable[[str, str, bool], str],
+) -> None:
     """Raise unless all are dense tensors on one device that there is a backend for, of dtypes that they may have.
 
     Parameters
@@ -42,9 +45,9 @@ def check_dense(
     instead
         What computes on other devices.
     check_dtype
-        Raises for a dtype that a tensor may not have.
+        Raises for a dtype that a tensor of this op and name may not have.
     dense
-        What to do with a tensor that is not dense, by its name and whether it is nested.
+        What to do with a tensor that is not dense: of this op and name, and whether it is nested.
     """
     device: torch.device | None = None
     for name, tensor in tensors.items():
@@ -59,8 +62,8 @@ def check_dense(
             )
         if tensor.layout != torch.strided or tensor.is_nested:
             what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise TypeError(f"{op}: {name} {what}{dense(name, tensor.is_nested)}")
-        check_dtype(name, tensor)
+            raise TypeError(f"{op}: {name} {what}{dense(op, name, tensor.is_nested)}")
+        check_dtype(op, name, tensor)
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
         device = tensor.device
@@ -68,23 +71,23 @@ def check_dense(
 
 def check_operands(op: str, **tensors: torch.Tensor | None) -> None:
     """`check_dense` for the tensors of a matmul."""
+    check_dense(op, "torch.nn.functional.linear" if op == "linear" else f"torch.{op}", tensors, _check_dtype, _dense)
 
-    def check_dtype(name: str, tensor: torch.Tensor) -> None:
-        if name in ("scale_a", "scale_b"):
-            check_scale_dtype(op, name, tensor)
-            return
-        try:
-            dtype_name(tensor.dtype)
-        except TypeError as error:
-            raise TypeError(f"{op}: {name}: {error}") from None
-        if tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
 
-    instead = "torch.nn.functional.linear" if op == "linear" else f"torch.{op}"
-    check_dense(
-        op, instead, tensors, check_dtype,
-        lambda name, _: f"; dense tensors are multiplied: {name}.to_dense(), or torch.{op}",
-    )  # fmt: skip
+def _dense(op: str, name: str, nested: bool) -> str:
+    return f"; dense tensors are multiplied: {name}.to_dense(), or torch.{op}"
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    if name in ("scale_a", "scale_b"):
+        check_scale_dtype(op, name, tensor)
+        return
+    try:
+        dtype_name(tensor.dtype)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name}: {error}") from None
+    if tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
 
 
 def refuse_tangents(op: str, *tensors: torch.Tensor | None, instead: str = "") -> None:

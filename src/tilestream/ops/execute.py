@@ -72,13 +72,16 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    around = contextlib.nullcontext()
-    publishing = around if publishes is None else _publishing(plan, x.out, publishes.signals(op, x.a.device))
     end = time.perf_counter() + (0.0 if awaited is None else awaited.deadline)
-    with publishing as publisher:
-        launch(
-            op, plan, plan.gate, lambda scratch: GemmBody(*x, plan.schedule, plan.block, scratch), awaited, publisher
-        )
+
+    def body_of(scratch: Workspace) -> Body:
+        return GemmBody(*x, plan.schedule, plan.block, scratch)
+
+    if publishes is None:
+        launch(op, plan, plan.gate, body_of, awaited)
+    else:
+        with _publishing(plan, x.out, publishes.signals(op, x.a.device)) as publisher:
+            launch(op, plan, plan.gate, body_of, awaited, publisher)
     if awaited is not None:
         see_all(awaited, end)
 

@@ -125,7 +125,7 @@ def find(
         *(None if one is None else one.chunking for one in (rows, columns, publishes)),
     )  # fmt: skip
     tensors = (x.a, x.b, x.out, e.bias, e.residual, e.scale_a, e.scale_b)
-    key = signature("gemm", x.a.device, tensors, settings, how.limit)
+    key = signature("gemm", tensors, settings, how.limit)
     found: Any = launch_cache.get(key)
     if found is None:
         made = _make(x, how, plan, rows, columns, publishes)

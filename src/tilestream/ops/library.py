@@ -156,7 +156,8 @@ def _run(
     elif out.is_cuda:
         gpu.run(x, how, None, rows, columns, check_deadline(deadline), op)
     else:
-        x = GemmOperands(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out)), x.epilogue)
+        if a.dim() == 2:
+            x = GemmOperands(a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0), x.epilogue)
         problem = problem_of(x.a, x.b, out.dtype, rows, columns, x.epilogue.scales, publishes)
         plan = plan_problem(
             problem, workers or None, schedule, default_workers=torch.get_num_threads(), limit=how.limit

@@ -149,7 +149,7 @@ def _signature(r: Request) -> object | None:
         if x is not None and (not is_plain(x) or (gradients and x.requires_grad)):
             return None
     options = r.alpha, r.beta, r.activation, r.out_dtype, r.schedule, r.workers, r.fast_accum
-    return signature("call", a.device, tensors, (r.op, options))
+    return signature("call", tensors, (r.op, options))
 
 
 def _multiply(r: Request) -> torch.Tensor:
@@ -191,33 +191,35 @@ def _multiply(r: Request) -> torch.Tensor:
     elif len(full) > 2:
         a, b = _batched(op, "a", a, batch, r.arrival), _batched(op, "b", b, batch, None)
     residual = residual.reshape(canonical) if residual is not None else None
-    r = r._replace(a=a, b=b, residual=residual, scale_a=scales[0], scale_b=scales[1])
+    operands = (
+        a, b, r.bias, residual, float(r.alpha), float(r.beta), r.activation or "none", r.out_dtype, r.schedule,
+        r.workers or 0,
+    )  # fmt: skip
+    optional = (*scales, r.fast_accum, limit())
     if torch.compiler.is_compiling():
-        result = _call(r, canonical)
+        result = _call(r, canonical, operands, optional)
     else:
         with shutdown.call():
-            result = _call(r, canonical)
+            result = _call(r, canonical, operands, optional)
     return out if out is not None else result.reshape(shape)
 
 
-def _call(r: Request, canonical: tuple[int, ...]) -> torch.Tensor:
-    """Call the registered op for a request in canonical form."""
-    operands = (
-        r.a, r.b, r.bias, r.residual, float(r.alpha), float(r.beta), r.activation or "none", r.out_dtype, r.schedule,
-        r.workers or 0,
-    )  # fmt: skip
-    optional = (r.scale_a, r.scale_b, r.fast_accum, limit())
+def _call(
+    r: Request, canonical: tuple[int, ...], operands: tuple[Any, ...], optional: tuple[object, ...]
+) -> torch.Tensor:
+    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out."""
     into = None if r.out is None else _view(r.out, canonical)
     result: torch.Tensor
     if r.publish is not None:
         flat = FlatArrival.of(r.publish)
         flat.published(math.prod(canonical[:-1]))
-        if r.needs_gradient():
+        a = operands[0]
+        if r.needs_gradient(*operands[:2]):
             raise RuntimeError(
                 f"{r.op}: publish= has no gradient, and an operand requires one; leave publish= away, or use "
                 "torch.no_grad()"
             )
-        result = r.a.new_empty(canonical, dtype=result_dtype(r.a, r.out_dtype)) if into is None else into
+        result = a.new_empty(canonical, dtype=result_dtype(a, r.out_dtype)) if into is None else into
         gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
     elif r.arriving:
         flats = [None if one is None else FlatArrival.of(one) for one in (r.arrival, r.weight_arrival)]
