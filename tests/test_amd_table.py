@@ -49,7 +49,7 @@ def test_the_page_says_that_nothing_was_run(amd, data):
 
 
 def test_the_plans_efficiencies_are_the_records(data):
-    """`tests/isa` compiles again; here the record stands for it."""
+    """`tests/tools/isa` compiles again; here the record stands for it."""
     kinds = {"bfloat16": "16-bit", "float8_e4m3fn": "8-bit", "float8_e4m3fnuz": "8-bit", "float32": "float32"}
     seen = 0
     for row in data["rows"]:
