@@ -66,7 +66,7 @@ def signature(
         op, settings, limits.limit() if limit is None else limit,
         context_units(device.index) if device.type == "cuda" else 0,
         first.dtype == torch.float32 and allows_tf32(),
-        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors],
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors],
     )  # fmt: skip
 
 

@@ -581,7 +581,7 @@ def test_few_rows_read_the_other_operand_in_larger_pieces(written, rows):
 
 def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
     plan = dataclasses.replace(make(scales="row"))
-    monkeypatch.setattr(gpu, "_launches", {})
+    monkeypatch.setattr(gpu, "launch_cache", type(gpu.launch_cache)())
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     columns, rows, bias = torch.ones(4 * N), torch.ones(4 * M), torch.zeros(4 * N, dtype=torch.bfloat16)
 

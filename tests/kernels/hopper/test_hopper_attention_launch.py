@@ -207,11 +207,19 @@ class Lists:
         #: Launches of the attention that had been made when this kernel was loaded.
         self.loaded_behind: int | None = None
 
+    #: Of a compiled kernel, which this is as well.
+    function = packed_metadata = None
+
     def __getitem__(self, grid):
-        return lambda *filled, **_: self.launches.append((grid, *filled))
+        return lambda *filled, **_: self.launches.append((grid, *filled)) or self
+
+    def run(self, *given):
+        grid, filled = given[:3], given[9:]
+        self.launches.append((grid, *filled))
 
     def warmup(self, *filled, grid, **_):
         self.loaded_behind = sum(len(launcher.calls) for launcher in Written.made)
+        return self
 
 
 @pytest.fixture
@@ -221,9 +229,6 @@ def written(monkeypatch):
     monkeypatch.setattr(attend, "warmup", lambda *filled, grid, **options: (filled, grid, options))
     lists = Lists()
     monkeypatch.setattr(portable, "list_sequences", lists)
-    monkeypatch.setattr(
-        portable, "direct", lambda kernel, grid: lambda stream, filled: lists.launches.append((grid, *filled))
-    )
     Written.made = []
     return Written.made, lists.launches
 
@@ -279,7 +284,7 @@ def test_a_launch_that_is_traced_is_another_kernel_with_a_log(written):
     plan = make()
     launch, log = HopperAttentionLaunch(plan, attention_gpu.layout_of(x)), SpanLog(plan, torch.device("cpu"))
     for probe in (None, log, log, None):
-        launch(x, log=probe)
+        launch(x, probe=probe)
     plain, traced = made
     assert [launcher.arguments["TRACE"] for launcher in made] == [False, True]
     assert len(plain.calls) == len(traced.calls) == 2
@@ -357,7 +362,7 @@ def test_shares_are_joined_by_a_second_launch(written, monkeypatch, kind):
     assert merges.loaded_behind == 0, "what may wait for the host must not be on the device while code is loaded"
     (launcher,) = written[0]
     (call,) = launcher.calls
-    ((_, partials, sums, out, lse, sinks, shares, rows, *_),) = written[1]
+    ((_, partials, sums, out, lse, sinks, shares, rows, *_),) = merges.launches
     assert (out, lse, sinks) == tuple(t.data_ptr() for t in (x.out, x.lse, x.sinks))
     assert (shares, rows) == (3, B * 5 * H)
     assert call["out_map"] == partials
