@@ -302,7 +302,7 @@ def _same(pattern: Any, node: Any, names: dict[str, ast.AST]) -> bool:
         return True
     if isinstance(pattern, ast.Name) and pattern.id.startswith("__") and isinstance(node, ast.expr):
         known = names.setdefault(pattern.id, node)
-        return ast.dump(known) == ast.dump(node)
+        return ast.unparse(known) == ast.unparse(node)
     if type(pattern) is not type(node):
         return False
     if not isinstance(pattern, ast.AST):
