@@ -48,7 +48,7 @@ from tilestream_tools.verify.attention_protocol import (
 from tilestream_tools.verify.barriers import arrived, blocks, fresh
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 from tilestream_tools.verify.protocol import Arrive, Expect, Fence, Get, Next, Put, Retire, WaitBarrier, k_steps
 from tilestream_tools.verify.ring import say_item
 
@@ -313,7 +313,7 @@ class AttentionModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        here = self.blocked(m)
         if here and not self.environment(m):
             raise Fault("deadlock", "; ".join(here))
         if not here and any(m[self.left : self.left + NUMBERS]):

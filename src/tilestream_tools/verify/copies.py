@@ -29,7 +29,7 @@ from tilestream.core.copy_items import Copy, CountPiece, Draw, Pieces, Restore, 
 from tilestream.core.loop import Poll
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 
 Turn = Generator[Any, int, Any]
 
@@ -324,9 +324,8 @@ class CopyModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        stuck = [f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
-        if stuck:
-            raise Fault("deadlock", "; ".join(stuck))
+        if here := self.blocked(m):
+            raise Fault("deadlock", "; ".join(here))
 
 
 def configurations(full: bool) -> Iterator[CopyCase]:

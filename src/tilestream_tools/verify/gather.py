@@ -220,41 +220,31 @@ class GatherModel(RanksModel):
         return (1,) if expired <= m[self.at(rank, "ended")] else (0, 1)
 
     def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
-        return (0,) if self._over(rank, m) >= op.epoch else ()
+        return (0,) if self.over(rank, m) >= op.epoch else ()
 
     def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
 
-    def _over(self, rank: int, m: Memory) -> int:
-        """The last call that is over."""
+    def over(self, rank: int, m: Memory) -> int:
+        """As of `RanksModel`."""
         return min(int(m[self.at(rank, "ended")]), int(m[self.at(rank, "sided")]))
 
     def _await_flag(self, rank: int, op: p.AwaitFlag, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
 
-    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
-        if self._over(rank, m) >= op.epoch:
-            return (1,)
-        waits: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]  # the side stream
-        return (0,) if type(waits) is p.AwaitFlag and not self._await_flag(rank, waits, m) else ()
-
-    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
-        # 1: a flag that came between the look and the write is overwritten.
-        return (0, 1)
+    def waiting(self, rank: int, m: Memory) -> p.AwaitFlag | None:
+        """As of `RanksModel`: the side stream's."""
+        op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
+        return op if type(op) is p.AwaitFlag and not self._await_flag(rank, op, m) else None
 
     def _gate(self, rank: int, op: Gate, m: Memory) -> Sequence[int]:
         place = self.place(op.epoch % self.case.sets, op.rank, op.chunk, op.epoch)
         arrived = (1,) if m[self.at(rank, "signals", place)] >= op.epoch else ()
         return (*arrived, 0) if m[self.at(rank, "over")] >= op.epoch else arrived
 
-    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
-        over = self._over(rank, m)
-        return (over + 1,) if m[self.at(rank, "issued")] > over else (0,)
-
     _asked: ClassVar[dict[type, Asked]] = {
         **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitSide: _await_side,
-        p.AwaitFlag: _await_flag, Gate: _gate, p.Oldest: _oldest,
-        p.AwaitDone: _await_done, p.Release: _release_answers,
+        p.AwaitFlag: _await_flag, Gate: _gate,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -357,16 +347,10 @@ class GatherModel(RanksModel):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = max(m[self.at(rank, "over")], op.epoch)
 
-    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
-        for peer in p.peers(rank, self.case.world):
-            flag = self.at(rank, "flags", peer)
-            m[flag] = op.epoch if answer else max(m[flag], op.epoch)
-
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, p.Ask: _asks, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled, p.Signal: _signal,
         p.Push: _push, p.Pushed: _pushed, p.Tell: _tell, p.Flag: _flag, p.Pull: _pull,
         p.Pulled: _pulled, p.Done: _done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
-        p.Release: _release,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------

@@ -97,6 +97,16 @@ class Model:
         """Whether the next step of this process concerns nobody else, now or later: then it goes first, alone."""
         return False
 
+    def blocked(self, m: Memory) -> list[str]:
+        """The processes that have not left, and what each is at."""
+        return [
+            f"{p.name} at {self.say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT
+        ]
+
+    def say(self, op: Any) -> str:
+        """An operation in a trace."""
+        return str(op)
+
     # What all have in common ----------------------------------------------------------------------------------------
 
     def start(self) -> State:

@@ -20,7 +20,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.loop import Announce, CountRows, Landed, RestoreRows, Share
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 
 Turn = Generator[Any, int, Any]
 
@@ -249,7 +249,5 @@ class PublishModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [process.name for pid, process in enumerate(self.processes) if m[pid] != LEFT]
-        if here:
-            stuck = (f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT)
-            raise Fault("deadlock", "; ".join(stuck))
+        if here := self.blocked(m):
+            raise Fault("deadlock", "; ".join(here))

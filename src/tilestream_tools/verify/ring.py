@@ -37,7 +37,7 @@ from tilestream.schedule import WorkItem
 from tilestream_tools.verify.barriers import STEPS, VOID, RingMemory
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 from tilestream_tools.verify.protocol import (
     Acquired,
     Drain,
@@ -253,7 +253,7 @@ class RingModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [f"{p.name} at {say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        here = self.blocked(m)
         if not here:
             self.at_end(m)
         elif not self.environment(m):
@@ -267,6 +267,10 @@ class RingModel(Model):
         self.rings.buffers.at_end(m)
         if self.case.ends_clean:
             self.rings.at_end(m)
+
+    def say(self, op: Any) -> str:
+        """As `Model.say`."""
+        return say(op)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """As `Model.tell`."""

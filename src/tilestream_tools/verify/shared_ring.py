@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from tilestream.core.ring import after, before
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 
 #: K steps, at most, in what a share holds: ``1 + item * STEPS + step``.
 STEPS = 64
@@ -356,7 +356,7 @@ class SharedModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        here = self.blocked(m)
         if here:
             raise Fault("deadlock", "; ".join(here))
         for warp in range(self.case.ring.warps):

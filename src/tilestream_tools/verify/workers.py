@@ -253,17 +253,15 @@ class WorkersModel(Words):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [(p.name, self.locals.op[m[pid]]) for pid, p in enumerate(self.processes) if m[pid] != LEFT]
-        if here:
-            who = "; ".join(f"{name} at {self.say(op)}" for name, op in here)
+        if here := "; ".join(self.blocked(m)):
             if m[self.aborted]:
-                raise Fault("not drained", f"the launch is over, and {who}")
-            for _, op in here:
+                raise Fault("not drained", f"the launch is over, and {here}")
+            for op in (self.locals.op[m[pid]] for pid in range(len(self.processes)) if m[pid] != LEFT):
                 if type(op) in ops.WAITS and self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]:
                     return  # the chunk may come, or the deadline
                 if type(op) is Ready and op.queues:
                     return
-            raise Fault("deadlock", who)
+            raise Fault("deadlock", here)
         self.at_end(m)
 
     def at_end(self, m: Memory) -> None:
