@@ -26,8 +26,8 @@ import tilestream as ts
 from harness import RESULTS, device_suffix
 from ranks import on_each_gpu
 from tilestream import distributed as tsd
+from tilestream.core.protocols.gather import peers, receivers
 from tilestream.distributed.dispatch import WAYS, trial
-from tilestream.distributed.protocol import peers, receivers
 
 SHAPE = "8192x3584x8192"
 #: Cycles in which the host issues a call, before the ranks meet on their streams: some milliseconds.

@@ -37,9 +37,9 @@ from floors import judged
 from harness import RESULTS, GpuRecord
 from ranks import MeetingClock, on_each_gpu, slowest
 from tilestream import distributed as tsd
+from tilestream.core.protocols.gather import Way
 from tilestream.distributed.dispatch import WAYS, trial
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.protocol import Way
 from tilestream.distributed.shards import Shards
 from tilestream.ops.publish import Publication, matmul_published
 

@@ -73,7 +73,7 @@ def chosen_where(function: str, values: dict[str, float]) -> Callable[..., Itera
         for label, value in values.items():
             with patch.object(hopper_attention, function, lambda *_, value=value: value):
                 found = list(hopper_attention.candidates(problem, device, device.workers, kind="dynamic"))
-            yield label, min(found, key=lambda one: one.seconds)
+            yield label, min(found, key=lambda one: one.predicted)
 
     return made
 

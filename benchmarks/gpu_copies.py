@@ -3,7 +3,7 @@
     PYTHONPATH=src:benchmarks python benchmarks/gpu_copies.py [FOLDER]
 
 One process a GPU, as many as there are; each copies to, or from, its peers over torch's symmetric memory, by copy
-engines, in the order of `tilestream.distributed.protocol`. What is compared:
+engines, in the order of `tilestream.core.protocols.gather`. What is compared:
 
 - ``op``: a GPU *pushes* to its peers, or *pulls* from them. Whichever it is, the other end is symmetric memory.
 - ``own``: whether this end is, too, or a tensor of torch's allocator (``plain``): a caller's.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 import tilestream as ts
 from harness import RESULTS, GpuRecord
 from ranks import on_each_gpu
-from tilestream.distributed.protocol import receivers
+from tilestream.core.protocols.gather import receivers
 from tilestream.runtime.driver import copy_across
 from tilestream.runtime.streams import lend
 

@@ -1,6 +1,6 @@
 """The bugs that the checker must find: one row each, and in which configurations to look.
 
-A row edits a protocol that the checker explores (`tilestream.core.loop`, `tilestream.distributed.protocol`, the loops
+A row edits a protocol that the checker explores (`tilestream.core.loop`, `tilestream.core.protocols.gather`, the loops
 in `tilestream_tools.verify`) and names the kind of violation it must be found as. Configurations grow; the violation
 found is at the smallest size that shows it. `mutants.ranks` has the rows of gathers, sums and all-reduces.
 """

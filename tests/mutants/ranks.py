@@ -10,8 +10,8 @@ from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.sums import SumCase
 
-TEXT = "tilestream.distributed.protocol"
-SUM, ONE_SHOT = "tilestream.distributed.sum_protocol", "tilestream.distributed.one_shot_protocol"
+TEXT = "tilestream.core.protocols.gather"
+SUM, ONE_SHOT = "tilestream.core.protocols.reduce_scatter", "tilestream.core.protocols.one_shot"
 
 
 def slots(count: int, module: str, functions: str, places: int) -> tuple[Edit, ...]:

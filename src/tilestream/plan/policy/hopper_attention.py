@@ -283,13 +283,8 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
             f"{max(p.head_dim, p.head_dim_v)} columns; in 8 bits it takes 128, which leave room for warps that convert "
             "values"
         )
-    if not p.positive:
-        return "a scale that is not positive: it takes the largest product for the largest score"
-    if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
-        return "there is nothing to load"
-    for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
-        if getattr(p, name) >= _MOST:
-            return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
+    if why := p.unfit(_MOST):
+        return why
     if p.page_size and p.page_size < LEAST_PAGE:
         return f"pages of {p.page_size} keys; a copy brings {LEAST_PAGE} at least"
     if p.rows * p.heads_q >= 2**31:

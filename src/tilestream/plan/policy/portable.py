@@ -14,9 +14,8 @@ from typing import NamedTuple
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.policy import cdna
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
@@ -193,10 +192,7 @@ def candidates(
     workers: int,
     *,
     kinds: tuple[Kind, ...],
-    tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
+    forced: Forced = FREE,
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces.
 
@@ -209,25 +205,21 @@ def candidates(
     """
     _refuse(problem, device)
     rows = tiles(problem, device)
-    if tile is not None:
-        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(tile))
+    if forced.tile is not None:
+        have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
+        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(forced.tile))
         if not rows:
-            have = ", ".join(f"{row.block_m}x{row.block_n}" for row in tiles(problem, device))
-            raise ValueError(f"tile={tile}: the portable kernel has {have} for these operands")
+            raise ValueError(f"tile={forced.tile}: the portable kernel has {have} for these operands")
     if cdna.knows(device):
-        yield from cdna.candidates(
-            problem, device, workers, rows, kinds=kinds, order=order, queues=queues, shares=shares
-        )
+        yield from cdna.candidates(problem, device, workers, [cdna.Row(*row[:6]) for row in rows], kinds, forced)
         return
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        raster = raster_of(problem, grid, block, GROUP, order)
+        raster = raster_of(problem, grid, block, GROUP, forced.order)
         for kind in kinds:
-            count, split = queues_of(problem, kind, queues, raster, min(workers, max(1, grid.tiles)))
-            schedule = Schedule(
-                kind, grid, raster, workers, count, split, shares or 0, first_batch_of(problem)
-            )  # fmt: skip
+            count, split = queues_of(problem, kind, forced.queues, raster, min(workers, max(1, grid.tiles)))
+            schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
                 continue  # nobody asked for it, and there is nothing to split: a queue with a larger kernel
             seconds = _seconds(problem, device, schedule, row)

@@ -6,15 +6,16 @@ import contextlib
 
 import pytest
 import torch
-from fake_ranks import Member, Memory, look, pretend
+from fake_ranks import GroupState, Memory, look, pretend
 
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart
 from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record, op_number
-from tilestream.distributed import copy_engines, protocol
-from tilestream.distributed.copy_engines import Gatherer
-from tilestream.distributed.gathered import Whole
+from tilestream.core.protocols import gather
+from tilestream.distributed import copy_engines
+from tilestream.distributed.copy_engines import GatherQueue
+from tilestream.distributed.gathered import ScaledRows
 from tilestream.distributed.shards import Shards
 from tilestream.runtime.channel import Channel
 
@@ -46,7 +47,7 @@ class Gathering:
 
     def __init__(self, cuda: FakeCuda, memory: Memory, rank: int) -> None:
         self.cuda, self.rank = cuda, rank
-        self.member = Member(rank, memory.ranks)
+        self.state = GroupState(rank, memory.ranks)
         self.calling = cuda.stream()
         self.channel = Channel(DEVICE)
         self.over: set[int] = set()  # calls whose kernel has expired
@@ -56,7 +57,7 @@ class Gathering:
         self.scales: torch.Tensor | None = None  # of the last of them
         self.tensor: torch.Tensor | None = None  # the caller's: he writes each call's shard to it
         with cuda.on(self.calling), self.here():
-            self.gatherer = Gatherer(self.member, DEVICE, memory.of(rank))
+            self.gatherer = GatherQueue(self.state, DEVICE, memory.of(rank))
         self.gatherer._watchdog.wake = lambda: None  # the test looks
         self.side = self.gatherer._side
 
@@ -83,7 +84,7 @@ class Gathering:
         self.shapes.append(shards)
         number, calling = len(self.shapes), self.calling
 
-        def kernel(gathered: Whole, arrival: Arrival) -> list[torch.Tensor]:
+        def kernel(gathered: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
             loads()
             if fails:
                 raise RuntimeError("out of memory")
@@ -112,17 +113,17 @@ class Gathering:
         calling.give(lambda: tensor.copy_(value))
         with self.cuda.on(calling), self.here():
             self.outs = self.gatherer.issue(
-                shards, Whole(tensor, scales), whole, kernel, 1.0, ways[(number - 1) % len(ways)]
+                shards, ScaledRows(tensor, scales), whole, kernel, 1.0, ways[(number - 1) % len(ways)]
             )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         with self.here():
             look(self.gatherer)
 
     def room(self) -> bool:
         """The host of a real rank would wait where its kernel is further behind."""
-        under_way = [call for call in self.gatherer._underway() if not call.kernel.query()]
-        return len(under_way) <= protocol.AHEAD
+        under_way = [call for call in self.gatherer._under_way() if not call.kernel.query()]
+        return len(under_way) <= gather.AHEAD
 
     def run(self, which: int, count: int | None = None) -> None:
         """Run the calling stream, or the side stream."""
@@ -130,7 +131,7 @@ class Gathering:
 
     def expected(self, call: int) -> torch.Tensor:
         shards = self.shapes[call - 1]
-        return torch.stack([self.data(r, call, shards) for r in range(self.member.world)], 1)
+        return torch.stack([self.data(r, call, shards) for r in range(self.state.world)], 1)
 
     @property
     def idle(self) -> bool:

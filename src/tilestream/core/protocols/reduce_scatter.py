@@ -1,7 +1,7 @@
-"""How ranks take turns in a sum: the text that GPUs perform and the checker explores.
+"""The order in which ranks access each other's memory in a reduce-scatter: GPUs perform it, the checker explores it.
 
-What a rank computes is its peers' to pull, when there is something of each for each. A slot holds a rank's whole
-product, and there is a flag a peer in a rank's own memory, which that peer writes::
+Each rank pulls its part of every peer's product while the rest is computed. A slot holds a rank's whole product, and a
+rank has one flag for each peer in its own memory, which that peer writes::
 
     calling stream                                side stream
       the last call's sum and side stream
@@ -13,27 +13,29 @@ product, and there is a flag a peer in a rank's own memory, which that peer writ
       the side stream                                 one's own says so; pull it
       sum, in the order of the ranks
 
-All ranks are at the same step, and each step a rank has one chunk to tell of and one to pull, of another. A flag counts
-chunks over all calls, so that it never falls. What it says of a call, it says of the one before, too: its writer has
-pulled all of that. So one handshake a call opens this epoch's slots and frees those of the epoch before the last.
+All ranks are at the same step; at each step a rank has one chunk to signal, for one peer, and one to pull, from
+another. A flag counts chunks over all calls, so it never falls. A flag of this call also says that its writer has
+pulled everything of the previous call: one handshake a call opens this epoch's slots and frees those of the epoch
+before the last.
 
-The kernel waits for nobody; the side stream, which has no deadline, would wait for a missing flag for ever, and the
-calling stream for it. So here the watchdog (`watch`) counts the deadline, from the kernel's end. It lets the side
-stream go by writing the flag itself, when it has told the peers, and the sum is NaN from that call on. What such a flag
-says is not true, and must free no slot that a peer may still pull from: with two slots it would, by the calls that were
-issued before the host knew. So the host runs ahead by `AHEAD` calls and no more, and there is a slot for each.
+The kernel waits for no peer. The side stream has no deadline: it would wait for a missing flag for ever, and the
+calling stream for it. The watchdog (`watch`) therefore counts the deadline from the kernel's end. It sets the peers'
+abort flags, makes this call's sum and all later ones NaN, and then releases the side stream by writing the flag. Such a
+flag does not mean that a peer has finished, and must free no slot that a peer may still pull from. With two slots it
+would, through calls that were issued before the host knew. So the host runs ahead by at most `AHEAD` calls, and there
+is one more slot for each.
 
-No operation waits for one that is issued after it: the kernel is issued before the side stream's part.
+No operation waits for one that is issued later: the kernel is issued before the side stream's part.
 
-What a sum has in common with a gather is in `tilestream.distributed.protocol`. `tilestream_tools.verify.sums`
-explores these texts, as `tilestream_tools.verify.gather` does those.
+`tilestream.core.protocols.gather` has the operations that gathers share. `tilestream_tools.verify.sums` explores this
+protocol, as `tilestream_tools.verify.gather` does that one.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilestream.distributed.protocol import (
+from tilestream.core.protocols.gather import (
     AHEAD,
     SLOTS,
     AwaitCall,
@@ -47,7 +49,7 @@ from tilestream.distributed.protocol import (
 
 
 class Compute(NamedTuple):
-    """Calling stream, of a sum: start computing the chunk that is ``step``-th, into a slot: see `sent`."""
+    """Calling stream: start computing the ``step``-th chunk (see `sent`) into a slot."""
 
     slot: int
     step: int
@@ -70,7 +72,7 @@ class Publish(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Calling stream, of a sum: the kernel that computes and publishes has ended."""
+    """Calling stream: the kernel that computes and publishes has ended."""
 
     epoch: int
 
@@ -83,7 +85,7 @@ class AwaitPublished(NamedTuple):
 
 
 class TellPart(NamedTuple):
-    """Write one's flag in a peer's memory: so many of its chunks are there."""
+    """Write this rank's flag in a peer's memory: so many of the peer's chunks are published."""
 
     peer: int
     parts: int
@@ -91,7 +93,7 @@ class TellPart(NamedTuple):
 
 
 class AwaitPart(NamedTuple):
-    """Wait until a peer's flag in one's own memory says that so many chunks are there."""
+    """Wait until a peer's flag in this rank's memory says that so many chunks are published."""
 
     peer: int
     parts: int
@@ -99,7 +101,7 @@ class AwaitPart(NamedTuple):
 
 
 class PullPart(NamedTuple):
-    """Start copying the chunk that was ``step``-th of a peer's out of its slot."""
+    """Start copying a peer's ``step``-th chunk from its slot."""
 
     peer: int
     slot: int
@@ -108,7 +110,7 @@ class PullPart(NamedTuple):
 
 
 class PulledPart(NamedTuple):
-    """That copy is done."""
+    """The copy is complete."""
 
     peer: int
     slot: int
@@ -117,39 +119,39 @@ class PulledPart(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Calling stream: start adding what was pulled; where the call was overruled, NaN is its sum."""
+    """Calling stream: start adding the parts; the sum is NaN if the call was overruled."""
 
     epoch: int
 
 
 class Summed(NamedTuple):
-    """That is done, and the call with it."""
+    """The sum is complete, and so is the call."""
 
     epoch: int
 
 
 def begin_sum(epoch: int) -> Turn:
-    """As `begin`, of a sum."""
+    """The host's part, before anything is issued. Returns the epoch; None if the group is broken."""
     yield AwaitSide(epoch - AHEAD - 1)
     return epoch if (yield Begin(epoch)) else None
 
 
 def sent(rank: int, world: int, batches: int, parts: int, step: int) -> tuple[int, int]:
-    """Whose chunk ``rank`` computes as its ``step``-th, and which of that rank's it is.
+    """The rank whose chunk ``rank`` computes at ``step``, and the number of that chunk in that rank's shard.
 
-    In the order of the rows, from the next rank's first on, all around: the last of each round is the rank's own.
+    In the order of the rows, cyclically, from the next rank's first chunk; the own chunks end each round.
     """
     chunk = ((rank + 1) * parts + step) % (batches * world * parts)
     return chunk // parts % world, chunk // (parts * world) * parts + chunk % parts
 
 
 def sender(rank: int, world: int, parts: int, step: int) -> int:
-    """Whose ``step``-th chunk is ``rank``'s: one rank's, and at its own steps its own."""
+    """The rank that computes a chunk of ``rank`` at ``step``; at its own steps, ``rank`` itself."""
     return (rank - 1 - step // parts) % world
 
 
 def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
-    """The calling stream's part of a sum, up to the end of its kernel."""
+    """The calling stream's part, up to the end of its kernel."""
     yield AwaitCall(epoch - 1)
     yield Post(epoch)
     slot = epoch % SLOTS
@@ -162,7 +164,7 @@ def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn
 
 
 def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
-    """The side stream's part of a sum."""
+    """The side stream's part."""
     yield AwaitPost(epoch)
     slot = epoch % SLOTS
     for step in range(batches * world * parts):
@@ -179,7 +181,7 @@ def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn
 
 
 def add_up(epoch: int) -> Turn:
-    """The calling stream's part of a sum, behind the kernel."""
+    """The calling stream's part behind the kernel."""
     yield AwaitSide(epoch)
     yield Sum(epoch)
     yield Summed(epoch)

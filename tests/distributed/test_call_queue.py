@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tilestream.distributed import call_queue as turns
+from tilestream.distributed import call_queue
 
 
 class Calls:
@@ -14,7 +14,7 @@ class Calls:
     def __init__(self, looks: int) -> None:
         self.left, self.looks, self.quiet = looks, 0, threading.Event()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         self.looks += 1
         self.left -= 1
         if self.left <= 0:
@@ -23,9 +23,9 @@ class Calls:
 
 
 def test_looks_until_nothing_is_under_way_and_again_when_it_is_woken(monkeypatch):
-    monkeypatch.setattr(turns, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(call_queue, "POLL_SECONDS", 0.01)
     calls = Calls(3)
-    watchdog = turns.Watchdog(calls)
+    watchdog = call_queue.Watchdog(calls)
     for looks in (3, 4):
         watchdog.wake()
         assert calls.quiet.wait(10)
@@ -39,9 +39,9 @@ def test_looks_until_nothing_is_under_way_and_again_when_it_is_woken(monkeypatch
 
 
 def test_who_issues_a_call_has_the_interpreter_for_himself_at_first(monkeypatch):
-    monkeypatch.setattr(turns, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(call_queue, "POLL_SECONDS", 0.5)
     calls = Calls(1)
-    watchdog = turns.Watchdog(calls)
+    watchdog = call_queue.Watchdog(calls)
     begin = time.monotonic()
     watchdog.wake()
     assert calls.quiet.wait(10)

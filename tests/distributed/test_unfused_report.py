@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilestream.distributed.async_tp import AsyncTP
-from tilestream.distributed.unfused_report import Look, places
+from tilestream.distributed.unfused_report import UnfusedPass, unfused_collectives
 
 module = importlib.import_module("tilestream.distributed.async_tp")  # the package has the function by that name
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -32,7 +32,7 @@ X, W, BIAS = torch.randn(8, 4), torch.randn(4, 6), torch.randn(6)
 
 def left(function, *given):
     graph = make_fx(function, tracing_mode="fake")(*given).graph
-    return [(place.op, place.what, place.why) for place in places(graph)]
+    return [(place.op, place.what, place.why) for place in unfused_collectives(graph)]
 
 
 def test_a_gather_that_no_matmul_reads(group):
@@ -87,7 +87,7 @@ def test_a_sum_as_the_compiler_hands_it_over(group, function, products, shape):
         return collectives.reduce_scatter_tensor(function(x, w, v, z), "sum", len(shape) - 2, group)
 
     torch._dynamo.reset()
-    with config.patch(post_grad_custom_post_pass=Look(found.append), force_disable_caches=True):
+    with config.patch(post_grad_custom_post_pass=UnfusedPass(found.append), force_disable_caches=True):
         torch.compile(scattered)(torch.randn(shape), W, torch.randn(4, 6), torch.randn(*shape[:-1], 6))
     [place] = found
     assert f"a sum, of {products} product{'s' * (products != 1)} among" in place.why
@@ -109,10 +109,10 @@ def test_a_collective_that_torch_says_no_shape_of(group):
     traced = make_fx(lambda x: collectives.all_gather_tensor(x.relu(), 0, group), tracing_mode="fake")(X).graph
     [gather] = [node for node in traced.nodes if "all_gather" in node.name]
     del gather.args[0].meta["val"]
-    [place] = places(traced)
+    [place] = unfused_collectives(traced)
     assert place.what == "to [16, 4], float32"
     del gather.meta["val"]
-    [place] = places(traced)
+    [place] = unfused_collectives(traced)
     assert place.what == "to ?"
 
 
@@ -144,7 +144,7 @@ def test_the_report_has_them_behind_what_was_called(group, monkeypatch):
     handle._count("fused_all_gather_matmul", "[8, 4]", "a test")
     graph = make_fx(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), tracing_mode="fake")(X).graph
     seen = []
-    look = Look(module._tell, before=seen.append)
+    look = UnfusedPass(module._report_unfused, before=seen.append)
     look(graph)
     look(graph)
     assert seen == [graph, graph]
@@ -163,12 +163,15 @@ def test_the_compiler_asks_it_behind_its_own_passes(group):
 
     found = []
     traced = make_fx(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), tracing_mode="fake")(X)
-    with config.patch(post_grad_custom_post_pass=Look(found.append)):
+    with config.patch(post_grad_custom_post_pass=UnfusedPass(found.append)):
         post_grad_passes(traced, True)
     assert [place.op for place in found] == ["all_gather_into_tensor"]
 
 
 def test_what_the_compilers_cache_knows_it_by():
-    assert Look(print).uuid() == ("tilestream.left_over",)
-    assert Look(print, before=Look(print)).uuid() == ("tilestream.left_over", "('tilestream.left_over',)")
-    assert Look(print, before=lambda graph: None).uuid() is None
+    assert UnfusedPass(print).uuid() == ("tilestream.unfused_report",)
+    assert UnfusedPass(print, before=UnfusedPass(print)).uuid() == (
+        "tilestream.unfused_report",
+        "('tilestream.unfused_report',)",
+    )
+    assert UnfusedPass(print, before=lambda graph: None).uuid() is None

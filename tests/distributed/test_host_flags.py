@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tilestream.distributed import host_flags as words
-from tilestream.distributed.host_flags import LINE, GroupWords, offer, size_of, withdraw
+from tilestream.distributed import host_flags
+from tilestream.distributed.host_flags import LINE, GroupFlags, offer, size_of, withdraw
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -18,7 +18,7 @@ OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch):
     """A GPU that sees the host's memory at its own address."""
-    monkeypatch.setattr(words, "map_host_memory", lambda address, size: address)
+    monkeypatch.setattr(host_flags, "map_host_memory", lambda address, size: address)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def offered():
 
 
 def test_each_rank_and_op_has_words_of_its_own(offered):
-    group = GroupWords(offered, 1, 3)
+    group = GroupFlags(offered, 1, 3)
     places = []
     for op, of in itertools.product(OPS, range(3)):
         mine = group.of(op)
@@ -43,13 +43,13 @@ def test_each_rank_and_op_has_words_of_its_own(offered):
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_one_rank_writes_the_other_sees(offered, op):
-    first, second = (GroupWords(offered, rank, 3).of(op) for rank in (0, 1))
+    first, second = (GroupFlags(offered, rank, 3).of(op) for rank in (0, 1))
     # As a stream of the second would, in its own mapping of the first's flag.
     ctypes.c_int32.from_address(second.flag(0, 1)).value = 7
-    assert first.told() == [0, 7, 0]
-    assert second.told() == [0, 0, 0]
-    first.let_go(2, 9)
-    assert first.told() == [0, 7, 9]
+    assert first.peer_flags() == [0, 7, 0]
+    assert second.peer_flags() == [0, 0, 0]
+    first.release(2, 9)
+    assert first.peer_flags() == [0, 7, 9]
     assert not first.aborted()
     second.abort(0)
     assert first.aborted()
@@ -60,15 +60,16 @@ def test_what_one_rank_writes_the_other_sees(offered, op):
     assert int(first.void) == 4
     assert int(second.void) == 0
     assert first.void.data_ptr() == first.flag(0, 4)
-    others = [GroupWords(offered, 0, 3).of(other) for other in OPS if other != op]
-    assert all(x.told() == [0, 0, 0] and not x.aborted() and not int(x.void) for x in others)
+    others = [GroupFlags(offered, 0, 3).of(other) for other in OPS if other != op]
+    assert all(x.peer_flags() == [0, 0, 0] and not x.aborted() and not int(x.void) for x in others)
 
 
 def test_another_process_sees_it(offered):
-    mine = GroupWords(offered, 0, 3).of("matmul_all_reduce")
+    mine = GroupFlags(offered, 0, 3).of("matmul_all_reduce")
     program = (
-        "import sys; from tilestream.distributed import words; words.map_host_memory = lambda address, size: address;"
-        "words.GroupWords(sys.argv[1], 2, 3).of('matmul_all_reduce').abort(0)"
+        "import sys; from tilestream.distributed import host_flags;"
+        "host_flags.map_host_memory = lambda address, size: address;"
+        "host_flags.GroupFlags(sys.argv[1], 2, 3).of('matmul_all_reduce').abort(0)"
     )
     subprocess.run([sys.executable, "-c", program, offered], check=True, timeout=100)
     assert mine.aborted()
@@ -76,16 +77,16 @@ def test_another_process_sees_it(offered):
 
 def test_what_was_withdrawn_is_not_found_and_stays_with_who_has_it():
     found = offer(2)
-    mine, theirs = (GroupWords(found, rank, 2).of(OPS[0]) for rank in (0, 1))
+    mine, theirs = (GroupFlags(found, rank, 2).of(OPS[0]) for rank in (0, 1))
     withdraw(found)
     withdraw(found)  # whoever comes second finds nothing to do
     theirs.abort(0)
     assert mine.aborted()
     with pytest.raises(OSError, match="tilestream-"):
-        GroupWords(found, 1, 2)
+        GroupFlags(found, 1, 2)
 
 
 def test_memory_of_somebody_elses_is_refused(offered):
     path, _ = offered.split(" ")
     with pytest.raises(OSError, match="is not what was offered"):
-        GroupWords(f"{path} {'0' * 16}", 1, 3)
+        GroupFlags(f"{path} {'0' * 16}", 1, 3)

@@ -7,18 +7,19 @@ import types
 
 import pytest
 import torch
-from fake_ranks import Member, Memory, look, pretend, refused_once
+from fake_ranks import GroupState, Memory, look, pretend, refused_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
-from tilestream.distributed import gpu_reduce_scatter as sums
-from tilestream.distributed import protocol, reduce_scatter, sum_protocol
-from tilestream.distributed.gpu_reduce_scatter import Scatterer
+from tilestream.core.protocols import gather
+from tilestream.core.protocols import reduce_scatter as protocol
+from tilestream.distributed import gpu_reduce_scatter, reduce_scatter
+from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue
+from tilestream.distributed.request import REDUCE_SCATTER, Request
 from tilestream.distributed.shards import Shards
 from tilestream.kernels.portable import add
-from tilestream.ops import publish
 
 
 class Publication:
@@ -31,23 +32,23 @@ class Publication:
         return self.words.data_ptr() + 4 * chunk
 
 
-class Fake(Scatterer):
+class Fake(ReduceScatterQueue):
     def make_publication(self, chunks: int) -> Publication:
         return Publication(chunks)
 
 
 class Rank:
-    """A rank: its sums, its calling stream, and what has come of its calls (None: void)."""
+    """A rank: its gpu_reduce_scatter, its calling stream, and what has come of its calls (None: void)."""
 
     def __init__(self, cuda: FakeCuda, memory: Memory, rank: int) -> None:
         self.cuda, self.rank, self.world = cuda, rank, memory.ranks
-        self.member = Member(rank, memory.ranks)
+        self.state = GroupState(rank, memory.ranks)
         self.calling = cuda.stream()
         self.shapes: list[Shards] = []
         self.received: torch.Tensor | None = None
         self.results: dict[int, torch.Tensor | None] = {}
         with cuda.on(self.calling):
-            self.scatterer = Fake(self.member, DEVICE, memory.of(rank))
+            self.scatterer = Fake(self.state, DEVICE, memory.of(rank))
         self.scatterer._watchdog.wake = lambda: None  # the test looks
         self.side = self.scatterer._side
 
@@ -56,7 +57,7 @@ class Rank:
         rows = torch.arange(shards.total, dtype=torch.float32).view(*shards.shape[:-1], 1)
         return (rows + 1000.0 * rank + 10000.0 * call).expand(shards.shape).contiguous()
 
-    def call(self, shards: Shards, patience: float = 0.0) -> None:
+    def call(self, shards: Shards, peer_seconds: float = 0.0) -> None:
         """The next call."""
         self.shapes.append(shards)
         number = len(self.shapes)
@@ -85,11 +86,11 @@ class Rank:
             self.calling.give(add)
 
         shape = (self.world, shards.batches, shards.rows, shards.width)
-        if self.received is None or self.received.shape != shape:  # one buffer for all calls, as a member has it
+        if self.received is None or self.received.shape != shape:  # one buffer for all calls, as a state has it
             self.received = torch.full(shape, float("nan"))
         received = self.received
         with self.cuda.on(self.calling):
-            self.scatterer.issue(shards, torch.float32, received, kernel, add_up, patience)
+            self.scatterer.issue(shards, torch.float32, received, kernel, add_up, peer_seconds)
 
     def expected(self, call: int) -> torch.Tensor:
         shards = self.shapes[call - 1]
@@ -101,7 +102,7 @@ def world(ranks: int):
     with fake_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
         pretend(cuda, patch)
         posted: list[BaseException] = []
-        patch.setattr(sums, "channel", lambda device: types.SimpleNamespace(post=posted.append))
+        patch.setattr(gpu_reduce_scatter, "channel", lambda device: types.SimpleNamespace(post=posted.append))
         memory = Memory(ranks, 4 * 64)
         for of in range(ranks):
             assert memory.of(of).slot_bytes >= 4 * max(s.total * s.width for s in SHARDS[ranks])
@@ -123,7 +124,7 @@ def test_every_sum_is_of_its_own_epoch_whatever_the_order_of_streams(data, ranks
             rank = data.draw(st.sampled_from(all_ranks))
             what = data.draw(st.integers(0, 2))
             # The host of a real rank would wait where its side stream is further behind.
-            room = len(rank.scatterer._underway()) <= protocol.AHEAD
+            room = len(rank.scatterer._under_way()) <= gather.AHEAD
             if what == 0 and len(rank.shapes) < len(calls) and room:
                 rank.call(calls[len(rank.shapes)])
             else:
@@ -131,13 +132,13 @@ def test_every_sum_is_of_its_own_epoch_whatever_the_order_of_streams(data, ranks
             if data.draw(st.integers(0, 9)) == 0:
                 cuda.run()
                 for each in all_ranks:
-                    if len(each.shapes) < len(calls) and len(each.scatterer._underway()) <= protocol.AHEAD:
+                    if len(each.shapes) < len(calls) and len(each.scatterer._under_way()) <= gather.AHEAD:
                         each.call(calls[len(each.shapes)])
         for rank in all_ranks:
             for call in range(1, len(calls) + 1):
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
             look(rank.scatterer)
-            assert not rank.member.broken, "a watchdog saw what is not there"
+            assert not rank.state.broken, "a watchdog saw what is not there"
         assert not posted
 
 
@@ -149,10 +150,10 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
         for _ in range(data.draw(st.integers(5, 80))):
             rank = data.draw(st.sampled_from(all_ranks))
             what = data.draw(st.integers(0, 9))
-            if what <= 1 and len(rank.scatterer._underway()) <= protocol.AHEAD and not rank.member.broken:
+            if what <= 1 and len(rank.scatterer._under_way()) <= gather.AHEAD and not rank.state.broken:
                 rank.call(shards)
             elif what == 2:
-                look(rank.scatterer)  # its patience is over at once
+                look(rank.scatterer)  # the peers' time is over at once
             else:
                 (rank.calling if what % 2 else rank.side).run(data.draw(st.integers(1, 6)))
         for _ in range(8):
@@ -165,8 +166,8 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
             for call in range(1, len(rank.shapes) + 1):
                 result = rank.results[call]
                 assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
-        if any(rank.member.broken for rank in all_ranks):
-            assert all(rank.member.broken or rank.scatterer.words.aborted() for rank in all_ranks), "all are told"
+        if any(rank.state.broken for rank in all_ranks):
+            assert all(rank.state.broken or rank.scatterer.flags.aborted() for rank in all_ranks), "all are told"
 
 
 def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told():
@@ -184,20 +185,20 @@ def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told
         assert "rank 2's part of the sum's chunk 0 did not arrive" in str(error)
         with pytest.raises(GroupBroken, match="matmul_reduce_scatter: rank 0 has given up waiting for a peer"):
             first.call(SHARDS[3][0])
-        second.scatterer.look()
+        second.scatterer.poll()
         cuda.run()
         assert second.results == {1: None}
         assert isinstance(posted.pop(), GroupBroken)
-        assert third.scatterer.words.aborted()
+        assert third.scatterer.flags.aborted()
 
 
 def test_patience_counts_from_the_end_of_the_kernel():
     with world(2) as (cuda, (first, _), posted):
-        first.call(SHARDS[2][0], patience=1e6)
+        first.call(SHARDS[2][0], peer_seconds=1e6)
         cuda.run()
         look(first.scatterer)
         look(first.scatterer)
-        assert not first.member.broken
+        assert not first.state.broken
         assert not posted
 
 
@@ -215,13 +216,15 @@ def test_the_kernel_is_issued_before_what_waits_for_it():
 
 def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch):
     with world(2) as (_, (first, second), _):
-        monkeypatch.setattr(sums, "stream_wait", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver")))
+        monkeypatch.setattr(
+            gpu_reduce_scatter, "stream_wait", lambda *args: (_ for _ in ()).throw(RuntimeError("no driver"))
+        )
         with pytest.raises(RuntimeError, match="no driver"):
             first.call(SHARDS[2][0])
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHARDS[2][0])
-        assert second.scatterer.words.aborted()
+        assert second.scatterer.flags.aborted()
 
 
 def test_a_sum_that_is_not_issued_breaks_the_group_and_leaves_nothing_stuck():
@@ -240,7 +243,7 @@ def test_a_sum_that_is_not_issued_breaks_the_group_and_leaves_nothing_stuck():
         cuda.run()
         assert first.side.query()
         assert first.calling.query()
-        assert second.scatterer.words.aborted()
+        assert second.scatterer.flags.aborted()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
@@ -249,10 +252,10 @@ def test_each_step_has_one_chunk_to_send_and_one_to_pull(world_size, batches, pa
     steps = range(batches * world_size * parts)
     for step in steps:
         for rank in range(world_size):
-            source = sum_protocol.sender(rank, world_size, parts, step)
-            assert sum_protocol.sent(source, world_size, batches, parts, step)[0] == rank
+            source = protocol.sender(rank, world_size, parts, step)
+            assert protocol.sent(source, world_size, batches, parts, step)[0] == rank
     for rank in range(world_size):
-        sent = [sum_protocol.sent(rank, world_size, batches, parts, step) for step in steps]
+        sent = [protocol.sent(rank, world_size, batches, parts, step) for step in steps]
         assert len(set(sent)) == len(steps)
         assert [peer for peer, _ in sent[-parts:]] == [rank] * parts, "its own last"
         for step in steps:
@@ -267,20 +270,25 @@ def test_a_product_of_rows_that_no_view_has(monkeypatch):
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         a.view(12, 4)
     multiplied = []
-    monkeypatch.setattr(publish, "matmul_published", lambda rows, *_, **__: multiplied.append(rows))
+    monkeypatch.setattr(reduce_scatter, "matmul_published", lambda rows, *_, **__: multiplied.append(rows))
     monkeypatch.setattr(
-        sums, "matmul_scatter", lambda member, plan, shards, a, travels, product, *_: product(None, None, 1, 1, 0)
+        gpu_reduce_scatter,
+        "matmul_scatter",
+        lambda state, plan, shards, a, travels, product, *_: product(None, None, 1, 1, 0),
     )
     shards = Shards.of((2, 3, 4), 1, 2, 1)
-    reduce_scatter._pulled(None, None, shards, a, None, torch.float32, (None, None), True, "sum", None, 1.0)
+    request = Request(REDUCE_SCATTER, a, [None], [None], ["none"], None, [None])
+    reduce_scatter._by_copy_engines(None, None, shards, request, torch.float32, 1.0)
     assert torch.equal(multiplied[0], a.reshape(12, 4))
 
 
 def test_half_a_sum_that_waits_for_a_peer_is_let_go(monkeypatch):
     with world(2) as (cuda, (first, second), posted):
-        monkeypatch.setattr(sums, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("copy refused")))
+        monkeypatch.setattr(
+            gpu_reduce_scatter, "copy_across", lambda *args: (_ for _ in ()).throw(RuntimeError("copy refused"))
+        )
         with pytest.raises(RuntimeError, match="copy refused"):
-            first.call(SHARDS[2][0], patience=1e6)
+            first.call(SHARDS[2][0], peer_seconds=1e6)
         cuda.run()
         assert not first.side.query(), "it is at the peer's flag"
         look(first.scatterer)
@@ -288,7 +296,7 @@ def test_half_a_sum_that_waits_for_a_peer_is_let_go(monkeypatch):
         assert first.side.query(), "at once: nobody sends anything any more"
         assert first.calling.query()
         assert "RuntimeError: copy refused" in str(posted.pop()), "not that it has waited for long enough"
-        assert second.scatterer.words.aborted()
+        assert second.scatterer.flags.aborted()
 
 
 def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():
@@ -326,14 +334,14 @@ def test_a_bias_of_any_strides_is_read_as_it_is(monkeypatch):
             return lambda whole, received, out, bias, *args, **kwargs: read.append((bias, kwargs["BIAS"]))
 
     monkeypatch.setattr(add, "add_parts", Kernel())
-    monkeypatch.setattr(sums, "agree", lambda *args: None)
+    monkeypatch.setattr(gpu_reduce_scatter, "agree", lambda *args: None)
     shards = SHARDS[2][0]
     for bias in (torch.arange(4.0)[::2], torch.arange(4.0).view(2, 2)[:, 1], torch.ones(1).expand(2)):
         with world(2) as (cuda, (first, _), _), cuda.on(first.calling):
-            first.member.scatterer = first.scatterer
-            first.member.buffer = lambda name, shape, dtype, device: torch.empty(shape, dtype=dtype)
-            sums.matmul_scatter(
-                first.member, None, shards, torch.empty(0), torch.float32, lambda *args: None, False, bias, 0.0
+            first.state.queue = lambda kind, device: first.scatterer
+            first.state.buffer = lambda name, shape, dtype, device: torch.empty(shape, dtype=dtype)
+            gpu_reduce_scatter.matmul_scatter(
+                first.state, None, shards, torch.empty(0), torch.float32, lambda *args: None, False, bias, 0.0
             )
         given, has = read.pop()
         assert has
