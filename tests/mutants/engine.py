@@ -404,7 +404,7 @@ def _rebuilt(function: FunctionType, space: dict[str, Any]) -> FunctionType:
 
 
 def load(modules: Sequence[str], edits: Sequence[Edit]) -> dict[str, ModuleType]:
-    """Modules executed anew from edited text; each imports the new ones of those before it, and nobody else does."""
+    """Modules executed anew from edited text; each imports the new ones of those before it."""
     stray = {edit.module for edit in edits} - set(modules)
     if stray:
         raise ValueError(f"edits of {', '.join(sorted(stray))}, which are not among the modules to load")

@@ -1,30 +1,28 @@
 """Model 4: the ranks of a gather, their streams, hosts and watchdogs, over slots, signals and abort words.
 
-Explored is the text of `tilestream.core.protocols.gather`, as GPUs perform it. A rank is its host, which issues calls
+It explores `tilestream.core.protocols.gather`, as GPUs perform it. A rank consists of its host, which issues calls
 ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. Calls may also come from
-two streams in turn, which know nothing of each other. A copy has a begin and an end, and anything may come between.
-Before each call the caller writes the next shard to the tensor that the shard of the stream's last call was in.
+two streams in turn that do not synchronise. A copy has a begin and an end, and any operation may come between. Before
+each call the caller writes the next shard to the tensor that held the shard of the stream's last call.
 
-From call to call shards may be pushed or pulled, and of different numbers of chunks. A place in a slot and a signal
-have the number of their chunk in the whole, and so are other ranks' then.
+From call to call shards may be pushed or pulled, in different numbers of chunks. A place in a slot and a signal have
+the number of their chunk in the whole, so another call's chunk of that number may be another rank's.
 
-The world outside may make a kernel that waits expire (``expires``: also one whose peers are only late), and may take a
-rank away for good, at any moment, in the middle of a copy too (``lost``).
+The environment may make a waiting kernel expire (``expires``: also one whose peers are only late), and may remove a
+rank for good at any moment, in the middle of a copy too (``lost``).
 
-What must hold: a kernel reads of each chunk the data of its own epoch and no other, whole, or it hands in NaN; nobody
-is ever stuck for good, the ranks that have lost a peer included; where no kernel has expired all calls are done; where
-one has, every rank that is left is told.
+Properties: a kernel reads of each chunk the complete data of its own epoch, or it hands in NaN. No rank is ever stuck
+for good, ranks that have lost a peer included. Where no kernel has expired, all calls are done; where one has, every
+remaining rank is told.
 
-Reductions, and why they hide nothing:
+Reductions, and why they hide no fault:
 
-- *Filled, Pushed, Pulled, ReadDone* are delayed to the operation after them: a copy that takes longer can be disturbed
-  longer.
-- *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed longer, and sees what was there at
-  first.
-- *Signal, Tell, Post, Done, Ended* are eager: they make others go on, and take no behaviour away. What
-  could come between one of them and the end of the copy before it can come before both. So it is with *Break*, *Abort*,
-  *Overrule* and *Release* and the look before them, which changes nothing.
-- *Issued* and what awaits a rank's own streams are lazy: they wait for what, once it is there, stays, and change
+- *Filled, Pushed, Pulled, ReadDone* are delayed to the operation after them: a longer copy can be disturbed for longer.
+- *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed for longer, and sees the first values.
+- *Signal, Tell, Post, Done, Ended* are eager: they enable others and remove no behaviour. What could come between one
+  of them and the end of the copy before it can come before both. The same holds for *Break*, *Abort*, *Overrule* and
+  *Release* and the look before them, which changes nothing.
+- *Issued* and the waits for a rank's own streams are lazy: what they wait for stays once it is there, and they change
   nothing.
 """
 
@@ -41,7 +39,7 @@ from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Ended,
 
 
 class Write(NamedTuple):
-    """The caller, on the calling stream: write the shard of ``epoch`` to his tensor."""
+    """The caller, on the calling stream: write the shard of ``epoch`` to its tensor."""
 
     epoch: int
 

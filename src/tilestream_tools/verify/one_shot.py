@@ -1,11 +1,11 @@
-"""Model 9: ranks that reduce a few rows in one shot, each reading all others' slots: hosts, streams and watchdogs.
+"""Model 9: ranks that reduce a few rows in one shot, each reading all other ranks' slots: hosts, streams and watchdogs.
 
-Explored are `tilestream.core.protocols.one_shot.reduce`, and the host's part and the watchdog that it shares with
-sums (`begin_sum` of `tilestream.core.protocols.reduce_scatter`, `watch` of `tilestream.core.protocols.gather`), over
-several calls, with ranks that lose patience or are lost.
+It explores `tilestream.core.protocols.one_shot.reduce`, and the host's part and the watchdog that it shares with sums
+(`begin_sum` of `tilestream.core.protocols.reduce_scatter`, `watch` of `tilestream.core.protocols.gather`), over several
+calls, with ranks that lose patience or are lost.
 
-What must hold: whoever adds, and was not overruled, finds every rank's product of his call in its slot, and nobody
-writes there until he has done so; nobody waits for ever; and where one has given up, all know.
+Properties: a rank that adds and was not overruled finds every rank's product of its call in its slot, and no rank
+writes there until it has added. No rank waits for ever. Where one has given up, all know.
 """
 
 from __future__ import annotations

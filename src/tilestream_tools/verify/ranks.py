@@ -1,8 +1,8 @@
 """What the models of ranks have in common: hosts, watchdogs, abort words, ranks that are lost.
 
-A rank is some processes: the host, which issues calls ahead of the device; calling streams, kernels included; other
-streams; and the watchdog, which is the last of them. `tilestream_tools.verify.gather`,
-`tilestream_tools.verify.sums` and `tilestream_tools.verify.one_shot` say what streams do.
+A rank consists of processes: the host, which issues calls ahead of the device; calling streams, kernels included; other
+streams; and the watchdog, which is the last of them. `tilestream_tools.verify.gather`, `tilestream_tools.verify.sums`
+and `tilestream_tools.verify.one_shot` say what the streams do.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class RanksModel(Model):
         return int((epoch - 1) % self.case.streams)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """As `Model.urgent`: where nobody can give up, what hosts and watchdogs do only lets others go on."""
+        """As `Model.urgent`: where no rank can give up, hosts and watchdogs only let others go on."""
         if self.case.expires or self.case.lost is not None or 0 < pid % self._roles < self._roles - 1:
             return False
         op = self.locals.op[m[pid]]

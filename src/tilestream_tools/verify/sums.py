@@ -1,11 +1,11 @@
-"""Model 7: the ranks of a sum, their streams, hosts and watchdogs: model 4 for products that are pulled and added.
+"""Model 7: the ranks of a reduce-scatter, their streams, hosts and watchdogs; products are pulled and added.
 
-Explored is the text of `tilestream.core.protocols.reduce_scatter`, as GPUs perform it, in a world like that of
-`tilestream_tools.verify.gather`, whose words these are; in place of lanes there is a side stream. The kernel waits for
-nobody; so what may expire is the watchdog's patience, once it has ended, while the side stream waits for a peer.
+It explores `tilestream.core.protocols.reduce_scatter`, as GPUs perform it, in a world like that of
+`tilestream_tools.verify.gather`, whose words these are, with a side stream in place of lanes. The kernel waits for no
+rank. The watchdog's patience may expire after the kernel has ended, while the side stream waits for a peer.
 
-What must hold: a sum is of its own epoch's parts, all of them, whole; or it is NaN, from the call on that the watchdog
-has overruled. For the rest as in model 4. So are the reductions: Compute is as Fill, Publish as Signal, Sum as Read.
+Properties: a sum is of all parts of its own epoch, complete; or it is NaN, from the call on that the watchdog has
+overruled. The rest, reductions included, is as in model 4: Compute corresponds to Fill, Publish to Signal, Sum to Read.
 """
 
 from __future__ import annotations
