@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ class ScatterRank(SumRank):
 
     refusing, sum_waits_for, op = "make_publication", "side", "matmul_reduce_scatter"
     received: torch.Tensor | None = None
-    shapes_of = {
+    shapes_of: ClassVar = {
         2: (Shards(1, 2, 3, 2), Shards(1, 2, 4, 1, parts=2), Shards(3, 2, 2, 1)),
         3: (Shards(1, 3, 2, 2), Shards(1, 3, 4, 1, parts=2), Shards(2, 3, 2, 1, parts=2)),
     }
@@ -108,7 +109,7 @@ class AllReduceRank(SumRank):
 
     kind = AllReduceQueue
     refusing, sum_waits_for, op = "_slots", "calling", "matmul_all_reduce"
-    shapes_of = dict.fromkeys((2, 3), ((1, 8), (3, 4), (5, 2)))
+    shapes_of: ClassVar = dict.fromkeys((2, 3), ((1, 8), (3, 4), (5, 2)))
 
     def part(self, rank: int, call: int) -> torch.Tensor:
         rows, columns = self.shapes[call - 1]
