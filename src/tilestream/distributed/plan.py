@@ -11,7 +11,7 @@ from tilestream.core.protocols import handshake
 from tilestream.core.protocols.gather import Way
 from tilestream.distributed import nodes as node_model
 from tilestream.distributed.dispatch import Case, Decision
-from tilestream.plan.plan import Refusal
+from tilestream.plan.candidate import Refusal
 
 #: `Way` in words.
 _WAYS: Mapping[Way, str] = {

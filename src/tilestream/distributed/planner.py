@@ -14,7 +14,7 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect_once, why_not
-from tilestream.plan.plan import Refusal
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.properties import cuda_properties
 

@@ -15,9 +15,10 @@ from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.hooks import hooks
 from tilestream.plan.limit import limit
-from tilestream.plan.plan import Plan, Refusal
+from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
 from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_name

@@ -7,7 +7,7 @@ tiles in groups of 5 leave 2, and 5 % of the time; of 32 tiles, whose work is ha
 waits. So it is where a queue hands out the tiles; a static grid has other troubles.
 
 Which sizes end evenly is followed on a model of the queue. Of sizes that were timed on an H100 and an H200, with 512 to
-4k keys (``benchmarks/results/gpu_attention_sizes.json``), it puts those that lose 4 % and more in their place, but for
+4k keys (``benchmarks/results/h100/attention_sizes.json``), it puts those that lose 4 % and more in their place, but for
 those that crowd L2, on an H100 from 16 MB on: what these lose is for the caller to say. Powers of two are always looked
 at: most of those between 8 and 17 MB were within 2 % of the fastest.
 """

@@ -16,8 +16,8 @@ from tilestream.plan import experimental as unrun
 from tilestream.plan.api import default_workers, device_properties
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import limit as current_limit
-from tilestream.plan.plan import Refusal
 from tilestream.plan.planner import NAMES
 from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
 from tilestream.plan.workers import workers_of
@@ -100,12 +100,12 @@ def plan_attention(
         if name in unrun.KERNELS:
             why += f"; {unrun.NOT_RUN}"
         refused += (elsewhere,)
-    best = min(found, key=lambda candidate: candidate.seconds)
-    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.seconds)
+    best = min(found, key=lambda candidate: candidate.predicted)
+    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.predicted)
     refused += tuple(
         Refusal(
             other.variant if other.variant != best.variant else f"{other.block[0]} query rows x {other.block[1]} keys",
-            f"the cost model expects {other.seconds * 1e3:.3g} ms, not {best.seconds * 1e3:.3g} ms",
+            f"the cost model expects {other.predicted * 1e3:.3g} ms, not {best.predicted * 1e3:.3g} ms",
         )
         for other in others[:1]
     )

@@ -11,7 +11,7 @@ Copies = Literal["none", "rows", "columns"]
 
 #: Workers that copy, until no piece is left. One brings 8 GB/s from pinned memory (32 KiB on their way at once, 4 us
 #: from request to answer); four bring 33, and eight as much as 16 or 32, 44 GB/s: the end of what workers get from an
-#: H200's link, of which its copy engine makes 49 (`benchmarks/results/gpu_stream_copies_h200.json`).
+#: H200's link, of which its copy engine makes 49 (`benchmarks/results/h200/stream_copies.json`).
 COPIERS = 8
 
 #: Backends whose GEMM takes copy items.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import ENVIRONMENT, within
-from tilestream.plan.plan import Refusal
 from tilestream.plan.policy.cdna import workers_beside_producers
 
 

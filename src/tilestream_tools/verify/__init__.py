@@ -66,8 +66,8 @@ these words go.
 That is said of `work`. Without a gate `work_through` is the same but for the Poll, and that is how the Hopper kernel
 runs. The kernels that run `work_through` with a gate have one loop a worker and no rings: nothing to compose.
 
-`product` runs those two models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
-protocols with one thing wrong each, all of which must be found.
+`product` runs those two models together where it fits, to doubt this argument rather than to trust it. `tests/mutants`
+holds protocols with one thing wrong each, all of which must be found.
 
 Sizes: small, and all of them. What larger sizes add is arithmetic, which the property tests of `schedule` and `arrival`
 cover.
@@ -75,8 +75,6 @@ cover.
 
 from tilestream_tools.verify.faults import KINDS, Violation
 from tilestream_tools.verify.report import Report, Result, explore, run
-from tilestream_tools.verify.seeded import seeded_bugs
-from tilestream_tools.verify.seeded_bug import SeededBug
 from tilestream_tools.verify.sweep import MODELS, Level, configurations
 
 __all__ = [
@@ -85,10 +83,8 @@ __all__ = [
     "Level",
     "Report",
     "Result",
-    "SeededBug",
     "Violation",
     "configurations",
     "explore",
     "run",
-    "seeded_bugs",
 ]
