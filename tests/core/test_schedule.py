@@ -141,7 +141,7 @@ class TestQueuesByHand:
         schedule = Schedule("dynamic", Grid(1, 4, 6), Raster("chunk_major", first=2), queues=3, split="columns")
         for queue in range(3):
             rows = [schedule.ticket(queue, ticket)[0].pm for ticket in range(8)]
-            assert rows == [2, 2, 3, 3, 0, 0, 1, 1], "a late chunk idles nobody's queue"
+            assert rows == [2, 2, 3, 3, 0, 0, 1, 1], "a late chunk leaves no queue idle"
 
     def test_each_queue_of_rows_begins_at_the_pivot_s_column(self):
         raster = Raster("chunk_major", first=2, transposed=True)
