@@ -7,7 +7,7 @@ of 5 leave 2 heads, which costs 5 % of the time; with 32 tiles, half as long, 13
 This holds for dynamic schedules; a static grid is limited by other effects.
 
 A model of the queue finds the sizes that end evenly. Of the sizes timed on an H100 and an H200 with 512 to 4k keys
-(``benchmarks/results/gpu_attention_sizes.json``) it ranks those that lose 4 % and more correctly, except those that
+(``benchmarks/results/h100/attention_sizes.json``) it ranks those that lose 4 % and more correctly, except those that
 crowd L2 (on an H100 from 16 MB on): the caller says what these lose. Powers of two are always tried: most of those
 between 8 and 17 MB were within 2 % of the fastest.
 """

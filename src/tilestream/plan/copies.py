@@ -11,7 +11,7 @@ Copies = Literal["none", "rows", "columns"]
 
 #: Workers that copy, until no piece is left. One reaches 8 GB/s from pinned memory (32 KiB in flight, 4 us latency),
 #: four 33, and eight 44, as do 16 or 32: workers get no more from an H200's link. Its copy engine reaches 49
-#: (`benchmarks/results/gpu_stream_copies_h200.json`).
+#: (`benchmarks/results/h200/stream_copies.json`).
 COPIERS = 8
 
 #: Backends whose GEMM takes copy items.

@@ -43,7 +43,7 @@ _STEP, _MOST_STRIDE = 16, 2**40
 #: how long it takes, and many heads make an even end; with so few keys that they are read a few times only, while
 #: queries and outputs go through L2 too; and of tiles that are alike, which gain nothing by waiting for other heads.
 #: (An H100's L2 is two halves, and what all SMs read is in both. 24e6 and 4e6, full, in TFLOP/s: 128 columns, 512 keys
-#: 447 and 523, 2k 672 and 690; 256 columns 441 and 530, 753 and 770: benchmarks/results/gpu_attention_groups.json. For
+#: 447 and 523, 2k 672 and 690; 256 columns 441 and 530, 753 and 770: benchmarks/results/h100/attention_groups.json. For
 #: how many heads end evenly, and what groups that take all of L2 lose: gpu_attention_sizes.json.)
 L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 17e6, 4e6
 #: Keys that are few; and the share of a launch that is lost where theirs take all of that room, and not half of it.
@@ -51,7 +51,7 @@ FEW_KEYS, CROWDING = 1024, 0.02
 #: Whether consumers take turns at starting their multiplications.
 VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
-# benchmarks/gpu_attention_tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
+# benchmarks/attention/tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
 # mean square). What was measured on an H200 since is 3 % faster than that on average, and 5 % off beside.
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
 #: rounding, and the accumulator's part of the scaling.

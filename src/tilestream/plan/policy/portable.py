@@ -31,7 +31,7 @@ LAUNCH_SECONDS = 8e-6
 #: Slowdown of the loop in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
 #: A tile's slowdown in the kernel that draws tickets. On an H200 0 to 3 % with B as a Linear weight lies, 7 to 13 %
-#: with B row-major (benchmarks/results/gpu_matmul_h200.json); a problem does not say which.
+#: with B row-major (benchmarks/results/h200/portable_gemm.json); a problem does not say which.
 QUEUE_LOSS = 1.05
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
@@ -102,7 +102,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 #: Stages where copies go through registers: one tile in shared memory, the next on its way.
 _HIP_STAGES = 2
 #: The same for gfx942, whose copies go through registers, and gfx950, where Triton 3.9 copies straight to LDS.
-#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd_isa.json), not measured. With everything in
+#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd/isa.json), not measured. With everything in
 #: the epilogue, and a gate, none spills: the compile gate's.
 CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
     "gfx942": {
