@@ -11,6 +11,7 @@ from hypothesis import given
 
 from machine import Machine
 from strategies import schedules
+from tilestream.core import structs
 from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_raster, take
 
 
@@ -189,3 +190,10 @@ def test_the_raster_never_changes_what_a_tile_is():
         for item in Schedule("dynamic", grid, Raster(order, 2, transposed=transposed)).items():
             assert items.setdefault(item.tile, item) == item
     assert items[23] == WorkItem(23, 1, 2, 3, 0, 5)
+
+
+def test_the_device_has_the_same_cursor_and_items():
+    """By name: a probe's extra fields, and an item's tile id, which the device computes, are the only others."""
+    device = (*structs.Cursor._fields, *structs.Ready._fields)
+    assert tuple(name for name in device if name not in ("noted", "asked")) == Cursor._fields
+    assert tuple(name for name in structs.Item._fields if name != "place") == WorkItem._fields[1:]
