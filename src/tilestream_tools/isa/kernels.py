@@ -1,7 +1,7 @@
-"""The kernels that `tilestream isa` knows, by name: a small table that a new kernel joins by one line.
+"""The kernels that `tilestream isa` knows, by name: a table that a new kernel joins by one line.
 
-An entry says which archs it compiles for, and names the function ``(question) -> Source`` that makes what is compiled;
-that function is imported when it is asked for. A kernel outside this package joins by `register`.
+An entry says which archs it compiles for and names the function ``(question) -> Source`` that makes what is compiled;
+the function is imported on demand. A kernel outside this package joins by `register`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Entry(NamedTuple):
     what
         In a few words.
     k
-        Of the question, where nobody says.
+        Of the question; the default.
     """
 
     archs: tuple[str, ...]
@@ -306,7 +306,7 @@ def cdna_attention(question: Question) -> Source:
         raise ValueError(
             f"tile={question.tile}, stages={question.stages}; it has no such tile for {question.k} columns"
         )
-    best = min(found, key=lambda one: one.seconds)
+    best = min(found, key=lambda one: one.predicted)
     plan = of_candidate(problem, device, "cdna", best, "asked for", ())
     q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
     arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
@@ -332,7 +332,7 @@ def hopper_gemm(question: Question) -> Source:
     )  # fmt: skip
     problem, schedule = plan.problem, plan.schedule
     arguments = Arguments(plan, contiguous(question))
-    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = ((arguments.x, x), (None, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
     maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in parts]
     scale = None if problem.scales == "none" else Pointer("float32")

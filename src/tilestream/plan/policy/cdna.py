@@ -1,11 +1,11 @@
 """The cost model of AMD's CDNA 3 and 4 (MI300X, MI325X, MI350X, MI355X), and the candidates it chooses between.
 
-Pure arithmetic on what is published: nothing here was fitted to a GPU of our own, since there is none.
+Pure arithmetic on published figures: there was no such GPU to fit to.
 
 A K step of a tile takes, in cycles of a compute unit, the longest of
 
 * its multiplications at the share of the peak that the kernel's main loop reaches (`tilestream isa` estimates it);
-* its bytes through what can be under way to a compute unit at once: 44 KiB for each round trip of about 1000 cycles
+* its bytes at 44 KiB, the most in flight to a compute unit, for each round trip of about 1000 cycles
   (AMD, *gfx950-gluon-tutorials*, ``docs/tcp_bound_tile_model.md``: tiles below 256 x 128 are bound by it);
 * its bytes from L2: 2 KiB a cycle for all workers of a die;
 * what the die's workers read beyond L2: the rows and columns of tiles that they work at together, once each, at the
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.order import Raster, TileOrder
+from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule, Split
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 
@@ -51,32 +51,18 @@ STREAM_K_LOSS = 1.06
 NOT_HIDDEN = 0.1
 
 
-class Row(Protocol):
-    """A tile that a kernel has, and how well its main loop does."""
+class Row(NamedTuple):
+    """A tile that a kernel has, with K of a step; warps of a worker, stages of its ring.
 
-    @property
-    def block_m(self) -> int:
-        """Rows of the output."""
+    ``efficiency`` is the share of the matrix units' peak that its main loop reaches, by `tilestream isa`.
+    """
 
-    @property
-    def block_n(self) -> int:
-        """Columns of the output."""
-
-    @property
-    def block_k(self) -> int:
-        """Of a K step."""
-
-    @property
-    def warps(self) -> int:
-        """Waves of a worker."""
-
-    @property
-    def stages(self) -> int:
-        """Of the ring."""
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the matrix units' peak that the main loop reaches: `tilestream isa` says."""
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    efficiency: float
 
 
 def knows(device: DeviceProperties) -> bool:
@@ -221,11 +207,8 @@ def candidates(
     device: DeviceProperties,
     workers: int,
     rows: Sequence[Row],
-    *,
     kinds: tuple[Kind, ...],
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
+    forced: Forced = FREE,
     variant: str = "persistent",
 ) -> Iterator[Candidate]:
     """Every way of a kernel that has the tiles ``rows``, within what the caller forces.
@@ -236,22 +219,22 @@ def candidates(
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        raster = raster_of(problem, grid, block, group_of(block, grid, workers, device.xcds), order)
+        raster = raster_of(problem, grid, block, group_of(block, grid, workers, device.xcds), forced.order)
         for kind in kinds:
-            for count in _queue_counts(grid, device, order, queues) if kind == "dynamic" else (1,):
+            for count in _queue_counts(grid, device, forced) if kind == "dynamic" else (1,):
                 schedule = Schedule(
-                    kind, grid, raster, workers, count, _split(grid, raster, count), shares or 0,
+                    kind, grid, raster, workers, count, _split(grid, raster, count), forced.shares or 0,
                     first_batch_of(problem),
                 )  # fmt: skip
                 cost = seconds(problem, device, schedule, block, row.efficiency)
                 yield Candidate(variant, block, schedule, cost, row.warps, row.stages)
 
 
-def _queue_counts(grid: Grid, device: DeviceProperties, order: TileOrder | None, forced: int | None) -> tuple[int, ...]:
+def _queue_counts(grid: Grid, device: DeviceProperties, forced: Forced) -> tuple[int, ...]:
     """Numbers of queues that are considered. Of fewer tiles than dies, some would have no stripe."""
-    if forced:
-        return (forced,)
-    if order is not None or device.xcds == 1 or max(grid.num_m, grid.num_n) < device.xcds:
+    if forced.queues:
+        return (forced.queues,)
+    if forced.order is not None or device.xcds == 1 or max(grid.num_m, grid.num_n) < device.xcds:
         return (1,)
     return (1, device.xcds)
 

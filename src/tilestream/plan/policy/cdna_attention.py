@@ -1,10 +1,9 @@
 """The policy of the CDNA attention kernel: candidates -> cost -> compare.
 
 A candidate is a row of `TILES` with a number of query heads in its rows; what bounds a row stands beside it, and
-`why_not` works it out. The model has the constants of `tilestream.plan.policy.cdna`: a key block takes its
-multiplications at
-the share of the peak that the main loop reaches (`tilestream isa` estimates it), or its bytes from L2, whichever is the
-longer; a tile has its start and its end beside. Nothing of it was fitted to a GPU of our own, since there is none.
+`why_not` computes it. The model has the constants of `tilestream.plan.policy.cdna`: a key block takes the longer of its
+multiplications, at the share of the peak that the main loop reaches (`tilestream isa` estimates it), and its bytes from
+L2; a tile's start and end are added. There was no such GPU to fit to.
 """
 
 from __future__ import annotations
@@ -253,14 +252,7 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         return "q, k or v has scales, which it does not apply"
     if p.keys is not None:
         return "keys arrive, and it has no gate yet"
-    if not p.positive:
-        return "a scale that is not positive: it takes the largest product for the largest score"
-    if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
-        return "there is nothing to load"
-    for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
-        if getattr(p, name) >= _MOST:
-            return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
-    return "" if p.aligned else "a stride or an address is no multiple of 16 bytes, a lane's vector"
+    return p.unfit(_MOST) or ("" if p.aligned else "a stride or an address is no multiple of 16 bytes, a lane's vector")
 
 
 def candidates(
