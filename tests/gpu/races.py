@@ -50,7 +50,8 @@ def steps() -> tuple[Any, ...]:
     from tilestream.kernels.hopper import attention_math as math
     from tilestream.kernels.hopper import gemm
 
-    return gemm.math_loop, math.math_step, math.start_scores, math.settled, math.store_strip, math.own_blocks, math.leave_out
+    attention = math.math_step, math.start_scores, math.settled, math.store_strip, math.own_blocks, math.leave_out
+    return gemm.math_loop, *attention
 
 
 def handed_over() -> tuple[HandOver, ...]:
