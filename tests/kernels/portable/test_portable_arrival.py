@@ -154,7 +154,7 @@ def test_a_chunk_of_tiles_in_parts_that_never_comes(chunks):
 def test_a_launch_has_one_deadline_for_all_its_waits(monkeypatch):
     """Each wait is shorter than the deadline, and all together are longer: the launch is over (invariant 5)."""
     a, b = rand(32, 16), rand(16, 16)
-    words, due = Words(2, 7), {0: 0.3, 1: 0.7}
+    words, due = Words(2, 7), {0: 0.25, 1: 0.75}
     seconds = 1.0
 
     def sleep(_: float) -> None:
