@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilestream as ts
 from harness import GPU_PEAK, RESULTS, GpuRecord
 from tilestream.launch.attention import Operands
-from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
 
 TOKENS = 16384

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
     from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
     from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
+    from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream.launch.portable.attention_launch import AttentionLaunch, IncomingKeys
     from tilestream.plan.attention_plan import AttentionPlan
 
@@ -139,7 +139,7 @@ def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True
 
 def layout_of(x: Operands) -> AttentionLayout:
     """The strides of canonical operands."""
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
+    from tilestream.launch.attention_arguments import AttentionLayout
 
     lse = None
     if x.lse is not None:  # [B, H, S], packed [T, H]

@@ -289,7 +289,7 @@ def cdna_attention(question: Question) -> Source:
     """
     from tilestream.kernels.cdna.attention import attend
     from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
+    from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream_tools.isa.build import Pointer
 
     device, (batch, heads) = question.device, ATTENTION_HEADS

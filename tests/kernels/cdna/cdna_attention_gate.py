@@ -19,7 +19,7 @@ from tilestream.core.integers import cdiv
 from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.ring import fetch_layout
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
-from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate, packed_heads, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.cdna_attention import (

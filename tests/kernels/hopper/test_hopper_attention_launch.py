@@ -23,7 +23,7 @@ from tilestream.launch.hopper.attention_arguments import HopperAttentionArgument
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.portable import attention_launch as portable
-from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import attention_gpu
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate

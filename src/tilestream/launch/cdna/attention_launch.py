@@ -7,10 +7,10 @@ from typing import Any
 
 from tilestream.kernels.cdna.attention import attend
 from tilestream.launch.attention import Operands
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.launch.launch import address, with_words
-from tilestream.launch.portable.attention_arguments import AttentionLayout
-from tilestream.launch.portable.attention_launch import IncomingKeys, ListLaunch
+from tilestream.launch.portable.attention_launch import IncomingKeys, ListLaunch, given_to
 from tilestream.launch.portable.launch import direct
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
@@ -32,6 +32,7 @@ class CdnaAttentionLaunch:
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> None:
         self.plan = plan
         self._arguments = CdnaAttentionArguments(plan, layout, aligned)
+        self._pack = self._arguments.pack(attend)
         self._grid = (plan.schedule.workers, 1, 1)
         self._list = ListLaunch(plan)
         self._schedule = None if plan.schedule.kind == "static" and not plan.problem.varlen else plan.schedule
@@ -55,17 +56,12 @@ class CdnaAttentionLaunch:
 
     def issue(self, stream: int, x: Operands, words: Words) -> None:
         """Launch the kernel on ``stream``, with ``words`` to work on."""
-        starts, order = self._list(stream, x, words)
         static = self.plan.schedule.kind == "static"
-        given = (
-            x.q, x.k, x.v, x.out, x.lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, x.block_table, starts,
-            order, None if static else words.counters,
-        )  # fmt: skip
-        scales = self._arguments.scales(x.scale)
+        given = given_to(x, self._list(stream, x, words), None if static else words.counters, None)
+        numbers = words.base, words.reset, *self._arguments.scales(x.scale)
         if self._compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
-            self._compiled(stream, self._arguments.fill(*map(address, given), words.base, words.reset, *scales))
+            self._compiled(stream, self._pack((*map(address, given), *numbers)))
             return
-        filled = self._arguments.fill(*given, words.base, words.reset, *scales)
-        kernel = self.kernel[self._grid](*filled, **self._arguments.options)
+        kernel = self.kernel[self._grid](*self._pack((*given, *numbers)), **self._arguments.options)
         self._compiled = direct(kernel, self._grid)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilestream.core.attention_structs import NO_KEY_GATE, KeyGate
 from tilestream.core.error_record import op_number
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Schedule
@@ -15,14 +16,9 @@ from tilestream.kernels.device.varlen import PLACED, list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_shares
 from tilestream.launch.attention import Operands
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.launch import LONGEST_SECONDS, Signals, Table, address, with_words
-from tilestream.launch.portable.attention_arguments import (
-    NO_KEY_GATE,
-    AttentionArguments,
-    AttentionLayout,
-    KeyGate,
-    padded,
-)
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
 from tilestream.launch.portable.launch import direct
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
@@ -149,6 +145,17 @@ class KeyGateLaunch:
         )  # fmt: skip
 
 
+def given_to(
+    x: Operands, listed: tuple[torch.Tensor | None, torch.Tensor | None], counters: torch.Tensor | None,
+    log: SpanLog | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """What a kernel is given, in the order of `tilestream.launch.attention_arguments.GIVEN`, up to ``log``."""
+    return (
+        x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
+        x.seqlens_k, x.block_table, *listed, counters, None if log is None else log.words,
+    )  # fmt: skip
+
+
 class TracedLaunch:
     """What the attention launches that may be traced have in common: words, and a call."""
 
@@ -188,7 +195,8 @@ class AttentionLaunch(TracedLaunch):
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
         self.plan = plan
-        self._made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
+        self._made = AttentionArguments(plan, layout)
+        self._packs = {False: self._made.pack(attention), True: AttentionArguments(plan, layout, True).pack(attention)}
         self._grid = (plan.schedule.workers, 1, 1)
         self._gate = KeyGateLaunch(plan)
         self._list = ListLaunch(plan)
@@ -199,20 +207,16 @@ class AttentionLaunch(TracedLaunch):
     def _issue(
         self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
     ) -> None:
-        made = self._made[log is not None]
-        starts, order = self._list(stream, x, words)
+        pack = self._packs[log is not None]
         gate = self._gate(x.q.device, incoming)
-        operands = (
-            x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
-            x.block_table, x.seqlens_k, starts, order, words.counters, None if log is None else log.words,
-        )  # fmt: skip
+        given = given_to(x, self._list(stream, x, words), words.counters, log)
+        numbers = words.base, words.reset, *self._made.scales(x.scale)
         compiled = self._compiled.get(log is not None)
         if compiled is not None:
             # Addresses and no tensors: the launcher asks the driver about each tensor.
             gate = gate if gate is NO_KEY_GATE else KeyGate(*map(address, gate))
-            compiled(stream, made.fill(*map(address, operands), words.base, words.reset, x.scale, gate=gate))
+            compiled(stream, pack((*map(address, given), *numbers), gate))
             return
-        filled = made.fill(*operands, words.base, words.reset, x.scale, gate=gate)
-        kernel = attention[self._grid](*filled, **made.options)
+        kernel = attention[self._grid](*pack((*given, *numbers), gate), **self._made.options)
         if not INTERPRETED:
             self._compiled[log is not None] = direct(kernel, self._grid)
