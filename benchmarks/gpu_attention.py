@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilestream as ts
 from harness import GPU_PEAK, RESULTS, GpuRecord
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
 

@@ -24,7 +24,7 @@ import tilestream as ts
 from gpu_attention import Run, Shape, cudnn, launched, problem_of_shape
 from harness import GPU_PEAK, RESULTS, errors
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.ops.attention_gpu import launch_of, layout_of
 from tilestream.plan.attention_planner import plan_attention

@@ -21,7 +21,7 @@ import torch
 from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape
 from harness import RESULTS
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.policy.portable_attention import candidates
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from gpu_attention import SHAPES, Run, Shape, cudnn, launched, operands_of, problem_of_shape, run_sections
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 from tilestream.plan.policy import hopper_attention
 

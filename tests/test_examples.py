@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+#: The demo has its own tests, tests/cli/test_demo.py.
+EXAMPLES = sorted(path for path in (Path(__file__).parent.parent / "examples").glob("*.py") if path.stem != "demo")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

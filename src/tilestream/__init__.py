@@ -13,6 +13,7 @@ from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 from tilestream.plan import Plan, attention_plan, plan
+from tilestream.plan.hooks import register as _register
 from tilestream.runtime.shutdown import call as _inside_at_exit
 
 if TYPE_CHECKING:
@@ -73,6 +74,29 @@ __all__ = [
     "use_attention",
     "worker_limit",
 ]
+
+
+def _run_plan(*operands: Any, **options: Any) -> Any:
+    import torch
+
+    from tilestream.ops.execute import run_plan, uncompiled_run_plan
+
+    return (uncompiled_run_plan() if torch.compiler.is_compiling() else run_plan)(*operands, **options)
+
+
+def _cuda_properties(index: int | None) -> Any:
+    from tilestream.runtime.properties import cuda_properties
+
+    return cuda_properties(index)
+
+
+def _allows_tf32() -> bool:
+    from tilestream.runtime.properties import allows_tf32
+
+    return allows_tf32()
+
+
+_register(run_plan=_run_plan, cuda_properties=_cuda_properties, allows_tf32=_allows_tf32)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tilestream import Arrival
 from tilestream.arrival import Chunks, Signals
-from tilestream.arrival.arrival import chunks_of
+from tilestream.core.chunks import chunks_of
 
 words = torch.zeros(3, dtype=torch.int32)
 

@@ -21,11 +21,12 @@ import tilestream.arrival.landing
 from fake_cuda import DEVICE, FakeCuda, Until
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals, GateWords
+from tilestream.arrival.flat import Awaited
 from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import TensorSource
 from tilestream.arrival.stream import Stream
 from tilestream.core.copy_items import CopyArguments
-from tilestream.launch.launch import Incoming, Launch
+from tilestream.launch.launch import Launch
 
 ROWS, K, PER_CHUNK = 10, 8, 4
 
@@ -313,7 +314,7 @@ def test_two_threads_that_launch_with_operands_swapped(cuda, monkeypatch):
             give(cuda, copies, told)
 
     def multiply(rows: Stream, columns: Stream, stream) -> None:
-        incoming = Incoming(rows.arrival._signals, columns.arrival._signals, 1.0, "matmul")
+        incoming = Awaited(rows.arrival._signals, columns.arrival._signals, 1.0, "matmul")
         with cuda.on(stream):
             Copying()(rows.tensor, columns.tensor, None, None, incoming)
 

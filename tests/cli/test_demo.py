@@ -1,18 +1,23 @@
+"""``tilestream demo``, from a file and on a GPU that is the CPU; tests/gpu/test_gpu_demo.py runs it on a real one."""
+
 import json
+import shutil
 import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import tilestream as ts
-from tilestream.cli.demo import file_bench, measure, source
-from tilestream.cli.demo.settings import Settings
+from tilestream.cli import doctor
+from tilestream.cli.demo import _PACKAGE, _PLACES, example
 
-QUICK = ("--repeats", 2, "--device", "cpu")
-WAYS = {"read", "multiply", "torch", "sequential", "streamed"}
+demo_example = example("demo")
+check, Error = demo_example.check, demo_example.Error
+WAYS = {"multiply", "torch.mm", "in turn", "streamed"}
+SMALL = ("--device", "cuda", "--rows", 300, "--k", 64, "--n", 40)
 
 
 @pytest.fixture
@@ -21,11 +26,18 @@ def demo(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
 
     def run(*arguments):
-        result = cli("demo", "--out-dir", tmp_path / "out", *QUICK, *arguments)
+        result = cli("demo", "--out-dir", tmp_path / "out", "--repeats", 2, *arguments)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("tilestream")]
         return result
 
     return run
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is the CPU: copies are made by a thread, and calls return when they are done."""
+    monkeypatch.setattr(demo_example, "backend", lambda name: "yes")
+    monkeypatch.setattr(demo_example, "GPU", "cpu")
 
 
 @pytest.fixture
@@ -35,23 +47,25 @@ def safetensors(tmp_path):
     return path
 
 
-def test_end_to_end_on_a_file_of_its_own(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "SHAPE", (1024, 128))
-    result = demo("--json", tmp_path / "figures.json")
+def assert_right(result, *words):
     assert result.exit_code == 0, result.output
-    for words in (
-        "written now",
-        "read alone",
-        "multiply alone",
-        "one after the other",
-        "streamed",
-        "answer right",
-        "backend   cpu",
-        "float64",
-        "chunks arrived",
-    ):
-        assert words in result.stdout
-    assert "overlap won" in result.stdout or "no overlap" in result.stdout
+    for word in ("answer right", *words):
+        assert word in result.stdout
+
+
+def assert_refused(result, says):
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.startswith(("tilestream: ", "Usage:"))
+    assert result.stderr.count("\n") == 1 or result.stderr.startswith("Usage:")
+
+
+def test_end_to_end_on_a_file_of_its_own(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_example, "FILE_SHAPE", (1024, 128))
+    result = demo("--device", "cpu", "--json", tmp_path / "figures.json")
+    assert_right(
+        result, "- writing 512 KiB", "read ", "in turn", "backend   cpu", "float64", "read cold", "overlap won"
+    )
     assert (tmp_path / "xdg" / "tilestream").is_dir()
     assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     (launch,) = ts.trace.load(tmp_path / "out" / "trace.json")
@@ -59,24 +73,34 @@ def test_end_to_end_on_a_file_of_its_own(demo, tmp_path, monkeypatch):
     assert launch.started.keys() == launch.arrivals.keys() == {0}
 
     figures = json.loads((tmp_path / "figures.json").read_text())
+    median = figures["median_ms"]
     assert figures["answer"]["right"]
-    assert figures["problem"]["n_calibrated"]
     assert figures["problem"]["n"] % 16 == 0
     assert figures["versions"]["torch"] == torch.__version__
     assert figures["device"]
-    assert figures["samples_ms"].keys() == figures["median_ms"].keys() == WAYS
-    assert figures["gb_per_s"]["read"] == pytest.approx(1024 * 128 * 4e-6 / figures["median_ms"]["read"])
-    for way in WAYS:
-        assert len(figures["samples_ms"][way]) == 2
-        assert min(figures["samples_ms"][way]) <= figures["median_ms"][way] <= max(figures["samples_ms"][way])
-    assert "cached" in demo().stdout
+    assert figures["samples_ms"].keys() == median.keys() == WAYS | {"read"}
+    assert figures["gb_per_s"]["read"] == pytest.approx(1024 * 128 * 4e-6 / median["read"])
+    assert figures["tflop_per_s"]["multiply"] == pytest.approx(
+        2e-9 * 1024 * 128 * figures["problem"]["n"] / median["multiply"]
+    )
+    assert figures["overlap_won_ms"] == pytest.approx(median["in turn"] - median["streamed"])
+    assert figures["overlap_won_share"] == pytest.approx(
+        figures["overlap_won_ms"] / min(median["read"], median["multiply"])
+    )
+    assert figures["streamed_over_larger"] == pytest.approx(
+        median["streamed"] / max(median["read"], median["multiply"])
+    )
+    for way, samples in figures["samples_ms"].items():
+        assert len(samples) == 2
+        assert min(samples) <= median[way] <= max(samples)
+    assert "- writing" not in demo("--device", "cpu", "--n", 16).stdout
 
 
-def test_your_own_safetensors_file_is_not_changed(demo, safetensors):
+@pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])
+def test_your_own_safetensors_file_is_not_changed(demo, safetensors, schedule):
     before = safetensors.read_bytes()
-    result = demo("--input", safetensors, "--tensor", "acts", "--n", 48)
-    assert result.exit_code == 0, result.output
-    assert "[512, 96] @ [96, 48], float32" in result.stdout
+    result = demo("-i", safetensors, "--tensor", "acts", "--n", 48, "--schedule", schedule, "--workers", 3)
+    assert_right(result, "[512, 96] @ [96, 48], float32", f"schedule  {schedule}, 3 workers")
     assert safetensors.read_bytes() == before
 
 
@@ -85,33 +109,50 @@ def test_your_own_npy_file(demo, tmp_path, dtype):
     path = tmp_path / "mine.npy"
     np.save(path, np.random.default_rng(0).standard_normal((300, 70)).astype(dtype))
     result = demo("--input", path, "--n", 33, "--rows-per-chunk", 64)
-    assert result.exit_code == 0, result.output
-    assert f"[300, 70] @ [70, 33], {np.dtype(dtype).name}" in result.stdout
-    assert "5 chunks of 64 rows" in result.stdout
+    assert_right(result, f"[300, 70] @ [70, 33], {np.dtype(dtype).name}", "5 chunks of 64 rows")
+
+
+def infinite():
+    x = torch.randn(128, 32)
+    x[5, 3], x[77, 1] = float("inf"), float("nan")
+    return x
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((200, 64), torch.bfloat16), ((4, 30, 64), torch.float32), ((1, 8), torch.float32)]
+    "values", [torch.randn(200, 64).bfloat16(), torch.randn(4, 30, 64), torch.randn(1, 8), infinite()]
 )
-def test_other_shapes_and_dtypes(demo, tmp_path, shape, dtype):
-    save_file({"t": torch.randn(shape).to(dtype)}, tmp_path / "f.safetensors")
-    result = demo("-i", tmp_path / "f.safetensors", "--n", 16)
-    assert result.exit_code == 0, result.output
+def test_other_shapes_dtypes_and_values(demo, tmp_path, values):
+    save_file({"t": values}, tmp_path / "f.safetensors")
+    assert_right(demo("-i", tmp_path / "f.safetensors", "--n", 16))
 
 
-@pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])
-def test_schedules_and_workers(demo, safetensors, schedule):
-    result = demo("-i", safetensors, "--tensor", "acts", "--n", 32, "--schedule", schedule, "--workers", 3)
-    assert result.exit_code == 0, result.output
-    assert f"schedule  {schedule}, 3 workers" in result.stdout
+def test_end_to_end_on_a_gpu(demo, gpu, tmp_path):
+    result = demo(*SMALL, "--json", tmp_path / "figures.json", "--rows-per-chunk", 100)
+    assert_right(
+        result, "37.5 KiB of random bfloat16 in pinned memory", "[300, 64] @ [64, 40], bfloat16", "copy ",
+        "rows in 3 chunks of 100 rows",
+    )  # fmt: skip
+    assert not (tmp_path / "out").exists(), "nothing is drawn"
+    samples = json.loads((tmp_path / "figures.json").read_text())["samples_ms"]
+    assert {way: len(times) for way, times in samples.items()} == dict.fromkeys(WAYS | {"copy"}, 2)
 
 
-def test_infinities_in_your_file_are_no_error(demo, tmp_path):
-    x = torch.randn(128, 32)
-    x[5, 3], x[77, 1] = float("inf"), float("nan")
-    save_file({"t": x}, tmp_path / "f.safetensors")
-    result = demo("-i", tmp_path / "f.safetensors", "--n", 16)
-    assert result.exit_code == 0, result.output
+def test_without_options_a_gpus_input_has_its_default_shape(demo, gpu, monkeypatch):
+    monkeypatch.setattr(demo_example, "GPU_SHAPE", (96, 32))
+    monkeypatch.setattr(demo_example, "GPU_COLUMNS", 48)
+    assert_right(demo(), "[96, 32] @ [32, 48], bfloat16")
+    first, second = (demo_example.host_matrix(None, None, 64, 32)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert 0.9 < float(first.float().std()) < 1.1
+
+
+def test_a_gpus_file_goes_through_pinned_memory(demo, gpu, tmp_path):
+    np.save(tmp_path / "mine.npy", np.random.default_rng(0).standard_normal((5, 40, 24)).astype(np.float16))
+    result = demo("--device", "cuda", "-i", tmp_path / "mine.npy", "--n", 16)
+    assert_right(result, "mine.npy (9.375 KiB), read into pinned memory first", "[200, 24] @ [24, 16], float16")
+
+
+# Wrong answers ------------------------------------------------------------------------------------------------------
 
 
 def assert_wrong(result):
@@ -120,18 +161,19 @@ def assert_wrong(result):
     assert result.stderr == "tilestream: the streamed answer is wrong\n"
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("value", [7.0, float("nan")])
-def test_a_wrong_answer_is_status_1(demo, safetensors, monkeypatch, value):
+def test_a_wrong_answer_is_status_1(demo, gpu, safetensors, monkeypatch, value, on_gpu):
     right = ts.matmul
 
     def corrupt(a, b, *, out, arrival=None, **options):
         right(a, b, out=out, arrival=arrival, **options)
         if arrival is not None:
-            out[300:310, 10:20] = value
+            out[200:210, 10:20] = value
         return out
 
     monkeypatch.setattr(ts, "matmul", corrupt)
-    assert_wrong(demo("-i", safetensors, "--tensor", "acts", "--n", 32))
+    assert_wrong(demo(*SMALL) if on_gpu else demo("-i", safetensors, "--tensor", "acts", "--n", 32))
 
 
 def test_a_matmul_that_does_not_wait_is_found(demo, safetensors, monkeypatch):
@@ -142,76 +184,171 @@ def test_a_matmul_that_does_not_wait_is_found(demo, safetensors, monkeypatch):
             restart(pending.pop())
         return wait(self, timeout)
 
-    # The producer begins when somebody waits for it, which this matmul does not.
+    # The producer begins when a caller waits for it, which this matmul does not.
     monkeypatch.setattr(ts.Stream, "restart", lambda self: pending.append(self))
     monkeypatch.setattr(ts.Stream, "wait", late_wait)
     monkeypatch.setattr(ts, "matmul", lambda a, b, *, out, **_: torch.mm(a, b, out=out))
-    # Nor does it leave a trace.
-    monkeypatch.setattr(file_bench.FileBench, "_trace_of", lambda self, recorder: None)
+    monkeypatch.setattr(demo_example.Bench, "draw", lambda self, folder: {})  # such a matmul leaves no trace
     assert_wrong(demo("-i", safetensors, "--tensor", "acts", "--n", 32))
 
 
-def missing_file(folder):
-    return folder / "none.safetensors", "No such file"
+def test_a_stream_that_brings_the_wrong_rows_is_found(demo, gpu, monkeypatch):
+    right = ts.stream_in
+    monkeypatch.setattr(ts, "stream_in", lambda host, **how: right(host.flip(0), **how))
+    assert_wrong(demo(*SMALL))
 
 
-def folder_itself(folder):
-    return folder, "Is a directory"
+def product(m=96, n=80, k=64, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    w = torch.randn(k, n, generator=generator).to(dtype)
+    return x, w, torch.mm(x, w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_torchs_own_answer_is_right(dtype):
+    x, w, y = product(dtype=dtype)
+    error = check(x, w, y, y.clone())
+    assert error.right
+    assert error.ours == error.torch < error.allowed
+    assert error.missing == 0
+
+
+def test_a_few_units_in_the_last_place_are_allowed():
+    x, w, y = product()
+    assert check(x, w, y, y * (1 + 2**-24)).right
+
+
+@pytest.mark.parametrize("where", [(0, 0), (1999, 79), (1040, 33), (1863, 64)])
+def test_one_wrong_element_anywhere_is_found(where):
+    x, w, y = product(m=2000)
+    out = y.clone()
+    out[where] += 0.01
+    assert not check(x, w, y, out).right
+
+
+def test_elements_left_undone_and_rows_swapped_are_found():
+    x, w, y = product(m=2000)
+    out = y.clone()
+    out[40:48, 32:40] = float("nan")
+    error = check(x, w, y, out)
+    assert not error.right
+    assert error.missing == 64
+    out = y.clone()
+    out[[1050, 1051]] = out[[1051, 1050]]
+    assert not check(x, w, y, out).right
+
+
+def test_many_small_errors_are_found_by_the_frobenius_norm():
+    x, w, y = product(k=512)
+    most = (y.double() - x.double() @ w.double()).abs().max()
+    error = check(x, w, y, y.double().add(0.9 * 2 * most).float())
+    assert error.ours[1] > error.allowed[1]
+    assert not error.right
+
+
+def test_rows_that_are_not_finite_are_left_out():
+    x, w, _ = product()
+    x[3, 5], x[60, 1] = float("nan"), float("inf")
+    y = torch.mm(x, w)
+    assert check(x, w, y, y.clone()).right
+    out = y.clone()
+    out[10, 10] = float("nan")
+    assert not check(x, w, y, out).right
+    y = torch.mm(x.fill_(float("nan")), w)  # nothing finite: nothing to measure
+    assert check(x, w, y, y.clone()).right
+
+
+def test_overflow_to_infinity_as_torch_does_is_allowed():
+    x, w = torch.full((32, 64), 100.0, dtype=torch.float16), torch.full((64, 32), 100.0, dtype=torch.float16)
+    y = torch.mm(x, w)
+    assert y.isinf().all()
+    assert check(x, w, y, y.clone()).right
+    assert not check(x, w, y, torch.full_like(y, float("nan"))).right
+
+
+# The devices, and bad input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "file", "expected"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_auto_is_the_gpu_where_there_is_one_and_no_file(monkeypatch, here, file, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    assert demo_example.uses_gpu("auto", file=file) is expected
+    assert demo_example.uses_gpu("cpu", file=file) is False
+
+
+@pytest.mark.parametrize("why", ["torch sees no GPU", "triton is not installed"])
+def test_cuda_without_a_gpu_is_one_line(cli, monkeypatch, why):
+    monkeypatch.setattr(demo_example, "backend", lambda name: f"no: {why}")
+    assert not demo_example.uses_gpu("auto", file=False)
+    result = cli("demo", "--device", "cuda")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"tilestream: --device cuda: {why}; --device cpu streams from the disk to the CPU\n"
+
+
+def saved(name, values):
+    def make(folder):
+        if name.endswith(".npy"):
+            np.save(folder / name, values)
+        else:
+            save_file(values, folder / name)
+        return folder / name
+
+    return make
+
+
+def truncated(make, left):
+    def cut(folder):
+        path = make(folder)
+        path.write_bytes(path.read_bytes()[:left])
+        return path
+
+    return cut
 
 
 def text(folder):
     (folder / "f").write_text("hello, I am no matrix")
-    return folder / "f", "neither a safetensors nor a .npy file"
-
-
-def column_major(folder):
-    np.save(folder / "f.npy", np.asfortranarray(np.ones((8, 6), np.float32)))
-    return folder / "f.npy", "column-major"
-
-
-def truncated(folder):
-    save_file({"x": torch.ones(64, 64)}, folder / "f")
-    (folder / "f").write_bytes((folder / "f").read_bytes()[:-1000])
-    return folder / "f", "cut off"
-
-
-def truncated_npy(folder):
-    np.save(folder / "f.npy", np.ones((64, 64), np.float32))
-    (folder / "f.npy").write_bytes((folder / "f.npy").read_bytes()[:1000])
-    return folder / "f.npy", "cut off"
-
-
-def integers(folder):
-    np.save(folder / "f.npy", np.ones((8, 6), np.int64))
-    return folder / "f.npy", "dtype"
-
-
-def vector(folder):
-    np.save(folder / "f.npy", np.ones(8, np.float32))
-    return folder / "f.npy", "at least 2 dimensions"
-
-
-def several(folder):
-    save_file({"x": torch.ones(4, 4), "y": torch.ones(4, 4)}, folder / "f")
-    return folder / "f", "holds 2 matrices"
-
-
-def no_rows(folder):
-    save_file({"x": torch.ones(0, 4)}, folder / "f")
-    return folder / "f", "nothing to read"
+    return folder / "f"
 
 
 @pytest.mark.parametrize(
-    "make",
-    [missing_file, folder_itself, text, column_major, truncated, truncated_npy, integers, vector, several, no_rows],
+    ("make", "says"),
+    [
+        (lambda folder: folder / "none.safetensors", "No such file"),
+        (lambda folder: folder, "Is a directory"),
+        (text, "neither a safetensors nor a .npy file"),
+        (saved("f.npy", np.asfortranarray(np.ones((8, 6), np.float32))), "column-major"),
+        (truncated(saved("f", {"x": torch.ones(64, 64)}), -1000), "cut off"),
+        (truncated(saved("f.npy", np.ones((64, 64), np.float32)), 1000), "cut off"),
+        (saved("f.npy", np.ones((8, 6), np.int64)), "dtype"),
+        (saved("f.npy", np.ones(8, np.float32)), "at least 2 dimensions"),
+        (saved("f", {"x": torch.ones(4, 4), "y": torch.ones(4, 4)}), "holds 2 matrices"),
+        (saved("f", {"x": torch.ones(0, 4)}), "nothing to read"),
+        (saved("f", {"x": torch.zeros(4, 8, dtype=torch.float8_e5m2)}), "takes 16 bits or more: convert it"),
+    ],
 )
-def test_a_bad_file_is_one_line_and_status_2(demo, tmp_path, make):
-    path, says = make(tmp_path)
-    result = demo("--input", path)
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert result.stderr.startswith("tilestream: ")
-    assert result.stderr.count("\n") == 1
+def test_a_bad_file_is_one_line_and_status_2(demo, tmp_path, make, says):
+    assert_refused(demo("--input", make(tmp_path)), says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device", "tpu"], "--device tpu: it is one of auto, cpu, cuda"),
+        (["--device", "cpu", "--rows", 8], "--rows 8: the input is a file's; --device cuda without --input"),
+        (["--device", "cpu", "--k", 8], "--k 8: the input is a file's"),
+        (["--device", "cuda", "--input", "x.npy", "--k", 8], "--k 8: the input is a file's"),
+        (["--device", "cuda", "--cache-dir", "here"], "--cache-dir here: "),
+        (["--device", "cuda", "--tensor", "x"], "--tensor x: give the file"),
+        (["--device", "cuda", "--json", "/nowhere/at/all.json"], "/nowhere/at"),
+        ([*SMALL, "--schedule", "best"], "schedule='best'"),
+        (["--device", "cuda", "--rows", 0], "--rows"),
+    ],
+)
+def test_bad_options_are_status_2(demo, gpu, arguments, says):
+    assert_refused(demo(*arguments), says)
 
 
 @pytest.mark.parametrize(
@@ -219,19 +356,11 @@ def test_a_bad_file_is_one_line_and_status_2(demo, tmp_path, make):
     [
         (["--tensor", "nope"], "no tensor 'nope'; there are acts"),
         (["--tensor", "bias"], "at least 2 dimensions"),
-        (["--tensor", "acts", "--schedule", "best"], "schedule='best'"),
         (["--tensor", "acts", "--n", "0"], "--n"),
-        (["--tensor", "acts", "--json", "/nowhere/at/all.json"], "/nowhere/at"),
     ],
 )
-def test_bad_options_are_status_2(demo, safetensors, arguments, says):
-    result = demo("--input", safetensors, *arguments)
-    assert result.exit_code == 2
-    assert says in result.stderr
-
-
-def test_a_tensor_without_a_file_is_refused(demo):
-    assert "--input" in demo("--tensor", "x").stderr
+def test_bad_options_of_a_file_are_status_2(demo, safetensors, arguments, says):
+    assert_refused(demo("--input", safetensors, *arguments), says)
 
 
 def test_an_out_dir_that_cannot_be_made_is_said_first(cli, tmp_path, safetensors):
@@ -241,11 +370,29 @@ def test_an_out_dir_that_cannot_be_made_is_said_first(cli, tmp_path, safetensors
     assert str(tmp_path / "file") in result.stderr
 
 
-def test_a_matrix_larger_than_memory_is_refused(demo, safetensors, monkeypatch):
-    monkeypatch.setattr(file_bench, "available_memory", lambda: 1000)
-    result = demo("--input", safetensors, "--tensor", "acts")
-    assert result.exit_code == 2
-    assert "memory" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "available", "says"),
+    [
+        (["--device", "cpu"], 1000, "'acts' takes 192 KiB of memory, 1000 bytes are available"),
+        # Fits once, but not twice: as read, and pinned.
+        (["--device", "cuda"], 300 * 1024, "takes 384 KiB of memory, 300 KiB are available"),
+    ],
+)
+def test_a_matrix_larger_than_memory_is_refused(demo, gpu, safetensors, monkeypatch, arguments, available, says):
+    monkeypatch.setattr(demo_example, "available_memory", lambda: available)
+    assert_refused(demo(*arguments, "--input", safetensors, "--tensor", "acts"), says)
+
+
+def test_memory_too_small_for_a_gpus_input_is_refused(demo, gpu, monkeypatch):
+    monkeypatch.setattr(demo_example, "available_memory", lambda: 2**20)
+    says = "--rows 4096 --k 256: the input takes 2 MiB of memory, 1 MiB are available"
+    assert_refused(demo("--rows", 4096, "--k", 256), says)
+
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate much")
+
+    monkeypatch.setattr(ts, "stream_in", out_of_memory)
+    assert_refused(demo(*SMALL), "give smaller --rows, --k or --n (tried to allocate much)")
 
 
 def test_a_file_cut_off_while_it_is_read_is_one_line(demo, safetensors, monkeypatch):
@@ -257,54 +404,120 @@ def test_a_file_cut_off_while_it_is_read_is_one_line(demo, safetensors, monkeypa
         restart(self)
 
     monkeypatch.setattr(ts.Stream, "restart", cut)
-    result = demo("--input", safetensors, "--tensor", "acts")
-    assert result.exit_code == 2
-    assert "ends at byte" in result.stderr
+    assert_refused(demo("--input", safetensors, "--tensor", "acts"), "ends at byte")
 
 
 def test_without_matplotlib_it_says_so_and_goes_on(demo, safetensors, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     result = demo("--input", safetensors, "--tensor", "acts", "--n", 16)
-    assert result.exit_code == 0
-    assert "tilestream[plot]" in result.stdout
+    assert_right(result, "tilestream[plot]")
     assert (tmp_path / "out" / "trace.json").exists()
     assert not (tmp_path / "out" / "timeline.png").exists()
 
 
 def test_where_reads_cannot_be_cold_the_report_says_so(demo, safetensors, monkeypatch):
-    monkeypatch.setattr(source, "drop_from_page_cache", lambda path: False)
+    monkeypatch.setattr(demo_example, "drop_from_page_cache", lambda path: False)
     assert "no posix_fadvise" in demo("--input", safetensors, "--tensor", "acts", "--n", 16).stdout
+
+
+# Its own file -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_example, "FILE_SHAPE", (96, 32))
+    return tmp_path / "cache"
+
+
+def test_the_file_is_written_once_and_is_the_same_each_time(folder, tmp_path):
+    path = demo_example.demo_file(folder)
+    x = load_file(path)["x"]
+    assert x.shape == (96, 32)
+    assert 0.9 < float(x.std()) < 1.1
+    before = path.stat().st_mtime_ns
+    assert demo_example.demo_file(folder) == path
+    assert path.stat().st_mtime_ns == before
+    assert list(folder.iterdir()) == [path], "no temporary file is left"
+    assert torch.equal(x, load_file(demo_example.demo_file(tmp_path / "other"))["x"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        lambda path: path.write_bytes(b""),
+        lambda path: save_file({"x": torch.zeros(96, 16)}, path),
+        lambda path: save_file({"y": torch.zeros(96, 32)}, path),
+    ],
+)
+def test_a_damaged_file_is_written_anew(folder, damage):
+    path = demo_example.demo_file(folder)
+    good = load_file(path)["x"].clone()
+    damage(path)
+    assert torch.equal(load_file(demo_example.demo_file(folder))["x"], good)
+    assert list(folder.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(folder, monkeypatch):
+    def broken(*_, **__):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr("safetensors.torch.save_file", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        demo_example.demo_file(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
+    with pytest.raises(OSError, match="--cache-dir"):
+        demo_example.demo_file(folder)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("value", "used"), [("/there", True), ("relative", False), ("", False)])
+def test_the_cache_folder_follows_xdg(monkeypatch, tmp_path, value, used):
+    value = str(tmp_path) + value if used else value
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(demo_example, "FILE_SHAPE", (8, 4))
+    expected = tmp_path / ("there" if used else "home/.cache") / "tilestream"
+    assert demo_example.demo_file(None).parent == expected
+
+
+# The rest -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("read", "speed", "least", "most"), [(0.02, 2e-5, 900, 1100), (1e-6, 1e-3, 16, 16), (1e3, 1e-6, 16384, 16384)]
 )
 def test_calibration_balances_reading_and_multiplying(read, speed, least, most):
-    class Fake:
-        n = 0
-        x = torch.empty(64, 64)
+    class Fake(demo_example.Bench):
+        def __init__(self):
+            self.x = torch.empty(64, 64)
 
-        def bring_alone(self):
-            return read
-
-        def multiply(self):
-            return speed * self.n
-
-        def set_n(self, n):
+        def set_columns(self, n):
             self.n = n
 
-    bench = Fake()
-    n = file_bench.calibrate(bench)
+        def seconds(self, way):
+            return read if way == "read" else speed * self.n
+
+    n = Fake().calibrated_columns()
     assert least <= n <= most
     assert n % 16 == 0
-    assert bench.n == n
 
 
-def test_the_watcher_sees_chunks_and_tiles_grow(safetensors):
-    seen = []
-    found = source.open_source(safetensors, "acts")
-    settings = Settings(n=32, repeats=1, rows_per_chunk=64, workers=2)
-    result = measure.run(file_bench.FileBench(found, settings), watcher=lambda *now: seen.append(now))
-    assert seen == sorted(seen)
-    assert seen[-1] == (8, 8, result.trace.tiles, result.trace.tiles)
-    assert result.plan.workers == 2
+def test_a_loss_is_called_a_loss(demo, gpu, monkeypatch):
+    monkeypatch.setattr(
+        demo_example.Bench, "seconds", lambda self, way: {"streamed": 0.25, "in turn": 0.22}.get(way, 0.1)
+    )
+    monkeypatch.setattr(demo_example, "check", lambda *_: Error(0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)))
+    result = demo(*SMALL)
+    assert_right(result, "no overlap won: streamed took 30.0 ms longer than in turn", "2.50 times the larger of copy")
+
+
+def test_the_example_is_found_in_a_package_and_in_a_checkout(monkeypatch):
+    assert (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples") == _PLACES
+    monkeypatch.setattr("tilestream.cli.demo._PLACES", ())
+    with pytest.raises(ImportError, match=r"examples/none.py is not installed"):
+        example("none")
+
+
+def test_available_memory_is_some():
+    assert doctor.available_memory() > 2**20

@@ -65,7 +65,7 @@ def test_rows_are_read_when_their_chunk_is_there(op, pivot, dtype):
 
 
 def test_a_chunk_that_never_comes(op, monkeypatch):
-    from tilestream.ops import flat
+    from tilestream.arrival import flat
 
     monkeypatch.setattr(flat, "DEFAULT_DEADLINE", 0.2)
     with pytest.raises(ArrivalTimeout):

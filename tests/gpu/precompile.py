@@ -30,7 +30,7 @@ from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIF
 from gemm_shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.launch.portable.arguments import Arguments, Layout, is_aligned
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES

@@ -18,8 +18,8 @@ from gpu_cases import BOUNDS_N, KINDS, K, M, N, arrivals
 import tilestream as ts
 from device_order import check_gates, check_order
 from error_rule import Maths, check
-from tilestream.launch.epilogue import Epilogue
-from tilestream.ops.flat import FlatArrival
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.operands import Epilogue
 from tilestream.runtime.streams import lend_to
 
 BF16 = torch.bfloat16
@@ -224,7 +224,8 @@ def test_many_epochs_of_one_arrival():
 @launch_first
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
-    from tilestream.launch.launch import Incoming, Probe
+    from tilestream.arrival.flat import Awaited
+    from tilestream.launch.launch import Probe
     from tilestream.launch.portable.arguments import Layout
     from tilestream.launch.portable.launch import GemmLaunch
 
@@ -239,7 +240,7 @@ def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
             probe = Probe(37, 512, out.device)
             signals = FlatArrival.of(arrival).signals("matmul", out.device)
             launch = GemmLaunch(plan, Layout((0, *feed.tensor.stride()), (0, *b.stride()), (0, *out.stride())))
-            launch(feed.tensor, b, out, Epilogue(), Incoming(signals, None, 5.0, "matmul"), probe)
+            launch(feed.tensor, b, out, Epilogue(), Awaited(signals, None, 5.0, "matmul"), probe)
             feed(*in_order(arrival), pause=0.0003)
             check(out, Maths(source.cuda(), b))
             logs = [probe.log(worker) for worker in range(37)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -17,10 +18,9 @@ pytest.importorskip("rich", reason="the command line is an extra")
 from typer.testing import CliRunner
 
 from tilestream.cli.app import app
-from tilestream.cli.demo import machine
-from tilestream.cli.demo.check import Checker
+from tilestream.cli.demo import example
 
-WAYS = ["copy", "multiply", "torch", "sequential", "streamed"]
+WAYS = ["copy", "multiply", "torch.mm", "in turn", "streamed"]
 #: The backend of a GPU that has one of its own.
 FASTEST = "hopper" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "portable"
 SMALL = ("--rows", M, "--n", N, "--k", K, "--rows-per-chunk", 128, "--repeats", 2)
@@ -35,23 +35,21 @@ def demo(*arguments):
 def test_a_small_problem_on_the_gpu_that_auto_finds(tmp_path):
     result = demo(*SMALL, "--json", tmp_path / "figures.json", "--out-dir", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for words in ("copy alone", "answer right", "copied to cuda:0", f"backend   {FASTEST}", "none: the demo draws"):
+    for words in ("copy ", "answer right", "copied to cuda:0", f"backend   {FASTEST}"):
         assert words in result.stdout
     assert not (tmp_path / "out").exists()
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["device"] == torch.cuda.get_device_name()
     assert figures["versions"]["torch"] == torch.__version__
-    assert figures["versions"].keys() & {"cuda", "hip"}
-    assert figures["versions"]["triton"]
     assert figures["answer"]["right"]
     assert figures["answer"]["missing"] == 0
     assert (figures["problem"]["m"], figures["problem"]["n"], figures["problem"]["k"]) == (M, N, K)
-    assert (figures["problem"]["chunks"], figures["problem"]["dtype"]) == (8, "bfloat16")
-    assert figures["input"]["bytes"] == M * K * 2
+    assert figures["problem"]["dtype"] == "bfloat16"
+    assert "rows in 8 chunks of 128 rows" in result.stdout
     assert list(figures["samples_ms"]) == WAYS
     assert all(len(samples) == 2 and min(samples) > 0 for samples in figures["samples_ms"].values())
     assert figures["gb_per_s"]["copy"] > 0
-    assert figures["tflop_per_s"].keys() == {"multiply", "torch"}
+    assert figures["tflop_per_s"].keys() == {"multiply", "torch.mm"}
     assert figures["streamed_over_larger"] > 0
 
 
@@ -116,30 +114,23 @@ def test_a_matmul_that_does_not_wait_is_found(monkeypatch):
     assert "ANSWER WRONG" in result.stdout
 
 
-def test_a_gpu_too_small_is_refused(monkeypatch):
-    monkeypatch.setattr(machine, "free_device_memory", lambda: 2**20)
-    result = demo(*SMALL)
-    assert result.exit_code == 2
-    assert "of the GPU's memory" in result.stderr
-
-
-class TestChecker:
+class TestCheck:
     """The input on the host, the rest on the GPU."""
 
     def answers(self):
         x, w = torch.randn(M, K).to(BF16).pin_memory(), torch.randn(K, N, device="cuda").to(BF16)
         by_torch = torch.mm(x.cuda(), w)
-        return Checker(x, w, by_torch, (128, 256)), by_torch.clone()
+        return functools.partial(example("demo").check, x, w, by_torch), by_torch.clone()
 
     def test_torchs_own_answer_is_right(self):
-        checker, out = self.answers()
-        verdict = checker.check(out)
-        assert verdict.right
-        assert verdict.maximum == verdict.maximum_torch < verdict.maximum_allowed
+        check, out = self.answers()
+        error = check(out)
+        assert error.right
+        assert error.ours == error.torch < error.allowed
 
     @pytest.mark.parametrize("where", [(0, 0), (M - 1, N - 1), (500, 333)])
     @pytest.mark.parametrize("value", [500.0, float("nan")])
     def test_one_wrong_element_anywhere_is_found(self, where, value):
-        checker, out = self.answers()
+        check, out = self.answers()
         out[where] = value
-        assert not checker.check(out).right
+        assert not check(out).right

@@ -30,7 +30,7 @@ from hopper_cases import (
 import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check, errors, one_ulp, passes
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.launch.launch import Probe
 from tilestream.ops import gpu

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention_maths import Call, Case, call_of
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate

@@ -14,7 +14,7 @@ import torch
 import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.launch.launch import Probe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch

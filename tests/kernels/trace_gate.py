@@ -171,15 +171,24 @@ def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
         if name not in names:
             continue
-        built = []
-        for text, trace in ((kernel, False), (struck, False), (kernel, True)):
-            gate.gemm = text
-            portable_arguments.Arguments = lambda plan, layout, trace=trace: _Logged(plan, layout, trace)
-            built.append(gate.build(plan, layout, aligned, "sm_90a"))
-        gate.gemm, portable_arguments.Arguments = kernel, Arguments
+        built = [
+            build_portable(text, plan, layout, aligned, trace)
+            for text, trace in ((kernel, False), (struck, False), (kernel, True))
+        ]
         names.remove(name)
         yield compared_portable(name, *built)
     assert not names, f"the gate has no {names}"
+
+
+def build_portable(text: Any, plan: Any, layout: Any, aligned: bool, trace: bool) -> tuple[Any, str]:
+    """`gate.build` of another kernel than the gate's, or with its trace."""
+    kernel = gate.gemm
+    gate.gemm = text
+    portable_arguments.Arguments = lambda plan, layout: _Logged(plan, layout, trace)
+    try:
+        return gate.build(plan, layout, aligned, "sm_90a")
+    finally:
+        gate.gemm, portable_arguments.Arguments = kernel, Arguments
 
 
 def portable_attention(folder: Path, what: str) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilestream.core.gpu_specs import named
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_operands import Settings, Tensors
 from tilestream.plan.attention_planner import plan_attention

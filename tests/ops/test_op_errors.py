@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilestream as ts
 from error_rule import nans, rand
-from tilestream.ops.flat import FlatArrival
+from tilestream.arrival.flat import FlatArrival
 
 A, B = rand(6, 5), rand(5, 4)
 #: (name, call, exception, what the message says)

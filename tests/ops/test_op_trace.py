@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem

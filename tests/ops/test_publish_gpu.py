@@ -13,9 +13,9 @@ import torch
 from error_rule import Maths, check, nans, rand
 from fake_cuda import DEVICE
 from tilestream.arrival.device import DeviceSignals
-from tilestream.launch.epilogue import Epilogue
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.operands import Epilogue
 from tilestream.ops import publish as module
-from tilestream.ops.flat import FlatArrival
 
 
 @pytest.fixture

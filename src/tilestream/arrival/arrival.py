@@ -8,7 +8,7 @@ from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING
 
 from tilestream.arrival.signals import Signals
-from tilestream.core.chunks import Chunks
+from tilestream.core.chunks import Chunks, Incoming, chunks_of
 
 if TYPE_CHECKING:
     import torch
@@ -246,33 +246,20 @@ class Arrival:
         """
         return chunks_of(rows, self._num_chunks, self._rows_per_chunk, self._bounds)
 
+    def incoming(self, rows: int) -> Incoming:
+        """See `tilestream.core.chunks.Arriving`."""
+        return Incoming(self.chunks(rows), self._pivot, self._signals.copied)
+
+    def published(self, rows: int) -> Incoming:
+        """See `tilestream.core.chunks.Arriving`."""
+        chunks = chunks_of(rows, self._num_chunks, self._rows_per_chunk, self._bounds, "publish", "the result")
+        return Incoming(chunks, self._pivot, own_words=self._tensor is not None)
+
     def __repr__(self) -> str:
         shape = f"rows_per_chunk={self._rows_per_chunk}" if self._rows_per_chunk else "ragged"
         # On a GPU it is not asked how many have arrived: that would wait for the device.
         where = f"device={self.device}" if self.device != "cpu" else f"arrived={sum(self._signals.state())}"
         return f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, {where}, epoch={self.epoch})"
-
-
-def chunks_of(
-    rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int], argument: str = "arrival",
-    whose: str = "the input",
-) -> Chunks:  # fmt: skip
-    """The chunks described by an arrival's integers, checked against the rows that they are of."""
-    if not rows_per_chunk:
-        chunks = Chunks(tuple(bounds))
-        if chunks.rows != rows:
-            raise ValueError(
-                f"{argument}: its bounds end at row {chunks.rows}, {whose} has {rows} rows; the last bound is the "
-                "number of rows"
-            )
-        return chunks
-    chunks = Chunks.uniform(rows, rows_per_chunk)
-    if chunks.count != num_chunks:
-        raise ValueError(
-            f"{argument}: {num_chunks} chunks of {rows_per_chunk} rows bring {(num_chunks - 1) * rows_per_chunk + 1} "
-            f"to {num_chunks * rows_per_chunk} rows, {whose} has {rows}; it takes num_chunks={chunks.count}"
-        )
-    return chunks
 
 
 def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:

@@ -26,7 +26,7 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_bytes, word_dtype
 
 if TYPE_CHECKING:
-    from tilestream.arrival.device import DeviceSignals
+    from tilestream.arrival.signals import Signals
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class KernelCopies:
         target: torch.Tensor,
         chunks: Chunks,
         pivot: int,
-        by_engine: Callable[[DeviceSignals], torch.cuda.Event],
+        by_engine: Callable[[Signals], torch.cuda.Event],
         beside: torch.cuda.Stream,
     ) -> None:
         row_bytes = source.shape[1] * source.element_size()
@@ -171,7 +171,7 @@ class KernelCopies:
         """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
         return self._graph[1] if self._graph is not None and self._graph[0] == graph else None
 
-    def follow(self, stream: torch.cuda.Stream, signals: DeviceSignals) -> None:
+    def follow(self, stream: torch.cuda.Stream, signals: Signals) -> None:
         """A launch on ``stream``, which is current, waits for these chunks: see that they come."""
         with self._lock:
             if self.pending:
@@ -182,7 +182,7 @@ class KernelCopies:
             else:
                 self._wait_for_taker(stream)
 
-    def by_engine(self, signals: DeviceSignals, timeout: float | None = None) -> bool:
+    def by_engine(self, signals: Signals, timeout: float | None = None) -> bool:
         """Have the copies made by the copy engine, where nobody has taken them.
 
         Returns

@@ -142,7 +142,7 @@ class DeviceLanding(Landing):
             )
         order = [(pivot + step) % chunks.count for step in range(chunks.count)]
 
-        def by_engine(signals: DeviceSignals) -> torch.cuda.Event:
+        def by_engine(signals: Signals) -> torch.cuda.Event:
             self.begin()
             try:
                 with self.issuing():

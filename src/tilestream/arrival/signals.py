@@ -14,11 +14,10 @@ import copy
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, MutableSequence, Sequence
 from enum import Enum, auto
-from typing import ClassVar
 
+from tilestream.core.error_record import sources
 from tilestream.core.errors import ProducerStopped
 
 #: How often a caller's own signal words are looked at: at first, and at the least after a long time of nothing.
@@ -50,7 +49,6 @@ class Signals:
     #: Where the words are.
     device = "cpu"
     _keys = itertools.count(1)
-    _live: ClassVar[weakref.WeakValueDictionary[int, Signals]] = weakref.WeakValueDictionary()
 
     def __init__(self, count: int, words: MutableSequence[int] | None = None) -> None:
         self._own = words is None
@@ -69,12 +67,19 @@ class Signals:
         self.gave_up: Callable[[], None] | None = None
         self.key = next(self._keys)
         """Names these signals in the arguments of a registered op, which takes integers; never given twice."""
-        self._live[self.key] = self
+        sources[self.key] = self
 
     @classmethod
     def by_key(cls, key: int) -> Signals:
         """The live signals of that key. `KeyError` once their owner has dropped them."""
-        return cls._live[key]
+        found = sources[key]
+        assert isinstance(found, Signals)
+        return found
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return self._count
 
     @property
     def epoch(self) -> int:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 from tilestream._version import __version__
 from tilestream.cli import ui
@@ -113,9 +114,21 @@ def _gpu() -> str:
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
-def _memory() -> str:
-    from tilestream.cli.demo.machine import available_memory
+def available_memory() -> int | None:
+    """Bytes that can still be allocated; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
 
+
+def _memory() -> str:
     here = available_memory()
     return "unknown" if here is None else f"{ui.size(here)} available"
 

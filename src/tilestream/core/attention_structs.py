@@ -1,6 +1,7 @@
 """The parts of attention, by name: what the kernels' functions hand each other, and what the host packs.
 
-All are run-time values; what is compiled in is `tilestream.kernels.attention_config`. A row is a query position of one
+The schedule and the gate are those of `tilestream.core.structs`; a gate's ``rows`` are those of keys. All are run-time
+values; what is compiled in is `tilestream.kernels.attention_config`. A row is a query position of one
 query head, a *head tile* the ``PACK`` query heads of one K/V head that share a tile's rows.
 """
 
@@ -119,109 +120,22 @@ class Mask(NamedTuple):
     causal_offset_right: Any
 
 
-class TileQueue(NamedTuple):
-    """The schedule of tiles: its counters (`tilestream.kernels.device.schedule`) and its numbers.
-
-    Attributes
-    ----------
-    counters, base, reset
-        A word a queue, what this launch counts from, and whether the last worker out zeroes them.
-    queues, tiles, num_m, num_n
-        Queues, tiles, and the grid of tiles: query blocks by head tiles of all sequences.
-    group
-        Head tiles that are taken together.
-    """
-
-    counters: Any
-    base: Any
-    reset: Any
-    queues: Any
-    tiles: Any
-    num_m: Any
-    num_n: Any
-    group: Any
-
-
-class TileCursor(NamedTuple):
-    """Where a worker stands in a `TileQueue`: tickets drawn, the queue it draws from, a ticket asked for ahead."""
-
-    ticket: Any
-    source: Any
-    asked: Any
-
-
-class KeyGate(NamedTuple):
-    """How keys arrive: see `tilestream.kernels.device.attention_gate`.
-
-    Attributes
-    ----------
-    signals, quarantine
-        The words.
-    bounds
-        int32: first row of each chunk and the row behind the last, where chunks are ragged; else None.
-    records, claims
-        The device's error channel.
-    epoch, key
-        Of the signals.
-    allowed
-        Nanoseconds until the deadline.
-    op
-        The op's number in a record.
-    rows_per_chunk, chunks
-        Rows of a uniform chunk; chunks.
-    """
-
-    signals: Any = None
-    quarantine: Any = None
-    bounds: Any = None
-    records: Any = None
-    claims: Any = None
-    epoch: Any = 1
-    key: Any = 0
-    allowed: Any = 0
-    op: Any = 0
-    rows_per_chunk: Any = 1
-    chunks: Any = 0
-
-
-#: Of a launch whose keys are there.
-NO_KEY_GATE = KeyGate()
-
-
-class KeyWatch(NamedTuple):
-    """What a worker watches while it waits for keys: the abort word and the launch's base, the clock and its start."""
-
-    abort: Any
-    base: Any
-    clock: Any
-    begin: Any
-    worker: Any
-
-
-class KeyProgress(NamedTuple):
-    """What a worker knows of keys that arrive: whether the launch is over, and the run of chunks it has seen."""
-
-    over: Any
-    low: Any
-    high: Any
-
-
 class Softmax(NamedTuple):
     """Online softmax of a tile's rows.
 
     Attributes
     ----------
-    o
-        Sum of weighted values, ``[rows, columns]``.
     row_max
         What is subtracted of a row's scores before `scale` multiplies them, ``[rows]``.
     row_sum
         Sum of its weights, ``[rows]``.
+    o
+        Sum of weighted values, ``[rows, columns]``.
     """
 
-    o: Any
     row_max: Any
     row_sum: Any
+    o: Any
 
 
 class Scores(NamedTuple):
@@ -355,17 +269,10 @@ class Output(NamedTuple):
 class Step(NamedTuple):
     """`Softmax` and ``p``, the weights of the key block before, as `pack_p` gives them."""
 
-    o: Any
     row_max: Any
     row_sum: Any
+    o: Any
     p: Any
-
-
-class Stage(NamedTuple):
-    """A stage of a ring, and its phase."""
-
-    index: Any
-    phase: Any
 
 
 class RingPlace(NamedTuple):
@@ -404,10 +311,41 @@ class LastValues(NamedTuple):
 
 
 class LoadPlace(NamedTuple):
-    """Where the load loop stands: in the schedule, at the gate, in the rings of queries, keys and values."""
+    """Where the load loop stands: its `Place` in the rings of keys and of values, a ticket asked for, its `Passed`."""
 
-    cursor: Any
-    progress: Any
-    q: Any
     k: Any
     v: Any
+    asked: Any
+    passed: Any
+
+
+# Of the CDNA kernel --------------------------------------------------------------------------------------------------
+
+
+class KeyCopies(NamedTuple):
+    """How keys, or values, are copied to shared memory.
+
+    Attributes
+    ----------
+    x
+        `Rows` of `Keys`.
+    i, columns, rest
+        Row, and column of its part, of what each lane copies; the last part's column, where it goes through registers.
+    stages
+        Shared memory, a part each.
+    """
+
+    x: Any
+    i: Any
+    columns: Any
+    rest: Any
+    stages: Any
+
+
+class Fetched(NamedTuple):
+    """A key block in registers, keys and values a part each; and what the page table says of the next one's rows."""
+
+    k: Any
+    v: Any
+    k_page: Any
+    v_page: Any

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 from tilestream.core.grid import INT31
 
@@ -111,6 +112,59 @@ class Chunks:
     def pivot_tile(self, pivot: int, block: int, num_tiles: int) -> int:
         """The row tile of ``block`` rows to start from when chunk ``pivot`` is the pivot; see `pivot_tile`."""
         return pivot_tile(*self.range_of(pivot), block, num_tiles)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """An operand that arrives, as a plan knows it.
+
+    Attributes
+    ----------
+    chunks, pivot
+        Its chunks, and the one that the raster starts from.
+    copied
+        Bytes of the words in which the kernel may make the copies itself; 0 where something else makes them.
+    own_words
+        Of an output's chunks: whether they are signalled by words of the caller's own.
+    """
+
+    chunks: Chunks
+    pivot: int = 0
+    copied: int = 0
+    own_words: bool = False
+
+
+@runtime_checkable
+class Arriving(Protocol):
+    """What a plan must know of an arrival: `tilestream.Arrival` is one."""
+
+    def incoming(self, rows: int) -> Incoming:
+        """How an operand of ``rows`` rows arrives."""
+
+    def published(self, rows: int) -> Incoming:
+        """How the chunks of an output of ``rows`` rows are signalled."""
+
+
+def chunks_of(
+    rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int], argument: str = "arrival",
+    whose: str = "the input",
+) -> Chunks:  # fmt: skip
+    """The chunks described by an arrival's integers, checked against the rows that they are of."""
+    if not rows_per_chunk:
+        chunks = Chunks(tuple(bounds))
+        if chunks.rows != rows:
+            raise ValueError(
+                f"{argument}: its bounds end at row {chunks.rows}, {whose} has {rows} rows; the last bound is the "
+                "number of rows"
+            )
+        return chunks
+    chunks = Chunks.uniform(rows, rows_per_chunk)
+    if chunks.count != num_chunks:
+        raise ValueError(
+            f"{argument}: {num_chunks} chunks of {rows_per_chunk} rows bring {(num_chunks - 1) * rows_per_chunk + 1} "
+            f"to {num_chunks * rows_per_chunk} rows, {whose} has {rows}; it takes num_chunks={chunks.count}"
+        )
+    return chunks
 
 
 def _short(bounds: Sequence[int]) -> str:

@@ -7,9 +7,10 @@ sees. The first word is its number, from 1, and is written last, as a release; t
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
-from tilestream.arrival.signals import Signals
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
 
 #: Words of a record, and how many the ring holds.
@@ -28,6 +29,31 @@ def op_number(op: str) -> int:
     """The number by which a kernel knows ``op``."""
     with _ops_lock:
         return _OPS.setdefault(op, len(_OPS))
+
+
+class Source(Protocol):
+    """What a record's key names: `tilestream.arrival.signals.Signals`."""
+
+    raised: set[int]
+    whose: Callable[[int], tuple[int, str]] | None
+    gave_up: Callable[[], None] | None
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+
+    def error(self, epoch: int) -> BaseException | None:
+        """What the producer of an epoch reported."""
+
+    def failure(self, epoch: int) -> BaseException:
+        """What a wait for a failed producer raises."""
+
+    def reported(self) -> None:
+        """A launch has reported the failure."""
+
+
+#: The live sources by key: each enters itself.
+sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
 
 
 class Record(NamedTuple):
@@ -72,10 +98,7 @@ class Record(NamedTuple):
         """The exception that says so; None if it was raised elsewhere already."""
         op = next((name for name, number in _OPS.items() if number == self.op), "matmul")
         argument = "weight_arrival" if self.operand else "arrival"
-        try:
-            signals = Signals.by_key(self.key)
-        except KeyError:
-            signals = None
+        signals = sources.get(self.key)
         cause = signals.error(self.epoch or signals.epoch) if signals is not None else None
         if self.why == FAILED:
             if signals is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import check_deadline
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands, Tensors
 from tilestream.distributed.collective import gather_whole
@@ -17,7 +18,6 @@ from tilestream.distributed.gathered import Product, Whole
 from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Shards
-from tilestream.ops.flat import check_deadline
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.runtime import shutdown

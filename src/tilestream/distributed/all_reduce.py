@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from tilestream.arrival.flat import check_deadline
 from tilestream.distributed import checks
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import all_reduce, reduced
@@ -22,7 +23,6 @@ from tilestream.distributed.group_state import Group, Member, groups_of, member_
 from tilestream.distributed.hierarchy import Hierarchy, of_name
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.reduce_scatter import check_one, check_reduce_op, rehearse
-from tilestream.ops.flat import check_deadline
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.runtime import shutdown

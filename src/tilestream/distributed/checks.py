@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from tilestream.arrival.flat import check_deadline
 from tilestream.distributed.dispatch import FORMS
 from tilestream.distributed.group_state import Member
-from tilestream.ops.flat import check_deadline
 from tilestream.ops.operands import Options, multiply
 from tilestream.plan.problem import dtype_name
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from tilestream.arrival.flat import check_deadline
 from tilestream.distributed import checks, gloo
 from tilestream.distributed.checks import Operands
 from tilestream.distributed.collective import reduce_parts
@@ -14,7 +15,6 @@ from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import Group, Member, groups_of, member_of, name_of
 from tilestream.distributed.plan import DistributedPlan, make_plan
 from tilestream.distributed.shards import Part, Shards
-from tilestream.ops.flat import check_deadline
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, multiply
 from tilestream.ops.scales import canonical_scales

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilestream.kernels.config import ScheduleConfig
 
-@dataclass(frozen=True)
-class AttentionConfig:
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(ScheduleConfig):
     """What every backend's kernel is compiled for.
 
     Attributes
@@ -20,8 +22,6 @@ class AttentionConfig:
         Keys of a block.
     PACK
         Query heads of one K/V head side by side in a tile's rows.
-    KIND, SPLIT, STEAL, ORDER
-        Schedule, how its queues split the tiles, whether workers steal, raster.
     PAGE
         Keys of a page; 0: keys are not in pages.
     SPLIT_KEYS
@@ -41,10 +41,6 @@ class AttentionConfig:
     ROWS: int
     BLOCK: int
     PACK: int
-    KIND: str
-    SPLIT: str
-    STEAL: bool
-    ORDER: str
     PAGE: int
     SPLIT_KEYS: bool
     TOP_LEFT: bool
@@ -60,17 +56,22 @@ class AttentionConfig:
         return self.ROWS // self.PACK
 
     @property
-    def ARRIVING(self) -> bool:
+    def GATED(self) -> bool:
         """Whether keys arrive."""
         return self.KEYS != "none"
 
     @property
-    def STATIC(self) -> bool:
-        """Whether workers take tiles without a counter."""
-        return self.KIND == "static"
+    def ROW_CHUNKS(self) -> str:
+        """What the gate is told when a worker begins and leaves: that any chunk may be one that no tile reads."""
+        return "uniform" if self.GATED else "none"
+
+    @property
+    def COLUMN_CHUNKS(self) -> str:
+        """Values arrive as keys do."""
+        return "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HopperAttentionConfig(AttentionConfig):
     """The Hopper kernel's.
 
@@ -126,7 +127,7 @@ class HopperAttentionConfig(AttentionConfig):
     @property
     def PREFETCHES_TICKETS(self) -> bool:
         """Whether tickets are asked for ahead. A worker that may wait at a gate holds none that another could use."""
-        return self.TAKES_AHEAD and self.KIND == "dynamic" and not self.ARRIVING
+        return self.TAKES_AHEAD and self.KIND == "dynamic" and not self.GATED
 
     @property
     def CONSUMER_POSITIONS(self) -> int:
@@ -144,7 +145,7 @@ class HopperAttentionConfig(AttentionConfig):
         return not (self.LEFT or self.CAPPED)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PortableAttentionConfig(AttentionConfig):
     """The portable kernel's.
 
@@ -202,7 +203,7 @@ class Columns:
         return (self.PARTS - 1) * self.WIDTH + self.REST
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CdnaAttentionConfig(AttentionConfig):
     """The CDNA kernel's.
 

@@ -11,7 +11,6 @@ import math
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from tilestream.core.attention_structs import NO_KEY_GATE, KeyGate
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -25,8 +24,37 @@ GIVEN = (
     "q", "k", "v", "out", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k",
     "block_table", "starts", "order", "counters", "log", "base", "reset", "scale", "softcap_scale",
 )  # fmt: skip
-#: Fields of a gate that a launch is given; the rest a plan decides.
-_GATE = KeyGate._fields[:9]
+
+
+class KeyGate(NamedTuple):
+    """What a launch is given of keys that arrive, beside `GIVEN`.
+
+    Attributes
+    ----------
+    signals, quarantine, bounds
+        The words; the first row of each chunk and the row behind the last, where chunks are ragged.
+    records, claims
+        The device's error channel.
+    epoch, key
+        Of the signals.
+    allowed
+        Nanoseconds.
+    op
+        The op's number in a record.
+    """
+
+    signals: Any = None
+    quarantine: Any = None
+    bounds: Any = None
+    records: Any = None
+    claims: Any = None
+    epoch: int = 1
+    key: int = 0
+    allowed: int = 0
+    op: int = 0
+
+
+NO_KEY_GATE = KeyGate()
 
 
 class AttentionLayout(NamedTuple):
@@ -69,18 +97,18 @@ class Pack:
     """
 
     def __init__(self, kernel: Any, fixed: dict[str, Any]) -> None:
-        place = {name: i for i, name in enumerate((*GIVEN, *_GATE, *fixed))}
+        place = {name: i for i, name in enumerate((*GIVEN, *KeyGate._fields, *fixed))}
         names = inspect.signature(kernel.fn).parameters
         self._in_order = itemgetter(*(place[name.removesuffix("_map")] for name in names))
         self._fixed = tuple(fixed.values())
 
     def __call__(self, given: tuple[Any, ...], gate: KeyGate = NO_KEY_GATE) -> tuple[Any, ...]:
         """All arguments, of values in the order of `GIVEN`."""
-        return self._in_order((*given, *gate[: len(_GATE)], *self._fixed))  # type: ignore[no-any-return]
+        return self._in_order((*given, *gate, *self._fixed))  # type: ignore[no-any-return]
 
 
 def numbers(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, int]:
-    """The numbers of `Extents`, `TileQueue`, `KeyGate`, `Lse` and `Pages` that a plan and a layout decide, by name."""
+    """The numbers of `Extents`, `Work`, `Incoming` and `Rows` that a plan and a layout decide, by name."""
     p, schedule, lse = plan.problem, plan.schedule, layout.lse or (0, 0, 0)
     left, right = (side or 0 for side in p.sides)
     chunks = None if p.keys is None else p.keys.chunks

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from tilestream.arrival.device import Apart, GateWords
+from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.error_record import op_number
+from tilestream.core.operands import Epilogue
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.device.schedule import RECORD
-from tilestream.launch.epilogue import Epilogue
 from tilestream.launch.gate import NO_GATE, GateArguments, chunk_table, queue_table
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
@@ -55,26 +56,7 @@ class Copied(Signals, Protocol):
         """What a launch on the current stream copies."""
 
 
-class Incoming(NamedTuple):
-    """How the operands of a call arrive.
-
-    Attributes
-    ----------
-    rows, columns
-        The signals of A's rows and of B's columns; None where all is there.
-    deadline
-        Seconds from the start of each worker.
-    op
-        For messages.
-    """
-
-    rows: Signals | None
-    columns: Signals | None
-    deadline: float
-    op: str
-
-
-def offered(incoming: Incoming | None) -> list[Copied]:
+def offered(incoming: Awaited | None) -> list[Copied]:
     """The operands whose copies are offered to kernels, in an order that all launches share.
 
     Each is locked while a launch is made that may take them: two launches whose operands are swapped, in two threads,
@@ -125,7 +107,7 @@ class Launch:
 
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-        incoming: Incoming | None = None, probe: Probe | SpanLog | None = None,
+        incoming: Awaited | None = None, probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
         """Issue the launch on the current stream of the current device, which is the operands'."""
         coming = () if self._copied(incoming) is None else offered(incoming)
@@ -140,23 +122,23 @@ class Launch:
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | SpanLog | None,
+        incoming: Awaited | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """Launch the kernel on ``stream``, with ``words`` to work on."""
         raise NotImplementedError
 
-    def copies(self, incoming: Incoming | None) -> CopyArguments:
+    def copies(self, incoming: Awaited | None) -> CopyArguments:
         """What a launch on the current stream copies itself; asked before `gate`, which would have it copied."""
         coming = self._copied(incoming)
         return NO_COPIES if coming is None else coming.take_copies(self.plan.copiers)
 
-    def _copied(self, incoming: Incoming | None) -> Copied | None:
+    def _copied(self, incoming: Awaited | None) -> Copied | None:
         """The signals of the operand whose copies the kernel makes."""
         if incoming is None or self._copies == "none":
             return None
         return cast("Copied", incoming.rows if self._copies == "rows" else incoming.columns)
 
-    def gate(self, device: torch.device, incoming: Incoming | None, apart: bool = False) -> GateArguments:
+    def gate(self, device: torch.device, incoming: Awaited | None, apart: bool = False) -> GateArguments:
         """What a launch on the current stream is told of what arrives; ``apart``: see `Signals.use`, of A's rows."""
         if incoming is None:
             return NO_GATE

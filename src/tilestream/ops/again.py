@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits

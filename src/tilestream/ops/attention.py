@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.ops import attention_again
 from tilestream.ops.attention_library import (
     attention_arriving_op,
@@ -30,7 +31,6 @@ from tilestream.ops.attention_operands import (
     to_rows_first,
     window_of,
 )
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import clear_signals_op
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Options, autocast, refuse_tangents

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.again import Known, is_plain, unwatched
 from tilestream.ops.attention_operands import Settings, Tensors

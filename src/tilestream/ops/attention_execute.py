@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import torch
 
+from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.core.gate import RowGate
 from tilestream.core.grid import WorkItem
+from tilestream.core.operands import Operands
 from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, seen_by
-from tilestream.launch.attention import Operands
-from tilestream.launch.cpu.launch import Awaited, Launch
+from tilestream.launch.cpu.launch import Launch
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.ops.execute import run_inline, see_all
-from tilestream.ops.flat import FlatArrival
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.runtime.workspace import workspace
@@ -40,7 +40,7 @@ def execute(
     plan = plan_attention(
         problem, s.workers or None, s.schedule, torch.get_num_threads(), limit=limit, splits=s.splits or None
     )
-    awaited = None if keys is None else Awaited(keys.signals("attention", t.q.device), keys.epoch)
+    awaited = Awaited.of(keys, None, deadline, "attention", t.q.device)
     end = time.perf_counter() + deadline
     recorder = current_recorder()
     if plan.schedule.grid.tiles:
@@ -52,12 +52,11 @@ def execute(
             else:
                 Launch(
                     "attention", plan.schedule, None if keys is None else _gate(plan, tiles), body, scratch,
-                    incoming=(awaited, None), deadline=deadline,
-                    threads=torch.get_num_threads() if plan.variant == "inline" else 1,
+                    awaited=awaited, threads=torch.get_num_threads() if plan.variant == "inline" else 1,
                     recorder=recorder, label=plan.label,
                 ).run()  # fmt: skip
-    if keys is not None and awaited is not None and awaited.signals.self_reset:
-        see_all("attention", "arrival", keys, awaited, end, deadline)
+    if awaited is not None:
+        see_all(awaited, end)
 
 
 def _gate(plan: AttentionPlan, tiles: Tiles) -> RowGate:

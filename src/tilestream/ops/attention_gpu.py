@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
-from tilestream.launch.attention import Operands
+from tilestream.arrival.flat import Awaited, FlatArrival
+from tilestream.core.operands import Operands
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.ops.flat import FlatArrival
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy.hopper_attention import refuse_strides
 from tilestream.runtime.channel import check_device
@@ -18,11 +18,10 @@ from tilestream.runtime.properties import allows_tf32, context_units, cuda_prope
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
-    from tilestream.arrival.device import DeviceSignals
+    from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
     from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
-    from tilestream.launch.attention_arguments import AttentionLayout
-    from tilestream.launch.portable.attention_launch import AttentionLaunch, IncomingKeys
+    from tilestream.launch.portable.attention_launch import AttentionLaunch
     from tilestream.plan.attention_plan import AttentionPlan
 
     AnyLaunch: TypeAlias = AttentionLaunch | CdnaAttentionLaunch | HopperAttentionLaunch
@@ -58,36 +57,31 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
     if keys is None and not operands.out.numel():
         return
     launch = find(operands, t, s, keys, limit)
-    incoming = None
-    if keys is not None:
-        from tilestream.launch.portable.attention_launch import IncomingKeys
-
-        signals = cast("DeviceSignals", keys.signals("attention", device))
-        if signals.by_matmul:  # on whose stream they were allocated
-            for operand in (operands.k, operands.v):
-                operand.record_stream(torch.cuda.current_stream(device))
-        incoming = IncomingKeys(signals, deadline)
+    awaited = Awaited.of(keys, None, deadline, "attention", device)
+    if awaited is not None and awaited.rows.by_matmul:  # they may be of that matmul's stream
+        for operand in (operands.k, operands.v):
+            operand.record_stream(torch.cuda.current_stream(device))
     if device.index == torch.cuda.current_device():
-        _issue(launch, operands, incoming)
+        _issue(launch, operands, awaited)
     else:
         with torch.cuda.device(device):
-            _issue(launch, operands, incoming)
+            _issue(launch, operands, awaited)
 
 
-def _issue(launch: AnyLaunch, operands: Operands, incoming: IncomingKeys | None) -> None:
+def _issue(launch: AnyLaunch, operands: Operands, awaited: Awaited | None) -> None:
     """Launch; where somebody records, with a log of who did which item when."""
     recorder = current()
     if recorder is None:
-        launch(operands, incoming)
+        launch(operands, awaited)
         return
     from tilestream.launch.trace import traced, untraced
 
     if why := untraced(launch.plan.backend):
         logger.warning("attention: %s", why)
-        launch(operands, incoming)
+        launch(operands, awaited)
         return
     writes = cast("AttentionLaunch | HopperAttentionLaunch", launch)
-    traced(recorder, "attention", launch.plan, operands.q.device, lambda log: writes(operands, incoming, log))
+    traced(recorder, "attention", launch.plan, operands.q.device, lambda log: writes(operands, awaited, log))
 
 
 def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> AnyLaunch:

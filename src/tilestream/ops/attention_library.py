@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.launch.attention import Operands
+from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.operands import Operands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_backward import gradients
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, Tensors, check_shapes
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import library
 from tilestream.ops.overlap import refuse_shared
 from tilestream.plan import limit as limits

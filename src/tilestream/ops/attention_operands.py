@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from tilestream.ops.flat import FlatArrival
+from tilestream.arrival.flat import FlatArrival
 from tilestream.plan.attention_problem import (
     ATTENTION_DTYPES,
     HEAD_DIM_STEP,
@@ -27,7 +27,7 @@ _DTYPES = tuple(getattr(torch, name) for name in ATTENTION_DTYPES)
 
 
 class Tensors(NamedTuple):
-    """The registered ops' tensors: `tilestream.launch.attention.Operands` says what each is."""
+    """The registered ops' tensors: `tilestream.core.operands.Operands` says what each is."""
 
     q: torch.Tensor
     k: torch.Tensor

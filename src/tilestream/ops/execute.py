@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout
+from tilestream.core.operands import ACTIVATIONS, Epilogue
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.gemm import GemmBody
-from tilestream.launch.cpu.launch import Awaited, Body, Launch
+from tilestream.launch.cpu.launch import Body, Launch
 from tilestream.launch.cpu.publish import Publisher
-from tilestream.launch.epilogue import ACTIVATIONS, Epilogue
 from tilestream.ops import gpu
-from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtype
 from tilestream.plan import limit as limits
@@ -78,23 +78,20 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    incoming = tuple(Awaited(x.signals(op, a.device), x.epoch) if x is not None else None for x in (rows, columns))
-    assert len(incoming) == 2
+    awaited = Awaited.of(rows, columns, deadline, op, a.device)
     end = time.perf_counter() + deadline
     if publishes is not None:
         with _publishing(plan, out, publishes.signals(op, a.device)) as publisher:
-            _launch(plan, a, b, out, epilogue, incoming, deadline, op, publisher)
+            _launch(plan, a, b, out, epilogue, awaited, op, publisher)
     else:
-        _launch(plan, a, b, out, epilogue, incoming, deadline, op)
-    arguments = ("arrival", "weight_arrival")
-    for argument, arrival, waiting in zip(arguments, (rows, columns), incoming, strict=True):
-        if arrival is not None and waiting is not None and waiting.signals.self_reset:
-            see_all(op, argument, arrival, waiting, end, deadline)
+        _launch(plan, a, b, out, epilogue, awaited, op)
+    if awaited is not None:
+        see_all(awaited, end)
 
 
 def _launch(
     plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-    incoming: tuple[Awaited | None, Awaited | None], deadline: float, op: str, publisher: Publisher | None = None,
+    awaited: Awaited | None, op: str, publisher: Publisher | None = None,
 ) -> None:  # fmt: skip
     recorder = current_recorder()
     if plan.schedule.grid.tiles:
@@ -106,8 +103,7 @@ def _launch(
                 threads = torch.get_num_threads() if plan.variant == "inline" else 1
                 Launch(
                     op, plan.schedule, plan.gate, body, scratch,
-                    incoming=incoming, deadline=deadline, threads=threads, publisher=publisher, recorder=recorder,
-                    label=plan.label,
+                    awaited=awaited, threads=threads, publisher=publisher, recorder=recorder, label=plan.label,
                 ).run()  # fmt: skip
 
 
@@ -141,20 +137,24 @@ def run_inline(schedule: Schedule, body: Body) -> None:
                 raise
 
 
-def see_all(op: str, argument: str, arrival: FlatArrival, waiting: Awaited, end: float, deadline: float) -> None:
-    """See the signals that no tile had to wait for, too: only then may the words be zeroed (invariant 4).
+def see_all(awaited: Awaited, end: float) -> None:
+    """See a caller's own signals that no tile had to wait for, too: only then may they be zeroed (invariant 4).
 
     A chunk without rows, or an output without columns: a signal that comes after the zeroing would count for the next
     call.
     """
-    for chunk in range(arrival.num_chunks):
-        begin = time.perf_counter()
-        outcome = waiting.signals.wait(chunk, waiting.epoch, end, lambda: False)
-        if outcome is Outcome.FAILED:
-            raise waiting.signals.failure(waiting.epoch)
-        if outcome is Outcome.EXPIRED:
-            waited = time.perf_counter() - begin
-            raise ArrivalTimeout(op, 0, chunk, NO_ITEM, waited, deadline, argument=argument)
+    for argument, incoming in zip(("arrival", "weight_arrival"), awaited.operands, strict=True):
+        if incoming is None or not incoming[0].self_reset:
+            continue
+        signals, epoch = incoming
+        for chunk in range(signals.count):
+            begin = time.perf_counter()
+            outcome = signals.wait(chunk, epoch, end, lambda: False)
+            if outcome is Outcome.FAILED:
+                raise signals.failure(epoch)
+            if outcome is Outcome.EXPIRED:
+                waited = time.perf_counter() - begin
+                raise ArrivalTimeout(awaited.op, 0, chunk, NO_ITEM, waited, awaited.deadline, argument=argument)
 
 
 @functools.cache

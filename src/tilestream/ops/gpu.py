@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from tilestream.launch.epilogue import Epilogue
-from tilestream.ops.flat import DEFAULT_DEADLINE, FlatArrival
+from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
+from tilestream.core.operands import Epilogue
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.problem import Incoming as Published
-from tilestream.plan.problem import Problem, dtype_name
+from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
-    from tilestream.arrival.device import DeviceSignals
-    from tilestream.launch.launch import Incoming, Launch
+    from tilestream.launch.launch import Launch
     from tilestream.launch.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
@@ -71,47 +69,46 @@ def run(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     check_device(a.device.index)
-    incoming = None
+    awaited = Awaited.of(rows, columns, deadline, op, a.device)
     chunking: tuple[object, ...] = ()
-    if rows is not None or columns is not None:
-        incoming = _incoming(a.device, rows, columns, deadline, op)
-        for operand, signals in ((a, incoming.rows), (b, incoming.columns)):
-            if signals is not None and cast("DeviceSignals", signals).by_matmul:  # on whose stream it may be from
+    if awaited is not None:
+        for operand, signals in ((a, awaited.rows), (b, awaited.columns)):
+            if signals is not None and signals.by_matmul:  # its memory may be of that matmul's stream
                 operand.record_stream(torch.cuda.current_stream(a.device))
         chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
     elif not out.numel():
         return
     launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum, limit)
     if a.device.index == torch.cuda.current_device():
-        issue(launch, a, b, out, epilogue, incoming, op)
+        issue(launch, a, b, out, epilogue, awaited, op)
     else:
         with torch.cuda.device(a.device):
-            issue(launch, a, b, out, epilogue, incoming, op)
+            issue(launch, a, b, out, epilogue, awaited, op)
 
 
 def issue(
     launch: Launch, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-    incoming: Incoming | None, op: str,
+    awaited: Awaited | None, op: str,
 ) -> None:  # fmt: skip
     """Launch; where somebody records, with a log of who did which item when."""
     recorder = current()
     if recorder is None:
-        launch(a, b, out, epilogue, incoming)
+        launch(a, b, out, epilogue, awaited)
         return
     from tilestream.launch.trace import traced, untraced
 
     if why := untraced(launch.plan.backend):
         logger.warning("%s: %s", op, why)
-        launch(a, b, out, epilogue, incoming)
+        launch(a, b, out, epilogue, awaited)
         return
-    traced(recorder, op, launch.plan, a.device, lambda log: launch(a, b, out, epilogue, incoming, log))
+    traced(recorder, op, launch.plan, a.device, lambda log: launch(a, b, out, epilogue, awaited, log))
 
 
 def find(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
     chunking: tuple[object, ...] = (), fast_accum: bool = True, limit: int = 0,
-    publishes: Published | None = None,
+    publishes: Incoming | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`.
 
@@ -148,7 +145,7 @@ def find(
 def _make(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
     plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool, limit: int,
-    publishes: Published | None,
+    publishes: Incoming | None,
 ) -> Launch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.launch.portable.arguments import Layout, is_aligned
@@ -231,15 +228,6 @@ def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
                 f"{name} of strides {tuple(operand.stride())}: a stride, an extent or an address is no multiple of 16"
             )
     return ""
-
-
-def _incoming(
-    device: torch.device, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str
-) -> Incoming:
-    from tilestream.launch.launch import Incoming
-
-    words = [None if flat is None else cast("DeviceSignals", flat.signals(op, device)) for flat in (rows, columns)]
-    return Incoming(words[0], words[1], deadline, op)
 
 
 def _scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:

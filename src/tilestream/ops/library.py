@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.ops import gpu
 from tilestream.ops.execute import execute, make_epilogue, problem_of
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.overlap import refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, check_pair, refuse_gradients
 from tilestream.plan import limit as limits

@@ -10,9 +10,9 @@ import torch
 from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.launch.epilogue import ACTIVATIONS as KERNEL_ACTIVATIONS
+from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.ops import again
-from tilestream.ops.flat import FlatArrival, check_deadline
 from tilestream.ops.library import (
     clear_signals_op,
     gemm_arriving_op,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 
 
 def refuse_overlap(out: torch.Tensor, epilogue: Epilogue, **operands: torch.Tensor) -> None:

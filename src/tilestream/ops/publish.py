@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.launch.gate import PublishArguments
 from tilestream.ops import gpu
 from tilestream.ops.execute import make_epilogue
-from tilestream.ops.flat import FlatArrival
 from tilestream.plan.problem import Incoming
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write

@@ -21,7 +21,7 @@ def canonical_scales(
     batch_b: Sequence[int],
     shape: Sequence[int],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Both scales as `tilestream.launch.epilogue.Epilogue` has them.
+    """Both scales as `tilestream.core.operands.Epilogue` has them.
 
     Parameters
     ----------

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from tilestream.arrival.arrival import Arrival, chunks_of
-from tilestream.core.chunks import Chunks
+from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.gpu_specs import KNOWN, named
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
+from tilestream.plan.hooks import hooks
 from tilestream.plan.limit import limit
 from tilestream.plan.plan import Plan, Refusal
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
-from tilestream.plan.problem import FP8, Incoming, Problem, Scales, dtype_name, result_name
+from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_name
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
@@ -46,9 +46,9 @@ def plan(
     order: TileOrder | OrderName | None = None,
     queues: int | None = None,
     shares: int | None = None,
-    arrival: Arrival | None = None,
-    weight_arrival: Arrival | None = None,
-    publish: Arrival | None = None,
+    arrival: Arriving | None = None,
+    weight_arrival: Arriving | None = None,
+    publish: Arriving | None = None,
     layout: str | None = None,
     backend: str | None = None,
     variant: str | None = None,
@@ -133,7 +133,7 @@ def plan(
         if not _whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
-        if coming is not None and not isinstance(coming, Arrival):
+        if coming is not None and not isinstance(coming, Arriving):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
     if publish is not None:
         check_publish("plan", schedule, arrival is not None or weight_arrival is not None)
@@ -193,17 +193,13 @@ def plan(
         raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
     problem = Problem(
         m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
-        None if arrival is None else Incoming(arrival.chunks(batch * m), arrival.pivot, arrival._signals.copied),
-        None if weight_arrival is None else Incoming(
-            weight_arrival.chunks(n), weight_arrival.pivot, weight_arrival._signals.copied
-        ),
+        None if arrival is None else arrival.incoming(batch * m),
+        None if weight_arrival is None else weight_arrival.incoming(n),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
         no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
         b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
-        publishes=None if publish is None else Incoming(
-            _published(publish, batch * m), publish.pivot, own_words=publish.signals is not None
-        ),
+        publishes=None if publish is None else publish.published(batch * m),
     )  # fmt: skip
     asked = schedule
     if publish is not None and schedule == "auto" and properties.backend != "cpu":
@@ -260,9 +256,7 @@ def default_workers(device: DeviceProperties) -> int | None:
 def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
     if isinstance(device, DeviceProperties) or not properties.arch.startswith("sm_"):
         return False
-    from tilestream.runtime.properties import allows_tf32
-
-    return allows_tf32()
+    return hooks.allows_tf32()
 
 
 def device_properties(device: object) -> DeviceProperties:
@@ -281,9 +275,7 @@ def device_properties(device: object) -> DeviceProperties:
     if kind == "cpu":
         return cpu_properties()
     if kind == "cuda":
-        from tilestream.runtime.properties import cuda_properties  # imports torch, and asks the driver
-
-        return cuda_properties(int(index) if index else None)
+        return hooks.cuda_properties(int(index) if index else None)
     found = named(str(device))
     if found is not None:
         return found
@@ -291,10 +283,6 @@ def device_properties(device: object) -> DeviceProperties:
         f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
         f"torch.matmul there. Without the device there are plans for {', '.join(KNOWN)}"
     )
-
-
-def _published(publish: Arrival, rows: int) -> Chunks:
-    return chunks_of(rows, publish.num_chunks, publish.rows_per_chunk, publish.bounds, "publish", "the result")
 
 
 def _whole(x: object) -> bool:

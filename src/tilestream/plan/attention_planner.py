@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import get_args
 
-from tilestream.arrival.arrival import Arrival
+from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
 from tilestream.plan import experimental as unrun
@@ -20,7 +20,6 @@ from tilestream.plan.limit import limit as current_limit
 from tilestream.plan.plan import Refusal
 from tilestream.plan.planner import NAMES
 from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
-from tilestream.plan.problem import Incoming
 from tilestream.plan.workers import workers_of
 
 logger = logging.getLogger(__name__)
@@ -164,7 +163,7 @@ def attention_plan(
     layout: AttentionLayout = "bshd",
     page_size: int = 0,
     return_lse: bool = False,
-    arrival: Arrival | None = None,
+    arrival: Arriving | None = None,
     device: object = "cpu",
     workers: int | None = None,
     schedule: str = "auto",
@@ -239,13 +238,13 @@ def attention_plan(
     for name, given in (("sinks", sinks), ("return_lse", return_lse)):
         if not isinstance(given, bool):
             raise TypeError(f"{name}={given!r}; it is True or False: a plan has no data")
-    if arrival is not None and not isinstance(arrival, Arrival):
+    if arrival is not None and not isinstance(arrival, Arriving):
         raise TypeError(
             f"arrival={arrival!r}; it is a tilestream.Arrival (a Stream's is stream.arrival), or None where the keys "
             "are there"
         )
     properties = device_properties(device)
-    keys = None if arrival is None else Incoming(arrival.chunks(extents["batch"] * extents["seqlen_k"]), arrival.pivot)
+    keys = None if arrival is None else arrival.incoming(extents["batch"] * extents["seqlen_k"])
     problem = AttentionProblem(
         **extents,  # type: ignore[arg-type]
         dtype=str(dtype).removeprefix("torch."), causal=bool(causal),

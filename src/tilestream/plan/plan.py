@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilestream.arrival.arrival import Arrival
+from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
 from tilestream.core.schedule import Schedule
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.copies import COPIERS, Copies, copied_operand
 from tilestream.plan.explain import explain
+from tilestream.plan.hooks import hooks
 from tilestream.plan.problem import Problem, gate_of
 from tilestream.plan.roofline import Floor
 
@@ -145,8 +146,8 @@ class Plan:
         activation: str | None = None,
         scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None,
-        arrival: Arrival | None = None,
-        weight_arrival: Arrival | None = None,
+        arrival: Arriving | None = None,
+        weight_arrival: Arriving | None = None,
         deadline: float | None = None,
     ) -> torch.Tensor:
         """Run this plan on operands of its shape; arguments as for `tilestream.matmul`, nothing broadcast.
@@ -170,12 +171,7 @@ class Plan:
         ArrivalTimeout, Exception
             As from `tilestream.matmul`.
         """
-        import torch  # when something is computed, not before
-
-        from tilestream.ops.execute import run_plan, uncompiled_run_plan
-
-        run = uncompiled_run_plan() if torch.compiler.is_compiling() else run_plan
-        result: torch.Tensor = run(
+        result: torch.Tensor = hooks.run_plan(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
             scale_a=scale_a, scale_b=scale_b, arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
         )  # fmt: skip

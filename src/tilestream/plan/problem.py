@@ -3,90 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from tilestream.core.chunks import Chunks
+from tilestream.core.chunks import Chunks, Incoming
+from tilestream.core.dtypes import (
+    FNUZ,
+    FP8,
+    FP8_RESULT,
+    ITEMSIZE,
+    OCP,
+    Scales,
+    are_a_pair,
+    dtype_name,
+    pairs_text,
+    result_name,
+)
 from tilestream.core.gate import Gate
 
-#: The kinds of 8 bits: OCP's, and those that AMD's gfx942 has matrix units for. They have another exponent, no infinity
-#: and no negative zero: of the same bits the value is half.
-OCP = ("float8_e4m3fn", "float8_e5m2")
-FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
-#: All of them: operands only, in pairs of one kind, and bfloat16 is what comes of them where nobody says.
-FP8 = (*OCP, *FNUZ)
-FP8_RESULT = "bfloat16"
-#: Bytes of each dtype that a matmul takes.
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(FP8, 1)}
-#: What the products are scaled by: nothing, one factor, or a factor for each row of A and each column of B.
-Scales = Literal["none", "tensor", "row"]
-
-
-def dtype_name(dtype: object) -> str:
-    """``torch.bfloat16`` or ``"bfloat16"`` -> ``"bfloat16"``, checked.
-
-    Raises
-    ------
-    TypeError
-        If it is none that a matmul takes.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise TypeError(
-            f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul"
-        )
-    return name
-
-
-def are_a_pair(a: str, b: str) -> bool:
-    """Whether operands of these dtypes are multiplied: of one, or of two of 8 bits of one kind."""
-    return a == b or any(a in kind and b in kind for kind in (OCP, FNUZ))
-
-
-def pairs_text() -> str:
-    """What operands may be, for messages."""
-    return f"they have one dtype, or two of {', '.join(OCP)}, or two of {', '.join(FNUZ)}"
-
-
-def result_name(dtype: str, out_dtype: str | None) -> str:
-    """The dtype of the result of operands of ``dtype``.
-
-    Raises
-    ------
-    TypeError
-        If nothing writes ``out_dtype``, or it is finer than what products are added up in.
-    """
-    if out_dtype is None:
-        return FP8_RESULT if dtype in FP8 else dtype
-    if out_dtype in FP8:
-        raise TypeError(
-            f"out_dtype={out_dtype}: results have 16 bits or more, there is no scale for fewer; take bfloat16 and "
-            "convert the result"
-        )
-    if ITEMSIZE[out_dtype] > (8 if dtype == "float64" else 4):
-        raise TypeError(
-            f"out_dtype={out_dtype}: {dtype} operands are added up in float32; convert the operands or the result"
-        )
-    return out_dtype
-
-
-@dataclass(frozen=True)
-class Incoming:
-    """An operand that arrives.
-
-    Attributes
-    ----------
-    chunks, pivot
-        Its chunks, and the one that the raster starts from.
-    copied
-        Where the kernel may make the copies itself, the bytes of a word in which it does; 0 where somebody else does.
-    own_words
-        Of an output's chunks: whether they are signalled by words of the caller's own.
-    """
-
-    chunks: Chunks
-    pivot: int = 0
-    copied: int = 0
-    own_words: bool = False
+__all__ = [
+    "FNUZ",
+    "FP8",
+    "FP8_RESULT",
+    "ITEMSIZE",
+    "OCP",
+    "Incoming",
+    "Problem",
+    "Scales",
+    "are_a_pair",
+    "dtype_name",
+    "gate_of",
+    "pairs_text",
+    "result_name",
+]
 
 
 @dataclass(frozen=True)

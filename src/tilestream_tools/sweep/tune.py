@@ -151,7 +151,7 @@ def tune(
     -------
     Tuned
     """
-    from tilestream.launch.epilogue import Epilogue
+    from tilestream.core.operands import Epilogue
     from tilestream.ops import gpu
     from tilestream.plan.planner import plan_problem
 

@@ -14,11 +14,11 @@ from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tenso
 
 from tilestream.core import attention as rules
 from tilestream.core import integers, raster
+from tilestream.core.operands import Operands
 from tilestream.kernels.cdna import attention, attention_copy
 from tilestream.kernels.cdna import attention_softmax as cdna_softmax
 from tilestream.kernels.device import varlen as attention_list
 from tilestream.kernels.hopper import attention_load, attention_softmax
-from tilestream.launch.attention import Operands
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan
 

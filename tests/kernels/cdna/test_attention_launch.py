@@ -11,13 +11,14 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language")
 
+from tilestream.arrival.flat import Awaited
 from tilestream.core.gpu_specs import named
+from tilestream.core.operands import Operands
 from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.attention_softmax import narrowed
-from tilestream.launch.attention import Operands
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
-from tilestream.launch.portable.attention_launch import AttentionLaunch, IncomingKeys
+from tilestream.launch.portable.attention_launch import AttentionLaunch
 from tilestream.ops.attention_gpu import launch_of, layout_of
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
@@ -89,7 +90,7 @@ def test_what_it_is_launched_with(monkeypatch):
 def test_keys_that_arrive_are_another_kernels():
     launch = launch_of(plan(), layout_of(operands()))
     with pytest.raises(ValueError, match="keys arrive, and the CDNA kernel has no gate"):
-        launch(operands(), IncomingKeys(None, 1.0))
+        launch(operands(), Awaited(None))
 
 
 def test_what_copies_do_not_reach_goes_through_registers():

@@ -17,7 +17,7 @@ from emulated_attention import AttentionMachine, run
 
 from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.core.gpu_specs import named
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language")
 
 from tilestream.core.gpu_specs import named
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.launch.cdna.launch import GemmLaunch
-from tilestream.launch.epilogue import Epilogue
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.ops.gpu import _make
 from tilestream.plan import plan

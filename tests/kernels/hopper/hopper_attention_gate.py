@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 
 from releases import release
-from tilestream.core.attention_structs import NO_KEY_GATE, KeyGate
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
-from tilestream.launch.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem

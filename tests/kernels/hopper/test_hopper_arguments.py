@@ -17,13 +17,14 @@ pytest.importorskip("triton")
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart, GateWords
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
-from tilestream.launch.epilogue import Epilogue
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.hopper import launch as launching
 from tilestream.launch.hopper.arguments import Arguments, Map
 from tilestream.launch.hopper.launch import GemmLaunch, described_by
-from tilestream.launch.launch import Incoming, Probe
+from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.trace import SpanLog
@@ -376,7 +377,7 @@ def test_a_launch_is_given_the_words_of_what_arrives(written, kind):
     launch = GemmLaunch(plan, layout())
     for epoch in (0, 5):
         rows, columns = Words(7, epoch, 11), Words(3, epoch + 1, 12)
-        launch(a, b, out, Epilogue(), Incoming(rows, columns, 2.5, "matmul"))
+        launch(a, b, out, Epilogue(), Awaited(rows, columns, 2.5, "matmul"))
         call, report = written[0].calls[-1], channel(a.device)
         expected = {
             "row_signals": rows.given.words.data_ptr(), "row_quarantine": rows.given.quarantine.data_ptr(),
@@ -406,7 +407,7 @@ def launched(apart: Apart, lies="nn", **how) -> None:
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
     GemmLaunch(plan, layout(lies, m=m))(
-        a, b, out, Epilogue(alpha=3.0), Incoming(Words(8, 1, 0, apart), None, 2.5, "matmul")
+        a, b, out, Epilogue(alpha=3.0), Awaited(Words(8, 1, 0, apart), None, 2.5, "matmul")
     )
 
 
@@ -444,7 +445,7 @@ def test_columns_of_which_some_stand_apart_are_brought(written):
     apart, brought = shard_of()
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     launch = GemmLaunch(make(columns=RAGGED), layout())
-    launch(a, b, out, Epilogue(), Incoming(None, Words(3, 1, 0, apart), 2.5, "matmul"))
+    launch(a, b, out, Epilogue(), Awaited(None, Words(3, 1, 0, apart), 2.5, "matmul"))
     assert brought == ["brought"]
 
 
@@ -453,7 +454,7 @@ def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
     (rows, left), (columns, brought) = shard_of(), shard_of()
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), columns=RAGGED)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
-    incoming = Incoming(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
+    incoming = Awaited(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
     GemmLaunch(plan, layout(m=m))(a, b, out, Epilogue(), incoming)
     assert (left, brought) == ([], ["brought"])
     assert written[0].arguments["APART"]
@@ -471,7 +472,7 @@ def test_of_several_batches_no_rows_stand_apart():
 def test_a_deadline_of_centuries_is_counted_in_64_bits(written):
     plan = make(rows=UNIFORM)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    GemmLaunch(plan, layout())(a, b, out, Epilogue(), Incoming(Words(7, 1, 0), None, 1e300, "matmul"))
+    GemmLaunch(plan, layout())(a, b, out, Epilogue(), Awaited(Words(7, 1, 0), None, 1e300, "matmul"))
     assert written[0].calls[0]["allowed"] == 10**18
 
 

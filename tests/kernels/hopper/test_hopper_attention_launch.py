@@ -11,19 +11,20 @@ import torch
 pytest.importorskip("triton")
 
 from tilestream.arrival.device import GateWords
+from tilestream.arrival.flat import Awaited
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
+from tilestream.core.operands import Operands
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
 from tilestream.kernels.portable import attention as portable_kernel
-from tilestream.launch.attention import Operands
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper import attention_launch as launching
 from tilestream.launch.hopper.arguments import Map
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.portable import attention_launch as portable
-from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import attention_gpu
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
@@ -328,7 +329,7 @@ def test_a_launch_is_told_how_keys_arrive(written, kind, ragged):
     x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     for _ in range(2):
-        launch(x, portable.IncomingKeys(Arrived(), 2.5))
+        launch(x, Awaited(Arrived(), None, 2.5, "attention"))
     (launcher,) = written[0]
     call = launcher.calls[1]
     assert (call["epoch"], call["key"], call["allowed"]) == (7, 3, 2_500_000_000)

@@ -23,8 +23,8 @@ from attention_machine import TEXTS, Deadlock, Machine
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.integers import cdiv
-from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.attention_arguments import AttentionLayout
+from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention as policy

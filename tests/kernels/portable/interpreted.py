@@ -15,7 +15,7 @@ from error_rule import Maths, check
 from tilestream.arrival.device import GateWords
 from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import portable

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestream.core.gpu_specs import named
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.launch.portable import attention_launch
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.plan.attention_plan import of_candidate

@@ -15,7 +15,7 @@ from device_order import check_gates, check_order
 from error_rule import Maths, check, rand
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming as Chunked
@@ -48,9 +48,9 @@ def plan_for(
 
 
 def incoming(rows=None, columns=None, deadline=0.05):
-    from tilestream.launch.launch import Incoming
+    from tilestream.arrival.flat import Awaited
 
-    return Incoming(rows, columns, deadline, "matmul")
+    return Awaited(rows, columns, deadline, "matmul")
 
 
 def tiles_of(plan: Plan, out: torch.Tensor, chunk: int, operand: int = 0) -> torch.Tensor:

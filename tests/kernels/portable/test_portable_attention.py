@@ -9,14 +9,14 @@ import torch
 from interpreted import DEVICE, Words
 
 from attention_maths import FEATURES, MIXES, Case, call_of
+from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
-from tilestream.launch.attention import Operands
+from tilestream.core.operands import Operands
 from tilestream.launch.trace import SpanLog, traced
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.ops.flat import FlatArrival
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import portable_attention
@@ -65,11 +65,11 @@ class Prepared:
         self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
 
     def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Prepared:
-        from tilestream.launch.portable.attention_launch import IncomingKeys
+        from tilestream.arrival.flat import Awaited
 
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        self.launch(self.operands, None if words is None else IncomingKeys(words, deadline), log)
+        self.launch(self.operands, None if words is None else Awaited(words, None, deadline, "attention"), log)
         return self
 
     def check(self) -> None:

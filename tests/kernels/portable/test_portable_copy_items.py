@@ -11,10 +11,10 @@ import torch
 from interpreted import DEVICE, KINDS, Copied, crossed, nan_like, run, small_tiles
 
 from error_rule import Maths, check, rand
+from tilestream.arrival.flat import Awaited
 from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import COUNTERS, Pieces
 from tilestream.core.errors import ArrivalTimeout, TilestreamError
-from tilestream.launch.launch import Incoming
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming as Chunked
@@ -64,8 +64,8 @@ def plan_for(
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE)
 
 
-def incoming(rows: Copied | None, columns: Copied | None = None, deadline: float = 5.0) -> Incoming:
-    return Incoming(rows, columns, deadline, "matmul")
+def incoming(rows: Copied | None, columns: Copied | None = None, deadline: float = 5.0) -> Awaited:
+    return Awaited(rows, columns, deadline, "matmul")
 
 
 def check_copied(words: Copied, epoch: int) -> None:
@@ -170,7 +170,7 @@ def test_copies_are_made_to_their_end_where_the_other_operand_never_comes():
     )
     plan = plan_problem.__wrapped__(problem, 3, "dynamic", device=DEVICE)
     b, out = rand(24, 17), torch.zeros(70, 17)
-    run(plan, rows.target, b, out, incoming=Incoming(rows, columns, 0.05, "matmul"))
+    run(plan, rows.target, b, out, incoming=Awaited(rows, columns, 0.05, "matmul"))
     assert out[:, 16:].isnan().all()
     check_copied(rows, 1)
     with pytest.raises(ArrivalTimeout) as caught:

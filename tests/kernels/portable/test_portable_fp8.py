@@ -13,8 +13,8 @@ import triton.language as tl
 from interpreted import KINDS, nan_like, plan_for, run, small_tiles
 
 from error_rule import FNUZ, FP8, NARROW, Maths, check, rand
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.portable.convert import to_float16
-from tilestream.launch.epilogue import Epilogue
 from tilestream.plan.policy import portable
 
 PAIRS = list(itertools.product(FP8, FP8))

@@ -9,7 +9,7 @@ import torch
 from interpreted import KINDS, check_product, crossed, nan_like, plan_for, run, small_tiles
 
 from error_rule import ACTIVATIONS, Maths, check, rand
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 
 DTYPES = (torch.float32, torch.float16)
 

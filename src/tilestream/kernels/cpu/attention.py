@@ -18,18 +18,36 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tilestream.core.attention import diagonal, key_blocks, seen_keys
 from tilestream.core.grid import WorkItem
 from tilestream.core.integers import cdiv
+from tilestream.core.operands import Operands
 from tilestream.core.raster import longest_first
-from tilestream.kernels.cpu.convert import widened
-from tilestream.launch.attention import Operands
-from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.runtime.workspace import Workspace
+from tilestream.kernels.cpu.convert import Scratch, widened
+
+
+class Planned(Protocol):
+    """What is read of a `tilestream.plan.AttentionPlan`."""
+
+    @property
+    def problem(self) -> Any:
+        """A `tilestream.plan.AttentionProblem`."""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows of a tile, and keys of a block."""
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a tile."""
+
+    @property
+    def group(self) -> int:
+        """Packs of heads that are taken together."""
 
 
 class SequenceRows(NamedTuple):
@@ -57,7 +75,7 @@ class Tile(NamedTuple):
 class Tiles:
     """The work items of a plan, for sequences whose lengths are known."""
 
-    def __init__(self, plan: AttentionPlan, sequences: Sequence[SequenceRows]) -> None:
+    def __init__(self, plan: Planned, sequences: Sequence[SequenceRows]) -> None:
         self._heads, self._group = plan.problem.heads_q, plan.group
         self._packed, self._positions = plan.problem.varlen, plan.positions
         # A packed call's list: the longest first.
@@ -93,7 +111,7 @@ class Seen(NamedTuple):
     end: int
 
 
-def seen_by(plan: AttentionPlan, tile: Tile, block_n: int) -> Seen:
+def seen_by(plan: Planned, tile: Tile, block_n: int) -> Seen:
     """What the rows of ``tile`` see."""
     problem, s = plan.problem, tile.sequence
     ahead, behind = diagonal(s.queries, s.keys) if problem.alignment == "bottom_right" else (0, 0)
@@ -110,7 +128,7 @@ def seen_by(plan: AttentionPlan, tile: Tile, block_n: int) -> Seen:
 class AttentionBody:
     """Load, math and epilogue of one call: the `kernels.cpu.launch.Body` of attention."""
 
-    def __init__(self, plan: AttentionPlan, operands: Operands, tiles: Tiles, workspace: Workspace) -> None:
+    def __init__(self, plan: Planned, operands: Operands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
         self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
 

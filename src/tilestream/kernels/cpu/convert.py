@@ -9,12 +9,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
-from tilestream.plan.problem import FP8
-from tilestream.runtime.workspace import Workspace
+from tilestream.core.dtypes import FP8
+
+
+class Scratch(Protocol):
+    """Memory of one launch: `tilestream.runtime.workspace.Workspace`."""
+
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> AbstractContextManager[torch.Tensor]:
+        """A tensor of undefined contents, for the length of a block."""
+
+    def slots(self, count: int, block_m: int, block_n: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[count, block_m, block_n]`` for partial results."""
+
 
 _FP8 = tuple(getattr(torch, name) for name in FP8)
 #: Elements looked up at a time: few enough that torch does it in the calling thread, and that their indices, four bytes
@@ -30,7 +42,7 @@ def _values(dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> Iterator[torch.Tensor]:
+def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Scratch) -> Iterator[torch.Tensor]:
     """``x`` ``[rows, columns]``, any strides, in ``dtype`` for the length of the block; laid out as ``x`` is."""
     if x.dtype not in _FP8:
         with workspace.borrow(x.shape, dtype) as into:
@@ -43,7 +55,7 @@ def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> Iterat
         yield into.t() if turned else into
 
 
-def _look_up(x: torch.Tensor, into: torch.Tensor, workspace: Workspace) -> None:
+def _look_up(x: torch.Tensor, into: torch.Tensor, workspace: Scratch) -> None:
     if not x.numel():
         return
     values, codes = _values(x.dtype, into.dtype), x.view(torch.uint8)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F  # noqa: N812  # its name everywhere
 
-from tilestream.launch.epilogue import Epilogue
+from tilestream.core.operands import Epilogue
 
-#: `tilestream.launch.epilogue.ACTIVATIONS`, each in place.
+#: `tilestream.core.operands.ACTIVATIONS`, each in place.
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "none": lambda x: x,
     "relu": torch.relu_,

@@ -20,11 +20,10 @@ from collections.abc import Sequence
 import torch
 
 from tilestream.core.grid import WorkItem
+from tilestream.core.operands import Epilogue
 from tilestream.core.schedule import Schedule
-from tilestream.kernels.cpu.convert import widened
+from tilestream.kernels.cpu.convert import Scratch, widened
 from tilestream.kernels.cpu.epilogue import apply
-from tilestream.launch.epilogue import Epilogue
-from tilestream.runtime.workspace import Workspace
 
 
 class GemmBody:
@@ -46,7 +45,7 @@ class GemmBody:
         epilogue: Epilogue,
         schedule: Schedule,
         block: tuple[int, int, int],
-        workspace: Workspace,
+        workspace: Scratch,
     ) -> None:
         self._a, self._b, self._out, self._epilogue = a.detach(), b.detach(), out.detach(), epilogue
         self._block_m, self._block_n, self._block_k = block

@@ -1,4 +1,4 @@
-"""What a tile of attention is: which item a worker does next, of which sequence and head, and which keys it reads.
+"""What a tile of attention is: of which sequence and head, and which keys it reads.
 
 ::
 
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from tilestream.core import attention
-from tilestream.core.attention_structs import Tile, TileCursor
+from tilestream.core.attention_structs import Tile
 from tilestream.kernels.device.jit import device
-from tilestream.kernels.device.schedule import add, cdiv, longest_first, look, take
+from tilestream.kernels.device.schedule import cdiv, longest_first
 from tilestream.kernels.device.varlen import place_of, rows_of
 
 diagonal = device(attention.diagonal)
@@ -26,51 +26,37 @@ key_blocks = device(attention.key_blocks)
 
 
 @triton.jit
-def next_tile(worker, cursor, queue, C: tl.constexpr, ADD: tl.constexpr = add):
-    """``(found, pm, pn, cursor)``: the worker's next tile; ``found`` is 0 for STOP.
-
-    ``queue`` is a `TileQueue`. ``ADD`` draws a ticket: see `tilestream.kernels.device.schedule.take`.
-    """
-    one = tl.cast(1, tl.int32)
-    zero = tl.cast(0, tl.int32)
-    found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
-        worker, tl.num_programs(0), cursor.ticket, cursor.source, zero, zero, zero,
-        queue.counters, queue.base, queue.queues, one, queue.num_m, queue.num_n, one, queue.tiles, zero, zero, None,
-        queue.group, zero, one, zero, None, zero, zero, C.KIND, C.SPLIT, C.STEAL, C.ORDER, False, False, cursor.asked,
-        ADD, look,
-    )  # fmt: skip
-    return found, pm, pn, TileCursor(ticket, source, cursor.asked)
-
-
-@triton.jit
-def locate_tile(found, pm, pn, extents, group, C: tl.constexpr):
-    """``(found, tile)``: what tile ``(pm, pn)`` is, a `Tile` of the call's `Extents`.
+def locate_tile(found, item, extents, group, C: tl.constexpr):
+    """``(found, tile)``: what an item is, a `Tile` of the call's `Extents`.
 
     ``found`` is 0 from the end of a packed call's list on: how long that is, only the device knows. ``group`` head
     tiles are taken together.
     """
+    block = item.pm
+    queries, keys, left, right = extents.seqlen_q, extents.seqlen_k, extents.left, extents.right
     zero = tl.cast(0, tl.int32)
     origin_q, origin_k, origin_v, begin, plain_begin, plain_end, end = zero, zero, zero, zero, zero, zero, zero
     causal_offset_right, causal_offset_left, share = zero, zero, zero
-    queries, keys, left, right = extents.seqlen_q, extents.seqlen_k, extents.left, extents.right
     heads = extents.head_tiles
     if C.SPLIT_KEYS:
         columns = heads * extents.shares
     else:
         columns = heads
-    block = pm
-    batch = pn // columns
-    head = pn % columns
+    batch = item.pn // columns
+    head = item.pn % columns
     if extents.cu_seqlens_q is not None:
         if found != 0:
             # Behind the list stands the number of tiles.
-            found = (pm < tl.load(extents.starts + extents.sequences)).to(tl.int32)
+            found = (item.pm < tl.load(extents.starts + extents.sequences)).to(tl.int32)
         if found != 0:
-            entry = place_of(pm, extents.starts, extents.sequences)
+            entry = place_of(item.pm, extents.starts, extents.sequences)
             batch = tl.load(extents.order + entry)
             origin_q, queries = rows_of(extents.cu_seqlens_q, batch, extents.sequences, extents.tokens_q)
             block, head = longest_first(
-                pm - tl.load(extents.starts + entry), cdiv(queries, C.POSITIONS), columns, tl.minimum(group, columns)
+                item.pm - tl.load(extents.starts + entry),
+                cdiv(queries, C.POSITIONS),
+                columns,
+                tl.minimum(group, columns),
             )
     if found != 0:
         origin_k = batch * extents.batch_rows_k
@@ -91,8 +77,8 @@ def locate_tile(found, pm, pn, extents, group, C: tl.constexpr):
         if not C.RIGHT:
             right = queries + keys
         begin, plain_begin, plain_end, end = key_blocks(
-            block * C.POSITIONS, tl.minimum((block + 1) * C.POSITIONS, queries) - 1, diagonal_k, diagonal_q, left, right,
-            keys, C.BLOCK,
+            block * C.POSITIONS, tl.minimum((block + 1) * C.POSITIONS, queries) - 1, diagonal_k, diagonal_q, left,
+            right, keys, C.BLOCK,
         )  # fmt: skip
         if C.SPLIT_KEYS:
             # A sequence's first keys before its later ones, which may not have arrived.
@@ -104,7 +90,7 @@ def locate_tile(found, pm, pn, extents, group, C: tl.constexpr):
         causal_offset_right = diagonal_k - diagonal_q + right + 1
         causal_offset_left = diagonal_k - diagonal_q - left
     return found, Tile(
-        pm, pn, batch, head, share, block * C.POSITIONS, queries, keys, origin_q, origin_k, origin_v, begin,
+        item.pm, item.pn, batch, head, share, block * C.POSITIONS, queries, keys, origin_q, origin_k, origin_v, begin,
         plain_begin, plain_end, end, causal_offset_left, causal_offset_right,
     )  # fmt: skip
 

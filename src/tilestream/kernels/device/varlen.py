@@ -66,7 +66,17 @@ def tiles_and_keys(
     do_not_specialize_on_alignment=("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"),
 )
 def list_sequences(
-    cu_seqlens_q, cu_seqlens_k, seqlens_k, starts, order, sequences, tokens_q, tokens_k, seqlen_k, head_tiles, POSITIONS: tl.constexpr
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqlens_k,
+    starts,
+    order,
+    sequences,
+    tokens_q,
+    tokens_k,
+    seqlen_k,
+    head_tiles,
+    POSITIONS: tl.constexpr,
 ):
     """Make the list.
 
@@ -88,7 +98,9 @@ def list_sequences(
         Query positions of a tile.
     """
     mine = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
-    _, my_keys = tiles_and_keys(mine, cu_seqlens_q, cu_seqlens_k, seqlens_k, sequences, tokens_q, tokens_k, seqlen_k, head_tiles, POSITIONS)
+    _, my_keys = tiles_and_keys(
+        mine, cu_seqlens_q, cu_seqlens_k, seqlens_k, sequences, tokens_q, tokens_k, seqlen_k, head_tiles, POSITIONS
+    )
     entry = tl.zeros([PLACED], tl.int32)
     start = tl.zeros([PLACED], tl.int32)
     total = tl.cast(0, tl.int32)

@@ -51,7 +51,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.core.attention_structs import (
     Extents,
-    KeyGate,
     KeyRows,
     LastValues,
     LoadPlace,
@@ -63,20 +62,18 @@ from tilestream.core.attention_structs import (
     Scales,
     Scores,
     Source,
-    Stage,
-    TileQueue,
     TileRing,
 )
-from tilestream.kernels.device.attention_gate import poll_over
-from tilestream.kernels.device.attention_tile import emptied, locate_tile, next_tile
-from tilestream.kernels.device.schedule import add
+from tilestream.core.structs import Gate, Incoming, Place, Words, Work
+from tilestream.kernels.device.attention_gate import poll_over, with_passed
+from tilestream.kernels.device.attention_tile import emptied, locate_tile
+from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.schedule import add, take, with_asked
 from tilestream.kernels.device.trace import begin_span, ready_span
 from tilestream.kernels.hopper.attention_convert import convert_loop
 from tilestream.kernels.hopper.attention_load import (
     BLOCKS,
     ROWS,
-    begin_loads,
-    end_loads,
     hand_on,
     last_values_of,
     load_keys,
@@ -92,7 +89,7 @@ from tilestream.kernels.hopper.attention_math import (
     start_softmax,
     store_tile,
 )
-from tilestream.kernels.hopper.queues import told
+from tilestream.kernels.hopper.queues import await_ticket, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
@@ -110,41 +107,46 @@ UNALIGNED = (
 
 
 @gluon.jit
-def load_loop(source, ring, items, queue, C: gl.constexpr):
+def load_loop(source, ring, items, work, words, C: gl.constexpr):
     """Producer: take tiles, hand them on through the item ring, load their queries, keys and values."""
     if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    worker = gl.program_id(0)
+    one, zero = tl.cast(1, tl.int32), tl.cast(0, tl.int32)
     loads = make_loads(source, ring)
-    at, watch, leaves = begin_loads(worker, queue, source.gate, C)
-    zero = tl.cast(0, tl.int32)
-    slot = Stage(zero, zero)
+    cursor, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, source.gate, C)
+    k, v, slot, q = Place(zero, zero), Place(zero, zero), Place(zero, zero), Place(zero, zero)
+    found = one
     last = LastValues(zero, KeyRows(zero, zero, zero, zero), zero)
-    found = tl.cast(1, tl.int32)
+    asked = cursor.asked
+    if C.PREFETCHES_TICKETS:
+        asked = prefetch_ticket(words, zero, one)
     while found != 0:
-        found, pm, pn, cursor = next_tile(worker, at.cursor, queue, C, told if C.PREFETCHES_TICKETS else add)
-        found, tile = locate_tile(found, pm, pn, source.extents, queue.group, C)
-        v = load_last_values(last, at.v, at.progress.over, loads, source, C)
+        found, item, cursor = take(
+            with_asked(cursor, asked), work, words, watch, C, await_ticket if C.PREFETCHES_TICKETS else add
+        )
+        found, tile = locate_tile(found, item, source.extents, work.group, C)
+        v = load_last_values(last, v, cursor.passed.over, loads, source, C)
         last = LastValues(zero, last.rows, last.first)
         if C.TRACE:
             if found != 0:
-                begin_span(items.log, pm * queue.num_n + pn, worker)
-                if not C.ARRIVING:
-                    ready_span(items.log, pm * queue.num_n + pn)
-        progress = at.progress
-        if C.ARRIVING:
-            progress = poll_over(progress, watch)
-            tile = emptied(tile, progress.over)
-        handed = slot.index
-        slot = hand_on(items, slot, found, tile, progress.over, source, queue.num_n, C)
-        at = LoadPlace(cursor, progress, at.q, at.k, v)
+                begin_span(items.log, tile.pm * work.num_n + tile.pn, watch.worker)
+                if not C.GATED:
+                    ready_span(items.log, tile.pm * work.num_n + tile.pn)
+        if C.GATED:
+            cursor = with_passed(cursor, poll_over(cursor.passed, words, watch))
+            tile = emptied(tile, cursor.passed.over)
+        handed = slot.at
+        slot = hand_on(items, slot, found, tile, cursor.passed.over, source, work, C)
         if found != 0:
-            q = load_queries(tile, source, ring, at.q, C)
-            at = LoadPlace(cursor, progress, q, at.k, v)
-            at = load_keys(at, tile, handed, loads, source, items, queue, watch, C)
+            q = load_queries(tile, source, ring, q, C)
+            at = LoadPlace(k, v, asked, cursor.passed)
+            at = load_keys(at, tile, handed, loads, source, items, work, words, watch, C)
+            k, v, asked = at.k, at.v, at.asked
+            if C.GATED:
+                cursor = with_passed(cursor, at.passed)
             last = last_values_of(tile, last, source.extents, C)
-    end_loads(leaves, at.progress, queue, source.gate, watch, C)
+    finish_worker(work, words, source.gate, watch, cursor, C)
 
 
 @gluon.jit
@@ -153,29 +155,31 @@ def math_loop(WHO: gl.constexpr, ring, items, out, scores, C: gl.constexpr):
     if C.CHAINED:
         gdc_wait()
     zero = tl.cast(0, tl.int32)
-    at, q, slot = RingPlace(zero, zero, zero), Stage(zero, zero), Stage(zero, zero)
+    at, slot, q, turn = Place(zero, zero), Place(zero, zero), Place(zero, zero), zero
     going = tl.cast(1, tl.int32)
     while going != 0:
-        mbarrier.wait(items.full.index(slot.index), slot.phase)
-        going = get(items.slots, slot.index, BLOCKS, 4)  # key blocks, and one more; 0: STOP
+        mbarrier.wait(items.full.index(slot.at), slot.phase)
+        going = get(items.slots, slot.at, BLOCKS, 4)  # key blocks, and one more; 0: STOP
         if going != 0:
-            rows = rows_of_consumer(items, slot.index, WHO, C)
+            rows = rows_of_consumer(items, slot.at, WHO, C)
             softmax = start_softmax(C)
-            of_item = scores_of_item(scores, items, slot.index, C)
-            q_at = WHO * C.QUERIES + q.index
+            of_item = scores_of_item(scores, items, slot.at, C)
+            q_at = WHO * C.QUERIES + q.at
             mbarrier.wait(ring.q_full.index(q_at), q.phase)
             if going > 1:
-                softmax, at = attend_blocks(
-                    going - 1, softmax, rows, of_item, ring, at, q_at, (items.slots, slot.index), WHO, C
+                place = RingPlace(at.at, at.phase, turn)
+                softmax, place = attend_blocks(
+                    going, softmax, rows, of_item, ring, place, q_at, (items.slots, slot.at), WHO, C
                 )
+                at, turn = Place(place.stage, place.phase), place.turn
             else:
                 mbarrier.arrive(ring.q_empty.index(q_at))
             q = next_stage(q, C.QUERIES)
             # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
             if ring.q.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
-                rows = rows_of_consumer(items, slot.index, WHO, C)
-            store_tile(softmax, rows, of_item, items, slot.index, going, out, WHO, C)
-        mbarrier.arrive(items.empty.index(slot.index))
+                rows = rows_of_consumer(items, slot.at, WHO, C)
+            store_tile(softmax, rows, of_item, items, slot.at, going, out, WHO, C)
+        mbarrier.arrive(items.empty.index(slot.at))
         slot = next_stage(slot, ITEMS)
     tma.store_wait(0)
 
@@ -252,14 +256,15 @@ def attend(
         starts, order, sequences, cu_seqlens_q, cu_seqlens_k, seqlens_k, tokens_q, tokens_k, seqlen_q, seqlen_k,
         head_tiles, q_heads_per_kv, shares, left, right, batch_rows_k, batch_rows_v,
     )  # fmt: skip
-    gate = KeyGate(
-        signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
-    )  # fmt: skip
+    coming = Incoming(signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, chunks, 0)
+    nothing = Incoming(None, None, None, 1, 0, 0, 1, 0, 0)
+    gate = Gate(coming, nothing, None, 0, 0, records, claims, op, allowed)
     source = Source(
         q_map, k_map, v_map, extents, Pages(block_table, table_stride), page_rows_k, page_rows_v,
         Scales(scale_q, scale_k, scale_v), Rows(lse, lse_batch, lse_row, lse_head), gate,
     )  # fmt: skip
-    queue = TileQueue(counters, base, reset, 1, tiles, num_m, num_n, group)
+    work = Work(1, num_m, num_n, 1, tiles, 0, 0, 1, None, group, 0, 1, 0)
+    words = Words(counters, base, reset, log, 0, None, None)
     out = Output(out_map, out_buffers, lse)
     scores = Scores(scale, softcap_scale, sinks)
     if CONVERTS:
@@ -267,18 +272,18 @@ def attend(
             (math_loop, (0, ring, items, out, scores, C)),
             (math_loop, (1, ring, items, out, scores, C)),
             (convert_loop, (loaded, ring, items, C)),
-            (load_loop, (source, loaded, items, queue, C)),
+            (load_loop, (source, loaded, items, work, words, C)),
         ], [4, 4, 1], [C.MATH_REGISTERS, C.CONVERT_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     elif C.CONSUMERS == 2:
         gl.warp_specialize([
             (math_loop, (0, ring, items, out, scores, C)),
             (math_loop, (1, ring, items, out, scores, C)),
-            (load_loop, (source, loaded, items, queue, C)),
+            (load_loop, (source, loaded, items, work, words, C)),
         ], [4, 1], [C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (math_loop, (0, ring, items, out, scores, C)),
             (math_loop, (1, ring, items, out, scores, C)),
             (math_loop, (2, ring, items, out, scores, C)),
-            (load_loop, (source, loaded, items, queue, C)),
+            (load_loop, (source, loaded, items, work, words, C)),
         ], [4, 4, 1], [C.MATH_REGISTERS, C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip

@@ -26,13 +26,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilestream.core.attention_structs import KeyLoads, KeyProgress, KeyRows, LastValues, LoadPlace, Stage, TileCursor
-from tilestream.kernels.device.attention_gate import begin_keys, chunk_at, leave_keys, pass_keys
-from tilestream.kernels.device.schedule import enter, leave
+from tilestream.core.attention_structs import KeyLoads, KeyRows, LastValues, LoadPlace
+from tilestream.core.structs import Place
+from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, with_over
 from tilestream.kernels.device.trace import chunk_span, ready_span
 from tilestream.kernels.hopper.compat import boxes, tma_load
 from tilestream.kernels.hopper.gate import fenced
-from tilestream.kernels.hopper.queues import EARLY, ask
+from tilestream.kernels.hopper.queues import EARLY, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, put, step
 
 #: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
@@ -69,7 +69,7 @@ VOID: gl.constexpr = gl.constexpr(15)
 
 @gluon.jit
 def place(batch, origin, length, first, head, column, RAGGED: gl.constexpr):
-    """Coordinates of a copy of rows from ``first`` on, of ``length`` rows that begin at row ``origin`` of the tensor."""
+    """Coordinates of a copy of rows from ``first`` on, of ``length`` that begin at row ``origin`` of the tensor."""
     if RAGGED:
         return (BEYOND, origin + length, BEYOND - length + first, head, column)
     else:
@@ -107,33 +107,35 @@ def load_block(loads, pages, stage, rows, first, COLUMNS: gl.constexpr, C: gl.co
 def fill_stage(loads, pages, at, over, rows, first, COLUMNS: gl.constexpr, C: gl.constexpr):
     """Load a key block, of K or of V, into the next stage, or nothing where the launch is ``over``; the stage after."""
     BYTES: gl.constexpr = C.BLOCK * COLUMNS * loads.map.dtype.primitive_bitwidth // 8
-    mbarrier.wait(loads.empty.index(at.index), at.phase ^ 1)
+    mbarrier.wait(loads.empty.index(at.at), at.phase ^ 1)
     if over != 0:
-        mbarrier.arrive(loads.full.index(at.index))
+        mbarrier.arrive(loads.full.index(at.at))
     else:
-        mbarrier.expect(loads.full.index(at.index), BYTES)
-        load_block(loads, pages, at.index, rows, first, COLUMNS, C)
+        mbarrier.expect(loads.full.index(at.at), BYTES)
+        load_block(loads, pages, at.at, rows, first, COLUMNS, C)
     return next_stage(at, C.STAGES)
 
 
 @gluon.jit
 def next_stage(at, STAGES: gl.constexpr):
     """The stage after."""
-    index, phase = step(at.index, at.phase, STAGES)
-    return Stage(index, phase)
+    stage, phase = step(at.at, at.phase, STAGES)
+    return Place(stage, phase)
 
 
 @gluon.jit
 def load_queries(tile, source, ring, at, C: gl.constexpr):
     """Load each consumer's rows of queries; the stage of the next item's."""
+    CONSUMERS: gl.constexpr = C.CONSUMERS
+    PARTS: gl.constexpr = C.PARTS
     WIDTH: gl.constexpr = ring.q.shape[2]
     BYTES: gl.constexpr = C.PARTS * ROWS * WIDTH * ring.q.dtype.primitive_bitwidth // 8
     q_boxes = boxes(ring.q, source.q_map)
-    for who in gl.static_range(C.CONSUMERS):
-        stage = who * C.QUERIES + at.index
+    for who in gl.static_range(CONSUMERS):
+        stage = who * C.QUERIES + at.at
         mbarrier.wait(ring.q_empty.index(stage), at.phase ^ 1)
         mbarrier.expect(ring.q_full.index(stage), BYTES)
-        for part in gl.static_range(C.PARTS):
+        for part in gl.static_range(PARTS):
             box = place(
                 tile.batch, tile.origin_q, tile.queries, tile.first + who * C.CONSUMER_POSITIONS,
                 tile.head * C.PACK, part * WIDTH, C.RAGGED_Q
@@ -154,28 +156,9 @@ def make_loads(source, ring):
 
 
 @gluon.jit
-def begin_loads(worker, queue, gate, C: gl.constexpr):
-    """``(at, watch, leaves)``: where the load loop begins, what it watches, whether it counts itself out."""
-    zero = tl.cast(0, tl.int32)
-    leaves = queue.reset
-    if C.ARRIVING:
-        leaves = tl.where(gate.epoch == 0, 1, queue.reset)
-    enter(queue.counters, queue.base, worker, queue.queues, leaves, C.STATIC, C.ARRIVING)
-    progress = KeyProgress(zero, zero, zero - 1)
-    watch: gl.constexpr = None
-    if C.ARRIVING:
-        watch, progress = begin_keys(worker, queue, gate)
-    asked = tl.cast(0, tl.int64)
-    if C.PREFETCHES_TICKETS:
-        asked = ask(queue.counters, zero, tl.cast(1, tl.int32))
-    start = Stage(zero, zero)
-    return LoadPlace(TileCursor(zero, zero, asked), progress, start, start, start), watch, leaves
-
-
-@gluon.jit
-def hand_on(items, slot, found, tile, over, source, num_n, C: gl.constexpr):
+def hand_on(items, slot, found, tile, over, source, work, C: gl.constexpr):
     """Hand a tile on to the math loops, or STOP where none is ``found``; the next slot."""
-    slots, at, lse = items.slots, slot.index, source.lse
+    slots, at, lse = items.slots, slot.at, source.lse
     mbarrier.wait(items.empty.index(at), slot.phase ^ 1)
     put(slots, at, BLOCKS, (tile.end - tile.begin + 1) * found, 1)
     put(slots, at, FIRST, tile.first, 1)
@@ -199,10 +182,10 @@ def hand_on(items, slot, found, tile, over, source, num_n, C: gl.constexpr):
     put(slots, at, LSE, batch * lse.batch + row * lse.row + tile.head * C.PACK * lse.head, 1)
     put(slots, at, LSE_ROW, lse.row, 1)
     put(slots, at, LSE_HEAD, lse.head, 1)
-    if C.ARRIVING:
+    if C.GATED:
         put(slots, at, VOID, over, 1)
     if C.TRACE:
-        put(items.places, at, 0, tile.pm * num_n + tile.pn, 1)
+        put(items.places, at, 0, tile.pm * work.num_n + tile.pn, 1)
     if C.SCALED:
         hand_scales_on(items, at, found, tile, source, C)
     mbarrier.arrive(items.full.index(at))
@@ -238,51 +221,51 @@ def load_last_values(last, at, over, loads, source, C: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(at, tile, slot, loads, source, items, queue, watch, C: gl.constexpr):
+def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.constexpr):
     """Load a tile's key blocks: keys one block ahead of values, as the next block's scores come before P V.
 
-    ``slot`` is the item's, ``at`` a `LoadPlace`. A tile's last values are left for `load_last_values`.
+    ``slot`` is the item's, ``at`` a `LoadPlace`; so is what it returns. `load_last_values` loads a tile's last values.
     """
     extents, pages, gate = source.extents, source.pages, source.gate
     K_COLUMNS: gl.constexpr = C.PARTS * source.k_map.block_type.shape[-1]
     begin, end, zero = tile.begin, tile.end, tl.cast(0, tl.int32)
-    k, v, progress, asked = at.k, at.v, at.progress, at.cursor.asked
-    if C.ARRIVING:
+    k, v, passed, asked = at.k, at.v, at.passed, at.asked
+    if C.GATED:
         # The rows of all sequences arrive one behind the other.
         first_row = tile.origin_k if extents.cu_seqlens_k is not None else tile.batch * extents.seqlen_k
         ready = first_row
     if C.PREFETCHES_TICKETS:
         if begin == end:
-            asked = ask(queue.counters, zero, tl.cast(1, tl.int32))
+            asked = prefetch_ticket(words, zero, tl.cast(1, tl.int32))
     for j in range(begin, end if C.TAKES_AHEAD else end + 1):
         if C.PREFETCHES_TICKETS:
             if j == gl.maximum(begin, end - EARLY):
-                asked = ask(queue.counters, zero, tl.cast(1, tl.int32))
-        if C.ARRIVING:
+                asked = prefetch_ticket(words, zero, tl.cast(1, tl.int32))
+        if C.GATED:
             first_key = j * C.BLOCK
             first_value = first_key - C.BLOCK
             row = first_row + first_key
             last_row = first_row + gl.minimum(first_key + C.BLOCK, tile.keys)
-            if (j < end) & (progress.over == 0) & (last_row > ready):
-                progress, ready = pass_keys(
-                    gl.maximum(row, ready), last_row, progress, gate, watch, tile.pm, tile.pn, queue.num_n, C.KEYS
+            if (j < end) & (passed.over == 0) & (last_row > ready):
+                passed, ready = pass_keys(
+                    gl.maximum(row, ready), last_row, passed, tile, work, words, gate, watch, C.KEYS
                 )
-                progress = KeyProgress(fenced(progress.over), progress.low, progress.high)
-                put(items.slots, slot, VOID, progress.over, 1)
+                passed = with_over(passed, fenced(passed.over))
+                put(items.slots, slot, VOID, passed.over, 1)
             if C.TRACE:
                 if (j == begin) & (j < end):
-                    ready_span(items.log, tile.pm * queue.num_n + tile.pn)
-                    chunk_span(items.log, tile.pm * queue.num_n + tile.pn, chunk_at(last_row - 1, gate, C.KEYS))
+                    ready_span(items.log, tile.pm * work.num_n + tile.pn)
+                    chunk_span(items.log, tile.pm * work.num_n + tile.pn, chunk_at(last_row - 1, gate.rows, C.KEYS))
         else:
             first_key = (end - 1 - (j - begin)) * C.BLOCK
             first_value = first_key + C.BLOCK
         if j < end:
             rows = KeyRows(tile.batch, tile.origin_k, tile.keys, tile.head // extents.q_heads_per_kv)
-            k = fill_stage(loads[0], pages, k, progress.over, rows, first_key, K_COLUMNS, C)
+            k = fill_stage(loads[0], pages, k, passed.over, rows, first_key, K_COLUMNS, C)
         if j > begin:
             rows = KeyRows(tile.batch, tile.origin_v, tile.keys, tile.head // extents.q_heads_per_kv)
-            v = fill_stage(loads[1], pages, v, progress.over, rows, first_value, C.COLUMNS, C)
-    return LoadPlace(TileCursor(at.cursor.ticket, at.cursor.source, asked), progress, at.q, k, v)
+            v = fill_stage(loads[1], pages, v, passed.over, rows, first_value, C.COLUMNS, C)
+    return LoadPlace(k, v, asked, passed)
 
 
 @gluon.jit
@@ -291,18 +274,9 @@ def last_values_of(tile, last, extents, C: gl.constexpr):
     if C.TAKES_AHEAD:
         if tile.begin < tile.end:
             rows = KeyRows(tile.batch, tile.origin_v, tile.keys, tile.head // extents.q_heads_per_kv)
-            if C.ARRIVING:
+            if C.GATED:
                 first = (tile.end - 1) * C.BLOCK
             else:
                 first = tile.begin * C.BLOCK
             last = LastValues(tl.cast(1, tl.int32), rows, first)
     return last
-
-
-@gluon.jit
-def end_loads(leaves, progress, queue, gate, watch, C: gl.constexpr):
-    """After STOP: leave the schedule, and the gate."""
-    if C.ARRIVING:
-        leave_keys(leaves, progress.over, queue, gate, watch)
-    else:
-        leave(queue.counters, queue.queues, queue.reset, gl.num_programs(0), C.STATIC)

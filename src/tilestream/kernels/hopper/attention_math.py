@@ -62,8 +62,9 @@ def start_softmax(C: gl.constexpr):
     rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(C.BLOCK))
     row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
     row_sum = gl.full([ROWS], 0.0, gl.float32, rows_layout)
-    o = gl.zeros((ROWS, C.COLUMNS), gl.float32, mma_layout(C.COLUMNS))
-    return Softmax(o, row_max, row_sum)
+    OUTPUT: gl.constexpr = (ROWS, C.COLUMNS)
+    o = gl.zeros(OUTPUT, gl.float32, mma_layout(C.COLUMNS))
+    return Softmax(row_max, row_sum, o)
 
 
 @gluon.jit
@@ -80,8 +81,10 @@ def scores_of_item(scores, items, slot, C: gl.constexpr):
 @gluon.jit
 def start_scores(ring, q_at, stage, C: gl.constexpr):
     """Start ``Q K^T`` of an item's rows and a stage: a multiplication for each part of the head's columns."""
-    scores = gl.zeros((ROWS, C.BLOCK), gl.float32, mma_layout(C.BLOCK, 256 // ring.q.dtype.primitive_bitwidth))
-    for part in gl.static_range(C.PARTS):
+    PARTS: gl.constexpr = C.PARTS
+    TILE: gl.constexpr = (ROWS, C.BLOCK)
+    scores = gl.zeros(TILE, gl.float32, mma_layout(C.BLOCK, 256 // ring.q.dtype.primitive_bitwidth))
+    for part in gl.static_range(PARTS):
         scores = warpgroup_mma(
             ring.q.index(q_at * C.PARTS + part), ring.k.index(stage * C.PARTS + part).permute((1, 0)), scores,
             is_async=True, use_acc=part > 0,
@@ -133,7 +136,7 @@ def math_step(
     weights = exp_scores(x, scores.scale, shift)
     row_sum = sums.row_sum * rescale + gl.sum(weights, 1)
     p = pack_p(weights, C.COLUMNS, ring.v.dtype, C.PAIRS)
-    return Step(o, row_max, row_sum, p), RingPlace(stage, phase, at.turn ^ 1)
+    return Step(row_max, row_sum, o, p), RingPlace(stage, phase, at.turn ^ 1)
 
 
 @gluon.jit
@@ -181,9 +184,9 @@ def leave_out(blocks, ring, at, WHO: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def attend_blocks(
-    count, softmax, rows, scores, ring, at, q_at, item, WHO: gl.constexpr, C: gl.constexpr
+    going, softmax, rows, scores, ring, at, q_at, item, WHO: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """An item's ``count`` key blocks: ``(softmax, at)``, with the item's queries and all stages given back.
+    """An item's ``going - 1`` key blocks: ``(softmax, at)``, with the item's queries and all stages given back.
 
     ``item`` is the item's slots and slot, ``rows`` those of `rows_of_consumer`. Blocks are taken from the last key on,
     and from the first where keys arrive.
@@ -191,29 +194,29 @@ def attend_blocks(
     slots, slot = item
     first, position = rows
     begin = get(slots, slot, BEGIN, 4)
-    last = begin + count - 1
+    last = begin + going - 2
     plain_begin = get(slots, slot, PLAIN_BEGIN, 4)
     plain_end = get(slots, slot, PLAIN_END, 4)
     keys = get(slots, slot, KEYS, 4)
     offset_right = get(slots, slot, OFFSET_RIGHT, 4)
     mask = Mask(position, keys, get(slots, slot, OFFSET_LEFT, 4), offset_right)
     if C.OWN:
-        of_tile = begin if C.ARRIVING else last
+        of_tile = begin if C.GATED else last
         begin, plain_begin, plain_end, last = own_blocks(first, begin, last, mask, C)
-        if C.LEFT if C.ARRIVING else C.RIGHT:
-            at = leave_out(begin - of_tile if C.ARRIVING else of_tile - last, ring, at, WHO, C)
+        if C.LEFT if C.GATED else C.RIGHT:
+            at = leave_out(begin - of_tile if C.GATED else of_tile - last, ring, at, WHO, C)
     mbarrier.wait(ring.k_full.index(at.stage), at.phase)
     x = warpgroup_mma_wait(0, (start_scores(ring, q_at, at.stage, C),))
     mbarrier.arrive(ring.k_empty.index(at.stage))
     x = capped(x, scores, C)
-    first_block = begin if C.ARRIVING else last
+    first_block = begin if C.GATED else last
     if (first_block >= plain_end) | (first_block < plain_begin):
         x = masked(x, mask, first_block * C.BLOCK, C)
     row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, True, False)
     weights = exp_scores(x, scores.scale, shift)
     row_sum = softmax.row_sum * rescale + gl.sum(weights, 1)
-    sums = Step(softmax.o, row_max, row_sum, pack_p(weights, C.COLUMNS, ring.v.dtype, C.PAIRS))
-    if C.ARRIVING:
+    sums = Step(row_max, row_sum, softmax.o, pack_p(weights, C.COLUMNS, ring.v.dtype, C.PAIRS))
+    if C.GATED:
         plain_begin = gl.maximum(plain_begin, begin + 1)
         plain_end = gl.maximum(plain_end, plain_begin)
         if C.LEFT:
@@ -228,7 +231,7 @@ def attend_blocks(
                 sums, at = math_step(ring, at, q_at, sums, mask, block, scores, WHO, True, C)
     for _ in range(plain_begin, plain_end):
         sums, at = math_step(ring, at, q_at, sums, mask, 0, scores, WHO, False, C)
-    if C.ARRIVING:
+    if C.GATED:
         for j in range(plain_end, last + 1):
             sums, at = math_step(ring, at, q_at, sums, mask, j, scores, WHO, True, C)
     elif C.LEFT:
@@ -237,10 +240,10 @@ def attend_blocks(
             sums, at = math_step(ring, at, q_at, sums, mask, block, scores, WHO, True, C)
     mbarrier.arrive(ring.q_empty.index(q_at))
     o, at = last_product(sums, ring, at, C)
-    if C.OWN and (C.RIGHT if C.ARRIVING else C.LEFT):
+    if C.OWN and (C.RIGHT if C.GATED else C.LEFT):
         of_tile = get(slots, slot, BEGIN, 4)
-        at = leave_out(of_tile + count - 1 - last if C.ARRIVING else begin - of_tile, ring, at, WHO, C)
-    return Softmax(o, sums.row_max, sums.row_sum), at
+        at = leave_out(of_tile + going - 2 - last if C.GATED else begin - of_tile, ring, at, WHO, C)
+    return Softmax(sums.row_max, sums.row_sum, o), at
 
 
 @gluon.jit
@@ -271,6 +274,7 @@ def store_tile(softmax, rows, scores, items, slot, going, out, WHO: gl.constexpr
     """``O / l`` and the log-sum-exp of an item's rows; NaN where the item is void."""
     STRIP: gl.constexpr = out.buffers.shape[2]
     STRIPS: gl.constexpr = C.COLUMNS // STRIP
+    WIDTHS: gl.constexpr = (C.COLUMNS,)
     slots = items.slots
     first, position = rows
     row = gl.arange(0, ROWS, gl.SliceLayout(1, mma_layout(C.BLOCK)))
@@ -281,7 +285,7 @@ def store_tile(softmax, rows, scores, items, slot, going, out, WHO: gl.constexpr
     factor, lse = finalize(softmax.row_max, softmax.row_sum, scores.sinks, head, row, scores.scale, C.PACK)
     if C.SCALED:
         factor = factor * get(items.scales, slot, 1, 4).to(gl.float32, bitcast=True)
-    if C.ARRIVING:
+    if C.GATED:
         void = get(slots, slot, VOID, 4) != 0
         factor = gl.where(void, float("nan"), factor)
         lse = gl.where(void, float("nan"), lse)
@@ -292,12 +296,12 @@ def store_tile(softmax, rows, scores, items, slot, going, out, WHO: gl.constexpr
     for i in gl.static_range(STRIPS):
         store_strip(
             out.map, out.buffers.index(WHO * C.BUFFERS + i % C.BUFFERS),
-            strip_of((o,), i * STRIP, (C.COLUMNS,), STRIP, ROWS),
+            strip_of((o,), i * STRIP, WIDTHS, STRIP, ROWS),
             place(batch, origin, queries, first, head, i * STRIP, C.RAGGED_Q), pending(i, STRIPS, C.BUFFERS),
         )  # fmt: skip
     if C.TRACE:
         whole = going != 0
-        if C.ARRIVING:
+        if C.GATED:
             whole = get(slots, slot, VOID, 4) == 0
         barrier()
         end_span(items.log, get(items.places, slot, 0, 4), WHO, whole)

@@ -85,11 +85,11 @@ def narrower(dtype):
 
 @gluon.jit
 def pack_p(weights, COLUMNS: gl.constexpr, dtype: gl.constexpr, PAIRS: gl.constexpr):
-    """Weights in 16 bits, as a loop carries them: in ``PAIRS``, two neighbours a register, or as `as_operand` gives them.
+    """Weights in 16 bits, as a loop carries them: ``PAIRS`` of neighbours a register, or as `as_operand` gives them.
 
-    Carried one a register, each pair is taken apart and put together in every step where there are several loops, 64 of the 525
-    instructions of a plain step of 128 columns, causal (Triton 3.6); an H100 does 698 TFLOP/s with them, 740 without.
-    Where scores are capped or cut off at the left too, pairs cost registers that are not there.
+    Without pairs the compiler takes each register apart and puts it together in every step where there are several
+    loops: 64 of the 525 instructions of a plain step of 128 columns, causal (Triton 3.6). An H100 does 698 TFLOP/s so,
+    740 with pairs. Where scores are capped or cut off at the left too, pairs cost registers that are not there.
     """
     if PAIRS:
         NARROWER: gl.constexpr = narrower(dtype)

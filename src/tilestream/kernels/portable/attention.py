@@ -25,19 +25,18 @@ import triton.language as tl
 
 from tilestream.core.attention_structs import (
     Extents,
-    KeyGate,
     Keys,
     Mask,
     Rows,
     Scales,
     Scores,
     Softmax,
-    TileCursor,
-    TileQueue,
 )
-from tilestream.kernels.device.attention_gate import begin_keys, chunk_at, leave_keys, pass_keys, poll_over
-from tilestream.kernels.device.attention_tile import locate_tile, next_tile, seen_keys_of, sees
-from tilestream.kernels.device.schedule import enter, leave
+from tilestream.core.structs import Gate, Incoming, Words, Work
+from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over, with_passed
+from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
+from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.schedule import take
 from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, update_max
 from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
 from tilestream.kernels.portable.gemm import to_tf32
@@ -101,6 +100,16 @@ def keys_of_tile(tile, k, v, table, extents, C: tl.constexpr):
     return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
 
 
+@triton.jit
+def start_softmax(C: tl.constexpr):
+    """`Softmax` of rows that have seen no key."""
+    OUTPUT: tl.constexpr = (C.ROWS, C.BLOCK_DV)
+    ROW: tl.constexpr = (C.ROWS,)
+    return Softmax(
+        tl.full(ROW, float("-inf"), tl.float32), tl.zeros(ROW, tl.float32), tl.zeros(OUTPUT, tl.float32)
+    )  # fmt: skip
+
+
 # Load and math -------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +137,7 @@ def load_block(
 
     Pages: a block lies in one, or its rows are gathered.
     """
+    ALIGN: tl.constexpr = C.ALIGN
     row = tl.arange(0, C.BLOCK)
     key = start + row
     column = tl.arange(0, BLOCK)
@@ -141,7 +151,7 @@ def load_block(
     if C.OFFSETS_64BIT:
         row = row.to(tl.int64)
     if (C.PAGE == 0) or (C.PAGE >= C.BLOCK):
-        pointers = at + (tl.multiple_of(row * x.row, C.ALIGN)[:, None] + column[None, :])
+        pointers = at + (tl.multiple_of(row * x.row, ALIGN)[:, None] + column[None, :])
     else:
         if MASKED:
             page = tl.load(keys.table + key // C.PAGE, mask=real, other=0)
@@ -149,7 +159,7 @@ def load_block(
             page = tl.load(keys.table + key // C.PAGE)
         page = tl.minimum(tl.maximum(page, 0), keys.pages - 1)
         offset = page.to(tl.int64) * x.batch + (key % C.PAGE).to(tl.int64) * x.row
-        pointers = at + (tl.multiple_of(offset, C.ALIGN)[:, None] + column[None, :])
+        pointers = at + (tl.multiple_of(offset, ALIGN)[:, None] + column[None, :])
     if MASKED:
         block = tl.load(pointers, mask=real[:, None] & (column < COLUMNS)[None, :], other=0.0)
     elif COLUMNS == BLOCK:
@@ -228,7 +238,7 @@ def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr,
             o = tl.dot(to_tf32(p), to_tf32(y), o, input_precision=C.PRECISION)
         else:
             o = tl.dot(p.to(MATH), y.to(MATH), o, input_precision=C.PRECISION)
-    return Softmax(o, row_max, row_sum)
+    return Softmax(row_max, row_sum, o)
 
 
 @triton.jit
@@ -242,29 +252,27 @@ def add_stretch(begin, end, tile, q, softmax, keys, mask, scores, C: tl.constexp
 
 
 @triton.jit
-def add_arriving(
-    progress, tile, q, softmax, keys, mask, scores, arrival, log, C: tl.constexpr
-):  # fmt: skip
-    """All key blocks of a tile, stretch by stretch as their chunks arrive: ``(progress, softmax)``.
+def add_arriving(passed, tile, q, softmax, keys, mask, scores, arrival, C: tl.constexpr):
+    """All key blocks of a tile, stretch by stretch as their chunks arrive: ``(passed, softmax)``.
 
     ``arrival``: what `pass_keys` is given, and the row that the sequence's keys begin at among all that arrive.
     """
-    gate, watch, num_n, origin = arrival
-    progress = poll_over(progress, watch)
+    work, words, gate, watch, origin = arrival
+    passed = poll_over(passed, words, watch)
     begin = tile.begin
-    while (begin < tile.end) & (progress.over == 0):
+    while (begin < tile.end) & (passed.over == 0):
         first = origin + tl.maximum(begin * C.BLOCK, keys.low)
         end = origin + tl.minimum(begin * C.BLOCK + C.BLOCK, keys.high)
-        progress, ready = pass_keys(first, end, progress, gate, watch, tile.pm, tile.pn, num_n, C.KEYS)
+        passed, ready = pass_keys(first, end, passed, tile, work, words, gate, watch, C.KEYS)
         if C.TRACE:
             if begin == tile.begin:
-                ready_span(log, tile.pm * num_n + tile.pn)
-                chunk_span(log, tile.pm * num_n + tile.pn, chunk_at(end - 1, gate, C.KEYS))
+                ready_span(words.log, tile.pm * work.num_n + tile.pn)
+                chunk_span(words.log, tile.pm * work.num_n + tile.pn, chunk_at(end - 1, gate.rows, C.KEYS))
         ready = tl.minimum(ready - origin, keys.high)
-        until = tl.where(progress.over != 0, begin, tl.where(ready == keys.high, tile.end, ready // C.BLOCK))
+        until = tl.where(passed.over != 0, begin, tl.where(ready == keys.high, tile.end, ready // C.BLOCK))
         softmax = add_stretch(begin, until, tile, q, softmax, keys, mask, scores, C)
         begin = until
-    return progress, softmax
+    return passed, softmax
 
 
 # Store ---------------------------------------------------------------------------------------------------------------
@@ -283,7 +291,7 @@ def store_tile(softmax, tile, over, scores, scale_v, extents, out, lse, C: tl.co
     if scale_v.at is not None:
         at = scale_v.at + tile.batch * scale_v.batch + tile.head // extents.q_heads_per_kv * scale_v.head
         factor = factor * tl.load(at, mask=tile.batch < extents.sequences - 1, other=1.0)
-    if C.ARRIVING:
+    if C.GATED:
         factor = tl.where(over != 0, float("nan"), factor)
         logs = tl.where(over != 0, float("nan"), logs)
     at = first_of(out, tile.batch, tile.origin_q + tile.first, head, C.ALIGN_OUT)
@@ -338,51 +346,40 @@ def attention(
         Rows(scale_q, stride_sqb, 0, stride_sqh), Rows(scale_k, stride_skb, 0, stride_skh),
         Rows(scale_v, stride_svb, 0, stride_svh),
     )  # fmt: skip
-    gate = KeyGate(signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks)
-    queue = TileQueue(counters, base, reset, queues, tiles, num_m, num_n, group)
+    coming = Incoming(signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, chunks, 0)
+    nothing = Incoming(None, None, None, 1, 0, 0, 1, 0, 0)
+    gate = Gate(coming, nothing, None, 0, 0, records, claims, op, allowed)
+    work = Work(1, num_m, num_n, 1, tiles, 0, 0, queues, None, group, 0, 1, 0)
+    words = Words(counters, base, reset, log, 0, None, None)
     scores = Scores(scale, softcap_scale, sinks)
 
-    worker = tl.program_id(0)
-    zero = tl.zeros((), tl.int32)
-    leaves = reset
-    if C.ARRIVING:
-        leaves = tl.where(epoch == 0, 1, reset)
-    enter(counters, base, worker, queues, leaves, C.STATIC, C.ARRIVING)
-    cursor = TileCursor(zero, zero, zero)
-    if C.ARRIVING:
-        watch, progress = begin_keys(worker, queue, gate)
-    found = zero + 1
+    cursor, watch = begin_worker(tl.program_id(0), tl.num_programs(0), work, words, gate, C)
+    found = tl.cast(1, tl.int32)
     while found != 0:
-        found, pm, pn, cursor = next_tile(worker, cursor, queue, C)
-        found, tile = locate_tile(found, pm, pn, extents, group, C)
+        found, item, cursor = take(cursor, work, words, watch, C)
+        found, tile = locate_tile(found, item, extents, group, C)
         if found != 0:
             if C.TRACE:
-                begin_span(log, pm * num_n + pn, worker)
-                if not C.ARRIVING:
-                    ready_span(log, pm * num_n + pn)
+                begin_span(log, tile.pm * num_n + tile.pn, watch.worker)
+                if not C.GATED:
+                    ready_span(log, tile.pm * num_n + tile.pn)
             row, position = rows_of_tile(tl.minimum(tile.first, 0), tile.first, C)
             x = load_queries(q, tile, row, position, C)
             keys = keys_of_tile(tile, k, v, (block_table, table_stride, pages), extents, C)
             mask = Mask(position, tile.keys, tile.causal_offset_left, tile.causal_offset_right)
             of_tile = scores_of_tile(scores, scales, tile, extents, C)
-            softmax = Softmax(
-                tl.zeros((C.ROWS, C.BLOCK_DV), tl.float32), tl.full((C.ROWS,), float("-inf"), tl.float32),
-                tl.zeros((C.ROWS,), tl.float32),
-            )  # fmt: skip
-            over = zero
-            if C.ARRIVING:
+            softmax = start_softmax(C)
+            if C.GATED:
                 # The rows of all sequences arrive one behind the other.
                 origin = tile.origin_k if cu_seqlens_k is not None else tile.batch * seqlen_k
-                arrival = (gate, watch, num_n, origin)
-                progress, softmax = add_arriving(progress, tile, x, softmax, keys, mask, of_tile, arrival, log, C)
-                over = progress.over
+                arrival = (work, words, gate, watch, origin)
+                passed, softmax = add_arriving(cursor.passed, tile, x, softmax, keys, mask, of_tile, arrival, C)
+                cursor = with_passed(cursor, passed)
             else:
                 softmax = add_stretch(tile.begin, tile.end, tile, x, softmax, keys, mask, of_tile, C)
+            over = cursor.passed.over
             store_tile(softmax, tile, over, of_tile, scales.v, extents, out, lse, C)
             if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
-                end_span(log, pm * num_n + pn, 0, over == 0)
-    if C.ARRIVING:
-        leave_keys(leaves, progress.over, queue, gate, watch)
-    else:
-        leave(counters, queues, reset, tl.num_programs(0), C.STATIC)
+                end_span(log, tile.pm * num_n + tile.pn, 0, over == 0)
+    finish_worker(work, words, gate, watch, cursor, C)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import Operands
 from tilestream.kernels.cdna.attention import attend
-from tilestream.launch.attention import Operands
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.launch.launch import address, with_words
-from tilestream.launch.portable.attention_launch import IncomingKeys, ListLaunch, given_to
+from tilestream.launch.portable.attention_launch import ListLaunch, given_to
 from tilestream.launch.portable.launch import direct
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
@@ -38,7 +39,7 @@ class CdnaAttentionLaunch:
         self._schedule = None if plan.schedule.kind == "static" and not plan.problem.varlen else plan.schedule
         self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
 
-    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None) -> None:
+    def __call__(self, operands: Operands, incoming: Awaited | None = None) -> None:
         """Issue the launch on the current stream of the current device, which is the operands'.
 
         Raises

@@ -16,11 +16,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from tilestream.arrival.signals import Outcome, Signals
+from tilestream.arrival.flat import Awaited
+from tilestream.arrival.signals import Outcome
 from tilestream.core.errors import ArrivalTimeout, TilestreamError, tile_name
 from tilestream.core.gate import Needs, Wait, chunks_of
 from tilestream.core.grid import WorkItem
@@ -46,13 +47,6 @@ class Body(Protocol):
         """The tile will not be computed: NaN."""
 
 
-class Awaited(NamedTuple):
-    """The signals of one operand that arrives, and the epoch of them that this call waits for."""
-
-    signals: Signals
-    epoch: int
-
-
 class Launch:
     """One launch: what its workers share.
 
@@ -62,10 +56,8 @@ class Launch:
         The operation's name, for messages.
     schedule, gate, body
         The parts. Without arrival ``gate`` is None, and no gate code runs.
-    incoming
-        For the operands 0 (A's rows) and 1 (B's columns): the signals, None where all is there.
-    deadline
-        Seconds from now, for all waits together.
+    awaited
+        The signals of what arrives; None where all is there.
     threads
         Intra-op threads of each worker.
     publisher
@@ -80,8 +72,7 @@ class Launch:
         body: Body,
         workspace: Workspace,
         *,
-        incoming: tuple[Awaited | None, Awaited | None] = (None, None),
-        deadline: float,
+        awaited: Awaited | None = None,
         threads: int = 1,
         publisher: Publisher | None = None,
         recorder: Recorder | None = None,
@@ -89,10 +80,10 @@ class Launch:
     ) -> None:
         self._publisher = publisher
         self._op, self._schedule, self._gate, self._body = op, schedule, gate, body
-        self._workspace, self._incoming = workspace, incoming
+        self._workspace, self._incoming = workspace, (None, None) if awaited is None else awaited.operands
         self._waited = [0.0] * schedule.workers  # by worker: seconds for several queues, in vain
         self._chunks = chunks_of(schedule, gate) if gate is not None and schedule.split == "chunks" else ()
-        self._seconds, self._deadline = deadline, 0.0
+        self._seconds, self._deadline = 0.0 if awaited is None else awaited.deadline, 0.0
         self._threads = threads
         self._pinning = Pinning(schedule.workers)
         self._changed = threading.Condition()  # guards the next three
@@ -263,11 +254,11 @@ class Launch:
 
     def _ready(self, me: int, ready: Ready) -> int:
         """The first queue that is ready. What else ends the wait, the gate of the item that is taken then says."""
-        incoming = next(awaited for awaited in self._incoming if awaited is not None)
+        signals, epoch = next(incoming for incoming in self._incoming if incoming is not None)
         queues = [queue for queue in range(self._schedule.queues) if ready.queues >> queue & 1]
         begin = time.perf_counter()
-        outcome, found = incoming.signals.wait_any(
-            [self._chunks[queue] for queue in queues], incoming.epoch, self._deadline, self._abort.is_set
+        outcome, found = signals.wait_any(
+            [self._chunks[queue] for queue in queues], epoch, self._deadline, self._abort.is_set
         )
         if outcome is not Outcome.ARRIVED:
             self._waited[me] = time.perf_counter() - begin
@@ -280,8 +271,9 @@ class Launch:
     def _wait(self, me: int, wait: Wait) -> int:
         incoming = self._incoming[wait.operand]
         assert incoming is not None, "the gate waits for an operand that does not arrive"
+        signals, epoch = incoming
         begin = time.perf_counter()
-        outcome = incoming.signals.wait(wait.chunk, incoming.epoch, self._deadline, self._abort.is_set)
+        outcome = signals.wait(wait.chunk, epoch, self._deadline, self._abort.is_set)
         if self._trace is not None and outcome is not Outcome.OVER:
             self._span(me, "wait", begin, wait.item, wait)
         if outcome is Outcome.ARRIVED:
@@ -294,7 +286,7 @@ class Launch:
         elif outcome is Outcome.FAILED:
             with self._lock:
                 if self._error is None:
-                    self._error = incoming.signals.failure(incoming.epoch)
+                    self._error = signals.failure(epoch)
             self._stop()
         return 0
 
@@ -306,7 +298,7 @@ class Launch:
         self._abort.set()
         for incoming in self._incoming:
             if incoming is not None:
-                incoming.signals.ring()
+                incoming[0].ring()
 
     def _poison(self) -> None:
         with torch.inference_mode():
@@ -352,7 +344,5 @@ class Launch:
         if self._trace is not None:
             self._trace.end = time.perf_counter()
             self._trace.arrivals = {
-                operand: incoming.signals.times
-                for operand, incoming in enumerate(self._incoming)
-                if incoming is not None
+                operand: incoming[0].times for operand, incoming in enumerate(self._incoming) if incoming is not None
             }

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from tilestream.core.attention_structs import NO_KEY_GATE, KeyGate
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import Operands
 from tilestream.kernels.hopper.attention import attend
-from tilestream.launch.attention import Operands
-from tilestream.launch.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.launch import described_by
 from tilestream.launch.launch import address
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.portable.attention_launch import (
-    IncomingKeys,
     KeyGateLaunch,
     ListLaunch,
     MergeLaunch,
@@ -46,9 +45,7 @@ class HopperAttentionLaunch(TracedLaunch):
         self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._floats else None
         self._launchers: dict[bool, Launcher] = {}
 
-    def _issue(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         if words.partials is not None and self._floats:
             shares = self._merge.scratch(words.partials)
             self._merge.load(shares, x)  # before what may wait is launched
@@ -58,9 +55,7 @@ class HopperAttentionLaunch(TracedLaunch):
         else:
             self._attend(stream, x, words, incoming, log)
 
-    def _attend(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _attend(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         gate = self._gate(x.q.device, incoming)
         given = given_to(x, self._list(stream, x, words), words.counters if self._counts else None, log)
         made = self._made[log is not None]
@@ -68,7 +63,7 @@ class HopperAttentionLaunch(TracedLaunch):
         launcher = self._launchers.get(log is not None)
         if launcher is None:
             launcher = self._launchers[log is not None] = self._compiled(made, given, scales, gate)
-        arriving = () if incoming is None else [address(one) for one in gate[:9] if one is not None]
+        arriving = () if incoming is None else [address(one) for one in gate if one is not None]
         launcher(
             stream, *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales,
             *arriving,

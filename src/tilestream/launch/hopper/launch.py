@@ -9,12 +9,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.hopper.gemm import gemm
-from tilestream.launch.epilogue import Epilogue
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.hopper.arguments import Arguments, Map
-from tilestream.launch.launch import Incoming, Launch, Probe
+from tilestream.launch.launch import Launch, Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.trace import SpanLog
@@ -59,7 +60,7 @@ class GemmLaunch(Launch):
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | SpanLog | None,
+        incoming: Awaited | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
         swapped = self.plan.swapped
@@ -91,7 +92,7 @@ class GemmLaunch(Launch):
             words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
 
-    def _apart(self, a: torch.Tensor, incoming: Incoming | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    def _apart(self, a: torch.Tensor, incoming: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """The rows of ``a`` that stand apart, where they can be read there; and which tiles: see `Arguments.fill`."""
         apart = None if incoming is None or incoming.rows is None else incoming.rows.apart
         if apart is None or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from tilestream.core.attention_structs import NO_KEY_GATE, KeyGate
+from tilestream.arrival.flat import Awaited
 from tilestream.core.error_record import op_number
 from tilestream.core.integers import cdiv
+from tilestream.core.operands import Operands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.varlen import PLACED, list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_shares
-from tilestream.launch.attention import Operands
-from tilestream.launch.attention_arguments import AttentionLayout
-from tilestream.launch.launch import LONGEST_SECONDS, Signals, Table, address, with_words
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.launch import LONGEST_SECONDS, Table, address, with_words
 from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
 from tilestream.launch.portable.launch import direct
 from tilestream.launch.trace import SpanLog
@@ -27,24 +27,6 @@ from tilestream.runtime.device_workspace import Words
 
 #: Shares that a program which joins them reads at a time, and its warps.
 TOGETHER, MERGE_WARPS = 16, 4
-
-
-class IncomingKeys(NamedTuple):
-    """How the keys and values of a call arrive.
-
-    Attributes
-    ----------
-    signals
-        Of their chunks.
-    deadline
-        Seconds from the start of each worker.
-    op
-        For messages.
-    """
-
-    signals: Signals
-    deadline: float
-    op: str = "attention"
 
 
 class ListLaunch:
@@ -133,11 +115,11 @@ class KeyGateLaunch:
         ragged = keys is not None and not keys.chunks.rows_per_chunk
         self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
 
-    def __call__(self, device: torch.device, incoming: IncomingKeys | None) -> KeyGate:
+    def __call__(self, device: torch.device, incoming: Awaited | None) -> KeyGate:
         """For a launch on the current stream of ``device``."""
         if incoming is None:
             return NO_KEY_GATE
-        words = incoming.signals.use()
+        words = incoming.rows.use()
         report = channel(device)
         return KeyGate(
             words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
@@ -165,7 +147,7 @@ class TracedLaunch:
     #: Elements of scratch that a launch asks for.
     _floats = 0
 
-    def __call__(self, operands: Operands, incoming: IncomingKeys | None = None, log: SpanLog | None = None) -> None:
+    def __call__(self, operands: Operands, incoming: Awaited | None = None, log: SpanLog | None = None) -> None:
         """Issue the launch on the current stream of the current device, which is the operands'.
 
         Parameters
@@ -181,9 +163,7 @@ class TracedLaunch:
 
         with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed, self._floats)
 
-    def _issue(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         raise NotImplementedError
 
 
@@ -204,9 +184,7 @@ class AttentionLaunch(TracedLaunch):
         self._schedule = None if wordless else plan.schedule
         self._compiled: dict[bool, Callable[[int, tuple[Any, ...]], None]] = {}
 
-    def _issue(
-        self, stream: int, x: Operands, words: Words, incoming: IncomingKeys | None, log: SpanLog | None
-    ) -> None:
+    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
         pack = self._packs[log is not None]
         gate = self._gate(x.q.device, incoming)
         given = given_to(x, self._list(stream, x, words), words.counters, log)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import CopyArguments
+from tilestream.core.operands import Epilogue
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.portable.gemm import gemm
-from tilestream.launch.epilogue import Epilogue
 from tilestream.launch.gate import NO_GATE, GateArguments
-from tilestream.launch.launch import Incoming, Launch, Probe, address
+from tilestream.launch.launch import Launch, Probe, address
 from tilestream.launch.launcher import watched
 from tilestream.launch.portable.arguments import Arguments, Layout
 from tilestream.launch.trace import SpanLog
@@ -42,7 +43,7 @@ class GemmLaunch(Launch):
 
     def issue(
         self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Incoming | None, probe: Probe | SpanLog | None,
+        incoming: Awaited | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
         copies, gate = self.copies(incoming), self.gate(a.device, incoming)

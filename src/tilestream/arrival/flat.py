@@ -1,23 +1,30 @@
-"""`FlatArrival`: an `Arrival` as a registered op takes it; and the deadline."""
+"""The codec of `Arrival`; and the deadline.
+
+How operands arrive takes four forms between ``ts.matmul(arrival=)`` and the lane that polls:
+
+1. `Arrival`: what the caller holds.
+2. `FlatArrival`: integers and the caller's own signal words, as a registered op takes them.
+3. `Awaited`: the live signals that a launch waits for. A plan knows the chunks alone (`Incoming`).
+4. The gate's addresses and numbers (`tilestream.launch.gate`), from which a kernel makes its ``Gate``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from tilestream.arrival.arrival import Arrival, chunks_of
+from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Signals
-from tilestream.plan.problem import Incoming
+from tilestream.core.chunks import Incoming, chunks_of
 
 #: Seconds that all of a call's waits together may take, where the caller does not say.
 DEFAULT_DEADLINE = 30.0
 
 
-@dataclass(frozen=True)
-class FlatArrival:
+class FlatArrival(NamedTuple):
     """An `Arrival` as a registered op takes it: integers, and the caller's own signal words."""
 
     key: int
@@ -29,17 +36,9 @@ class FlatArrival:
     words: torch.Tensor | None
 
     @classmethod
-    def of(cls, arrival: Arrival) -> FlatArrival:
-        """Take ``arrival`` as it is now: its present epoch."""
-        return cls(
-            arrival.key,
-            arrival.epoch,
-            arrival.pivot,
-            arrival.num_chunks,
-            arrival.rows_per_chunk,
-            arrival.bounds,
-            arrival.signals,
-        )
+    def of(cls, a: Arrival) -> FlatArrival:
+        """Take an arrival as it is now: its present epoch."""
+        return cls(a.key, a.epoch, a.pivot, a.num_chunks, a.rows_per_chunk, a.bounds, a.signals)
 
     @classmethod
     def from_ints(cls, ints: Sequence[int], words: torch.Tensor | None) -> FlatArrival | None:
@@ -55,12 +54,12 @@ class FlatArrival:
         return [self.key, self.epoch, self.pivot, self.num_chunks, self.rows_per_chunk, *self.bounds]
 
     def incoming(self, rows: int) -> Incoming:
-        """What the plan must know, checked against the operand's rows."""
+        """See `tilestream.core.chunks.Arriving`."""
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
         return Incoming(chunks, self.pivot, self.copied)
 
     def published(self, rows: int) -> Incoming:
-        """As `incoming`, of an output's rows, where its chunks are signalled by the matmul that computes them."""
+        """See `tilestream.core.chunks.Arriving`."""
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds, "publish", "the result")
         return Incoming(chunks, self.pivot)
 
@@ -71,7 +70,7 @@ class FlatArrival:
 
     @property
     def copied(self) -> int:
-        """See `tilestream.plan.problem.Incoming`."""
+        """See `Incoming`."""
         try:
             return Signals.by_key(self.key).copied
         except KeyError:  # `signals` says so
@@ -98,6 +97,52 @@ class FlatArrival:
                 f'device="{device}", as ts.stream_in(..., device="{device}") does'
             )
         return found
+
+
+class Awaited(NamedTuple):
+    """The live signals that a launch waits for.
+
+    Attributes
+    ----------
+    rows, columns
+        Of A's rows (of attention's keys), and of B's columns: `Signals`, on a GPU `DeviceSignals`; None where all is
+        there.
+    deadline
+        Seconds that all waits together may take: on a GPU from the start of each worker.
+    op
+        For messages.
+    epochs
+        That a launch on the CPU waits for; on a GPU it is the present one.
+    """
+
+    rows: Any
+    columns: Any = None
+    deadline: float = DEFAULT_DEADLINE
+    op: str = "matmul"
+    epochs: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(
+        cls, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str, device: torch.device
+    ) -> Awaited | None:
+        """What operands on ``device`` wait for; None where none arrives.
+
+        Raises
+        ------
+        ValueError
+            As `FlatArrival.signals`.
+        """
+        if rows is None and columns is None:
+            return None
+        signals = [None if flat is None else flat.signals(op, device) for flat in (rows, columns)]
+        epochs = (0 if rows is None else rows.epoch, 0 if columns is None else columns.epoch)
+        return cls(*signals, deadline, op, epochs)
+
+    @property
+    def operands(self) -> tuple[tuple[Signals, int] | None, ...]:
+        """By operand: its signals and their epoch; None where it does not arrive."""
+        pairs = zip((self.rows, self.columns), self.epochs, strict=True)
+        return tuple(None if signals is None else (signals, epoch) for signals, epoch in pairs)
 
 
 def check_deadline(deadline: float | None) -> float:

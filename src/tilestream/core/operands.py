@@ -1,0 +1,103 @@
+"""The operands of a call as every backend is given them. Tensors are named here, and torch is not imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilestream.core.dtypes import Scales
+
+if TYPE_CHECKING:
+    import torch
+
+#: Names of the activations.
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """``activation(alpha * (scale_a * scale_b) * acc + bias + beta * residual)``, in the accumulator's dtype.
+
+    Parameters
+    ----------
+    bias
+        ``[N]`` or None.
+    residual
+        ``[B, M, N]`` (any strides) or None.
+    activation
+        One of `ACTIVATIONS`.
+    scale_a, scale_b
+        float32: one element, of any shape, or one a row of A (``[M, 1]``, ``[B, M, 1]``) and one a column of B
+        (``[1, N]``, ``[B, 1, N]``), any strides; None: 1.
+    publish
+        `tilestream.launch.gate.PublishArguments`, for a plan that publishes the output's chunks; else None.
+    """
+
+    alpha: float = 1.0
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    beta: float = 1.0
+    activation: str = "none"
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    publish: Any = None
+
+    @property
+    def trivial(self) -> bool:
+        """Whether the accumulator is the answer."""
+        return (
+            self.alpha == 1.0
+            and self.bias is None
+            and self.residual is None
+            and self.activation == "none"
+            and self.scales == "none"
+        )
+
+    @property
+    def scales(self) -> Scales:
+        """How many factors there are: see `tilestream.core.dtypes.Scales`."""
+        given = [scale for scale in (self.scale_a, self.scale_b) if scale is not None]
+        if not given:
+            return "none"
+        return "tensor" if all(scale.numel() == 1 for scale in given) else "row"
+
+
+class Operands(NamedTuple):
+    """Tensors in canonical form: heads behind rows, whatever layout the caller has; any strides, the last 1.
+
+    Attributes
+    ----------
+    q, out
+        ``[B, Sq, Hq, D]`` and ``[B, Sq, Hq, Dv]``; where queries are packed ``[T, Hq, D]`` and ``[T, Hq, Dv]``.
+    k, v
+        ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; packed ``[T, Hkv, D]``; in pages ``[P, page, Hkv, D]``.
+    scale
+        Of the products of queries and keys.
+    lse
+        float32 (float64 for float64): ``[B, Hq, Sq]``, packed ``[T, Hq]``; None where nobody asks for it.
+    sinks
+        float32 ``[Hq]``.
+    scale_q, scale_k, scale_v
+        float32 ``[B, Hq]``, ``[B, Hkv]``, ``[B, Hkv]``, any strides; None: 1.
+    cu_seqlens_q, cu_seqlens_k
+        int32 ``[B + 1]``: first rows of the sequences, and behind the last.
+    block_table
+        int32 ``[B, n]``: the pages of a sequence, in order.
+    seqlens_k
+        int32 ``[B]``: keys of a sequence, where they are not all of its rows.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    scale: float
+    lse: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    scale_q: torch.Tensor | None = None
+    scale_k: torch.Tensor | None = None
+    scale_v: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None

@@ -1,0 +1,366 @@
+"""The machine-code gate: hashes of what the compile gates' quick sets compile to, kept in `machine_code.json`.
+
+A refactoring leaves every hash alone. Run by any Python that has Triton 3.6 or later; needs no torch:
+
+* ``machine_code.py check``: compile, and print the names whose hash moved, appeared or vanished; exit 1 if any did;
+* ``machine_code.py record``: compile, and write the hashes into the record;
+* ``machine_code.py hashes``: compile, and print the hashes as JSON.
+
+``--triton 3.6.0`` (or ``all``) runs it by a Python that has that Triton: see `tests/tritons.py`. ``--only hopper,cdna``
+and ``--match TEXT`` (repeatable) restrict it. ``check --against CHECKOUT`` compares with what another checkout compiles
+to, ``--keep FOLDER`` writes the assembly there, to be compared by ``diff``.
+
+A hash covers the code, its constants, registers, stack and shared memory. It does not depend on names of files,
+modules, functions, parameters or the kernel, nor on line numbers: these are compiled without line information.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before Triton is imported, which reads them.
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+os.environ["TRITON_INTERPRET"] = "0"
+
+sys.path.insert(0, str(Path(__file__).parent / "cdna"))
+sys.path.insert(0, str(Path(__file__).parent / "hopper"))
+sys.path.insert(0, str(Path(__file__).parent / "portable"))
+
+import attention_gate
+import cdna_attention_gate
+import cdna_gate
+import gate
+import hopper_attention_gate
+import hopper_gate
+import trace_gate
+import triton
+from triton.runtime.cache import triton_key
+
+from tilestream_tools.isa.build import TARGETS, build
+
+RECORD = Path(__file__).parent / "machine_code.json"
+BACKENDS = ("portable", "hopper", "cdna")
+#: Hashes by name, by architecture.
+Hashes = dict[str, dict[str, str]]
+
+
+class Job(NamedTuple):
+    """A kernel to be compiled, as another process can be asked for it."""
+
+    backend: str
+    arch: str
+    name: str
+    compile: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+# What is compiled ----------------------------------------------------------------------------------------------------
+
+
+def jobs() -> Iterator[Job]:
+    """The gates' quick sets, and the kernels that the trace gate compiles with their trace."""
+    for arch in TARGETS:
+        for name, *made in gate.configurations(arch, "quick"):
+            yield Job("portable", arch, f"portable gemm {name}", gate.build, (*made, arch))
+        for name, plan, layout in attention_gate.configurations(arch, "quick"):
+            name = f"portable attention {name}"
+            yield Job("portable", arch, name, attention_gate.build, (plan, layout, arch))
+            if plan.problem.varlen:
+                yield Job("portable", arch, f"{name}: the list", attention_gate.build_list, (plan, arch))
+        yield Job("portable", arch, "portable merge of 128 columns", attention_gate.build_merge, (128, arch))
+    for made in hopper_gate.configurations("quick"):
+        yield Job("hopper", "sm_90a", f"hopper gemm {made.name}", hopper_gemm, (made,))
+    for made in hopper_attention_gate.configurations("quick"):
+        yield Job("hopper", "sm_90a", f"hopper attention {made.name}", hopper_attention, (made.plan,))
+    for made in cdna_gate.configurations("quick"):
+        yield Job("cdna", made.arch, f"cdna gemm {made.name.partition(' ')[2]}", cdna_gemm, (made,))
+    for made in cdna_attention_gate.configurations("quick"):
+        yield Job("cdna", made.arch, f"cdna attention {made.name.partition(' ')[2]}", cdna_attention, (made,))
+    yield from traced()
+
+
+def traced() -> Iterator[Job]:
+    """With their trace."""
+    for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
+        if name == trace_gate.PORTABLE[0]:
+            yield Job("portable", "sm_90a", f"portable gemm {name} traced", portable_traced, (plan, layout, aligned))
+    for name, plan, layout in attention_gate.configurations("sm_90a", "all"):
+        if name == trace_gate.PORTABLE_ATTENTION[0]:
+            arguments = (plan, layout, "sm_90a", True)
+            yield Job("portable", "sm_90a", f"portable attention {name} traced", attention_gate.build, arguments)
+    for name, plan in hopper_attention_gate.configurations(trace_gate.HOPPER_ATTENTION[0]):
+        yield Job("hopper", "sm_90a", f"hopper attention {name} traced", hopper_attention, (plan, True))
+    for row, *rest in trace_gate.HOPPER[:2]:
+        tile = next(tile for tile in hopper_gate.TILES if tile[:3] == row)
+        made = hopper_gate._make(tile, *rest)
+        yield Job("hopper", "sm_90a", f"hopper gemm {made.name} traced", hopper_gemm, (made, True))
+
+
+def portable_traced(plan: Any, layout: Any, aligned: bool) -> Any:
+    return trace_gate.build_portable(gate.gemm, plan, layout, aligned, trace=True)
+
+
+def hopper_gemm(made: hopper_gate.Configuration, trace: bool = False) -> Any:
+    filled = hopper_gate.fill(made.plan, made.layout, trace=True) if trace else hopper_gate.launched(made)
+    return hopper_gate.build(*filled)
+
+
+def hopper_attention(plan: Any, trace: bool = False) -> Any:
+    made = hopper_attention_gate.fill(plan, hopper_attention_gate.layout_of(plan.problem), trace)
+    return hopper_gate.build(*made, kernel=hopper_attention_gate.attend)
+
+
+def cdna_gemm(made: cdna_gate.Configuration) -> Any:
+    options, filled = cdna_gate.fill(made.plan, made.layout)
+    return build(cdna_gate.gemm, filled, options, made.arch)
+
+
+def cdna_attention(made: cdna_attention_gate.Configuration) -> Any:
+    options, filled = cdna_attention_gate.fill(made.plan)
+    return build(cdna_attention_gate.attend, filled, options, made.arch)
+
+
+# What is hashed ------------------------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A section of an ELF file; ``info`` is the header's field of that name."""
+
+    name: str
+    info: int
+    size: int
+    data: bytes
+
+
+def sections(image: bytes) -> list[Section]:
+    """Of a 64-bit little-endian ELF file."""
+    assert image[:6] == b"\x7fELF\x02\x01", "not a 64-bit little-endian ELF file"
+    (start,) = struct.unpack_from("<Q", image, 0x28)
+    size, count, names = struct.unpack_from("<HHH", image, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", image, start + i * size) for i in range(count)]
+    strings = headers[names][4]
+    found = []
+    for name, kind, _, _, offset, length, _, info, _, _ in headers:
+        first = strings + name
+        data = b"" if kind == 8 else image[offset : offset + length]  # SHT_NOBITS has a size and no bytes
+        found.append(Section(image[first : image.index(b"\0", first)].decode(), info, length, data))
+    return found
+
+
+def digest(kernel: Any) -> str:
+    """The sha256 of a compiled kernel's machine code, and of what it is launched with."""
+    image = kernel.asm["cubin"] if "cubin" in kernel.asm else kernel.asm["hsaco"]
+    parts = of_cubin(image) if "cubin" in kernel.asm else of_hsaco(image, kernel.asm["amdgcn"])
+    launch = [getattr(kernel.metadata, name, 0) or 0 for name in ("num_warps", "shared", "global_scratch_size")]
+    # By content: the sections' order may be by the names of what is in them.
+    return hashlib.sha256(repr((launch, sorted(parts))).encode()).hexdigest()
+
+
+def of_cubin(image: bytes) -> list[tuple[str, int, str]]:
+    """Code with its registers and barriers; constants; static shared memory; stack."""
+    parts, code = [], 0
+    for section in sections(image):
+        kind = re.match(r"\.(text|nv\.constant\d+|nv\.global\.init|nv\.global|nv\.shared)\b", section.name)
+        if kind and section.name != ".nv.shared.reserved.0":
+            code += kind[1] == "text"
+            # Of code its upper 8 bits are the registers, the rest is a symbol's number.
+            registers = section.info >> 24 if kind[1] == "text" else 0
+            parts.append((f"{kind[1]} of {section.size} bytes", registers, section.data.hex()))
+        if section.name == ".nv.info":
+            # Records of 12 bytes: a format (4), an attribute, a length (8), a symbol's number, and what it has.
+            for form, attribute, length, _, value in struct.iter_unpack("<BBHII", section.data):
+                assert (form, length) == (4, 8), "a record of .nv.info that is not a function's number"
+                parts.append((f"attribute {attribute}", value, ""))
+    assert code, "no code"
+    return parts
+
+
+def of_hsaco(image: bytes, assembly: str) -> list[tuple[str, int, str]]:
+    """Code; constants and the kernel's descriptor; registers, spills, LDS and stack."""
+    found = {section.name: section.data for section in sections(image)}
+    # In a descriptor, the first 64 bytes, where the code lies from it depends on the length of the kernel's name.
+    constants = found[".rodata"][:16] + bytes(8) + found[".rodata"][24:]
+    data = [(name, 0, found[name].hex()) for name in (".data", ".bss", ".data.rel.ro") if name in found]
+    counts = re.findall(r"\.((?:[vas]gpr|\w+_segment_fixed)_(?:count|spill_count|size)):\s+(\d+)", assembly)
+    assert {"vgpr_count", "sgpr_count", "group_segment_fixed_size"} <= {name for name, _ in counts}
+    return [
+        (".text", 0, found[".text"].hex()), (".rodata", 0, constants.hex()), *data,
+        *((name, int(count), "") for name, count in counts),
+    ]  # fmt: skip
+
+
+# Compiling it all ----------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """What a job came to: the hash or an error, the assembly, the seconds of CPU."""
+
+    job: Job
+    hash: str
+    assembly: str
+    seconds: float
+
+
+def hashed(job: Job) -> Found:
+    """In a process of its own."""
+    try:
+        kernel = job.compile(*job.arguments)
+        kernel = kernel[0] if isinstance(kernel, tuple) else kernel
+        return Found(job, digest(kernel), kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"], cpu_seconds())
+    except Exception as error:
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return Found(job, f"error: {type(error).__name__}: {error}"[-600:], "", cpu_seconds())
+
+
+def cpu_seconds() -> float:
+    """Of this process, and of those it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def compiled(chosen: list[Job], processes: int, keep: Path | None) -> tuple[Hashes, float]:
+    """The hashes of these, and the seconds of CPU."""
+    hashes: Hashes = {}
+    seconds = 0.0
+    with tempfile.TemporaryDirectory() as cache:
+        # Not the user's cache: its key could leave out what has changed.
+        os.environ.setdefault("TRITON_CACHE_DIR", cache)
+        # A fresh process each, forked from one that has imported Triton and compiled nothing: what Triton 3.9 makes for
+        # AMD depends on what its process compiled before.
+        with multiprocessing.get_context("forkserver").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
+            for found in pool.imap_unordered(hashed, chosen, 1):
+                arch, name = found.job.arch, found.job.name
+                hashes.setdefault(arch, {})[name] = found.hash
+                seconds += found.seconds
+                if keep is not None:
+                    keep.mkdir(parents=True, exist_ok=True)
+                    (keep / f"{arch} {name}.s".replace("/", "-")).write_text(found.assembly, encoding="utf-8")
+    return {arch: dict(sorted(hashes[arch].items())) for arch in sorted(hashes)}, seconds
+
+
+def compared(before: Hashes, after: Hashes) -> list[str]:
+    """What moved, appeared, vanished or does not compile, one a line."""
+    old, new = ({(arch, name): one for arch in of for name, one in of[arch].items()} for of in (before, after))
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        if new.get(key, "").startswith("error"):
+            what = new[key]
+        elif key not in old:
+            what = "appeared"
+        elif key not in new:
+            what = "vanished"
+        else:
+            what = "moved"
+        if old.get(key) != new.get(key) or what.startswith("error"):
+            lines.append(f"{' '.join(key)}: {what}")
+    return lines
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("check", "record", "hashes"))
+    parser.add_argument("--triton", help="a version, or 'all'; default: this Python's")
+    parser.add_argument("--only", default=",".join(BACKENDS), help="backends, with commas between them")
+    parser.add_argument("--match", action="append", help="a part of '<architecture> <name>'; may be given again")
+    parser.add_argument("--against", type=Path, help="another checkout, to compare with instead of the record")
+    parser.add_argument("--keep", type=Path, help="a folder for the assembly")
+    parser.add_argument("--processes", type=int, default=2)
+    return parser.parse_args()
+
+
+def run_by(version: str) -> int:
+    """This command line, by a Python that has this Triton."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from tritons import TRITONS
+    from tritons import triton as python_of
+
+    words = sys.argv[1:]
+    at = next(i for i, word in enumerate(words) if word.startswith("--triton"))
+    del words[at : at + (1 if "=" in words[at] else 2)]
+    versions = TRITONS if version == "all" else (version,)
+    return max(subprocess.run([python_of(one), __file__, *words], check=False).returncode for one in versions)
+
+
+def of_checkout(checkout: Path) -> Hashes:
+    """What another checkout compiles to, restricted as this run is."""
+    words = [f"--only={arguments.only}", *(f"--match={text}" for text in arguments.match or ())]
+    script = checkout / "tests" / "kernels" / Path(__file__).name
+    run = subprocess.run([sys.executable, script, "hashes", *words], stdout=subprocess.PIPE, check=True)
+    found: Hashes = json.loads(run.stdout)
+    return found
+
+
+def is_chosen(backend: str, arch: str, name: str) -> bool:
+    """Whether the command line restricts to others."""
+    return backend in arguments.only.split(",") and (
+        not arguments.match or any(text in f"{arch} {name}" for text in arguments.match)
+    )
+
+
+def main() -> int:
+    began = time.perf_counter()
+    chosen = [job for job in jobs() if is_chosen(job.backend, job.arch, job.name)]
+    unmatched = [text for text in arguments.match or () if not any(text in f"{x.arch} {x.name}" for x in chosen)]
+    version = triton.__version__.partition("+")[0]
+    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    if unmatched or not chosen:
+        print(f"--match={unmatched or arguments.match}, --only={arguments.only}: no such name", file=sys.stderr)
+        return 2
+    if arguments.what == "check" and not arguments.against and version not in record:
+        print(f"Triton {version}: the record has {', '.join(record)}", file=sys.stderr)
+        return 2
+    found, seconds = compiled(chosen, arguments.processes, arguments.keep)
+    seconds += cpu_seconds()
+    took = f"{len(chosen)} kernels in {time.perf_counter() - began:.0f} s, {seconds:.0f} s of CPU"
+    if arguments.what == "hashes":
+        print(json.dumps(found, indent=1))
+        return 0
+    recorded = of_checkout(arguments.against) if arguments.against else record.get(version, {})
+    # A name begins with its backend.
+    before = {
+        arch: {name: one for name, one in names.items() if is_chosen(name.split()[0], arch, name)}
+        for arch, names in recorded.items()
+    }
+    lines = compared(before, found)
+    print("\n".join([*lines, f"Triton {version}: {len(lines)} differ of {took}"]), flush=True)
+    if arguments.what == "check":
+        return int(bool(lines))
+    if any(one.startswith("error") for names in found.values() for one in names.values()):
+        print("not recorded: not all of it compiles", file=sys.stderr)
+        return 1
+    for arch in recorded.keys() | found.keys():
+        kept = {name: one for name, one in recorded.get(arch, {}).items() if name not in before.get(arch, {})}
+        recorded[arch] = kept | found.get(arch, {})
+    record[version] = recorded
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = parsed()
+    if arguments.triton:
+        sys.exit(run_by(arguments.triton))
+    ended = main()
+    sys.stdout.flush()
+    os._exit(ended)  # which ends it without the page about leaks that Triton 3.9 ends with
+elif __name__ == "__mp_main__":
+    triton_key()  # reads all of Triton's files; kept for the processes that are forked from this one

@@ -1,0 +1,60 @@
+"""The structure that docs/design.md promises: layers, no circles, short argument lists, a bounded library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import structure
+from structure import ROOT, argument_lists, broken_arrows, circles, lines_of
+
+SRC = ROOT / "src"
+KERNELS = SRC / "tilestream" / "kernels"
+#: Of parameters of a function in kernels/ that is no kernel's entry, and of arguments of a call there.
+MOST = 10
+
+
+def test_layers_import_downwards_only():
+    assert not broken_arrows(SRC)
+
+
+def test_there_is_no_circle_of_files():
+    assert not circles(SRC)
+
+
+def test_the_library_imports_tools_only_in_its_command_line():
+    found = [
+        one
+        for one in structure.imports(SRC)
+        if one.imported.startswith("tilestream_tools")
+        and structure.package(one.importer) not in ("cli", "tilestream_tools")
+    ]
+    assert not found
+
+
+def test_kernels_pass_parts_not_fields():
+    lists = argument_lists(KERNELS, SRC)
+    assert not [one for one in lists if one.count > MOST and not one.entry and one.kind != "grouping"]
+
+
+def test_the_library_is_the_library():
+    assert lines_of(SRC / "tilestream") <= 32_000
+    assert lines_of(ROOT / "tests") <= 40_000
+
+
+def test_the_table_of_the_design_is_of_this_structure():
+    run = subprocess.run([sys.executable, str(ROOT / "tests" / "structure.py"), "--check"], check=False)
+    assert run.returncode == 0, "make the table anew: python tests/structure.py"
+
+
+def test_a_forbidden_import_a_circle_and_a_long_call_are_found(tmp_path):
+    core, plan = tmp_path / "tilestream" / "core", tmp_path / "tilestream" / "plan"
+    for folder in (tmp_path / "tilestream", core, plan):
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").touch()
+    (plan / "a.py").write_text("from tilestream.core import b\n")
+    (core / "b.py").write_text("def f():\n    from tilestream.plan import a\n    a(*range(3), 1, 2, 3, x=4)\n")
+    assert broken_arrows(tmp_path) == ["tilestream.core.b:2 imports tilestream.plan.a"]
+    assert circles(tmp_path) == [["tilestream.core.b", "tilestream.plan.a"]]
+    calls = [one.count for one in argument_lists(core, tmp_path) if one.kind == "arguments"]
+    assert sorted(calls) == [1, 5]
