@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ Hashes = dict[str, dict[str, str]]
 
 
 class Job(NamedTuple):
-    """A kernel to be compiled, as another process can be asked for it."""
+    """A kernel, and how it is compiled."""
 
     backend: str
     arch: str
@@ -98,7 +99,8 @@ def traced() -> Iterator[Job]:
     """With their trace."""
     for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
         if name == trace_gate.PORTABLE[0]:
-            yield Job("portable", "sm_90a", f"portable gemm {name} traced", portable_traced, (plan, layout, aligned))
+            arguments = (gate.gemm, plan, layout, aligned, True)
+            yield Job("portable", "sm_90a", f"portable gemm {name} traced", trace_gate.build_portable, arguments)
     for name, plan, layout in attention_gate.configurations("sm_90a", "all"):
         if name == trace_gate.PORTABLE_ATTENTION[0]:
             arguments = (plan, layout, "sm_90a", True)
@@ -109,10 +111,6 @@ def traced() -> Iterator[Job]:
         tile = next(tile for tile in hopper_gate.TILES if tile[:3] == row)
         made = hopper_gate._make(tile, *rest)
         yield Job("hopper", "sm_90a", f"hopper gemm {made.name} traced", hopper_gemm, (made, True))
-
-
-def portable_traced(plan: Any, layout: Any, aligned: bool) -> Any:
-    return trace_gate.build_portable(gate.gemm, plan, layout, aligned, trace=True)
 
 
 def hopper_gemm(made: hopper_gate.Configuration, trace: bool = False) -> Any:
@@ -207,25 +205,16 @@ def of_hsaco(image: bytes, assembly: str) -> list[tuple[str, int, str]]:
 # Compiling it all ----------------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """What a job came to: the hash or an error, the assembly, the seconds of CPU."""
-
-    job: Job
-    hash: str
-    assembly: str
-    seconds: float
-
-
-def hashed(job: Job) -> Found:
-    """In a process of its own."""
+def send_hashed(job: Job, to: Connection) -> None:
+    """Send the hash, or an error, and the assembly."""
     try:
         kernel = job.compile(*job.arguments)
         kernel = kernel[0] if isinstance(kernel, tuple) else kernel
-        return Found(job, digest(kernel), kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"], cpu_seconds())
+        to.send((digest(kernel), kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]))
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
-        return Found(job, f"error: {type(error).__name__}: {error}"[-600:], "", cpu_seconds())
+        to.send((f"error: {type(error).__name__}: {error}"[-600:], ""))
 
 
 def cpu_seconds() -> float:
@@ -234,24 +223,39 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def compiled(chosen: list[Job], processes: int, keep: Path | None) -> tuple[Hashes, float]:
-    """The hashes of these, and the seconds of CPU."""
+def compiled(chosen: list[Job], processes: int, keep: Path | None) -> Hashes:
+    """The hashes of these.
+
+    Each in a process of its own, forked from this one, which compiles nothing: what Triton makes for AMD depends on
+    what its process compiled before.
+    """
     hashes: Hashes = {}
-    seconds = 0.0
+    context = multiprocessing.get_context("fork")
+    left, running = chosen[::-1], {}
+    triton_key()  # reads all of Triton's files: once, before the forks
     with tempfile.TemporaryDirectory() as cache:
         # Not the user's cache: its key could leave out what has changed.
         os.environ.setdefault("TRITON_CACHE_DIR", cache)
-        # A fresh process each, forked from one that has imported Triton and compiled nothing: what Triton 3.9 makes for
-        # AMD depends on what its process compiled before.
-        with multiprocessing.get_context("forkserver").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
-            for found in pool.imap_unordered(hashed, chosen, 1):
-                arch, name = found.job.arch, found.job.name
-                hashes.setdefault(arch, {})[name] = found.hash
-                seconds += found.seconds
+        while left or running:
+            while left and len(running) < processes:
+                job = left.pop()
+                results, to = context.Pipe(duplex=False)
+                process = context.Process(target=send_hashed, args=(job, to))
+                process.start()
+                to.close()
+                running[results] = (job, process)
+            for results in wait(list(running)):
+                job, process = running.pop(results)
+                try:
+                    found, assembly = results.recv()
+                except EOFError:
+                    found, assembly = "error: the compiler ended its process", ""
+                process.join()
+                hashes.setdefault(job.arch, {})[job.name] = found
                 if keep is not None:
                     keep.mkdir(parents=True, exist_ok=True)
-                    (keep / f"{arch} {name}.s".replace("/", "-")).write_text(found.assembly, encoding="utf-8")
-    return {arch: dict(sorted(hashes[arch].items())) for arch in sorted(hashes)}, seconds
+                    (keep / f"{job.arch} {job.name}.s").write_text(assembly, encoding="utf-8")
+    return {arch: dict(sorted(hashes[arch].items())) for arch in sorted(hashes)}
 
 
 def compared(before: Hashes, after: Hashes) -> list[str]:
@@ -328,9 +332,8 @@ def main() -> int:
     if arguments.what == "check" and not arguments.against and version not in record:
         print(f"Triton {version}: the record has {', '.join(record)}", file=sys.stderr)
         return 2
-    found, seconds = compiled(chosen, arguments.processes, arguments.keep)
-    seconds += cpu_seconds()
-    took = f"{len(chosen)} kernels in {time.perf_counter() - began:.0f} s, {seconds:.0f} s of CPU"
+    found = compiled(chosen, arguments.processes, arguments.keep)
+    took = f"{len(chosen)} kernels in {time.perf_counter() - began:.0f} s, {cpu_seconds():.0f} s of CPU"
     if arguments.what == "hashes":
         print(json.dumps(found, indent=1))
         return 0
@@ -362,5 +365,3 @@ if __name__ == "__main__":
     ended = main()
     sys.stdout.flush()
     os._exit(ended)  # which ends it without the page about leaks that Triton 3.9 ends with
-elif __name__ == "__mp_main__":
-    triton_key()  # reads all of Triton's files; kept for the processes that are forked from this one

@@ -86,7 +86,7 @@ RENAMED = (
 HASHES = """
 import importlib, json, sys
 import machine_code
-from tilestream.isa.build import Pointer, TARGETS, build
+from tilestream_tools.isa.build import Pointer, TARGETS, build
 found = {}
 for text in sys.argv[1:]:
     module, name = text.split(":")

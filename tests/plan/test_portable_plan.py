@@ -224,7 +224,7 @@ def test_cdna_multiplies_both_kinds_and_says_which_it_converts(device):
         made = plan(1024, 1024, 1024, dtype=dtypes[0], b_dtype=dtypes[1], device=device)
         given = config(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))
         assert converts(dtypes[0], device.arch) == (dtypes == other)
-        assert (given.A_KIND, given.B_KIND) == (dtypes if dtypes == other else ("", ""))
+        assert (dtypes if dtypes == other else ("", "")) == (given.A_KIND, given.B_KIND)
         said = (
             f"refused   8-bit matrix units: {device.arch}'s take {own[0]} and {own[1]}, to which the bits of "
             f"{dtypes[0]} are other numbers: converted to float16 on the way, exactly, and multiplied at its rate"
@@ -249,7 +249,7 @@ def test_what_the_kernel_is_compiled_with_for_8_bits():
     for fast, aligned, imprecise in ((True, True, None), (False, True, 128), (False, False, 32)):
         problem = Problem(4096, 4096, 4096, 1, E4M3, "bfloat16", scales="row", fast_accum=fast, aligned=aligned)
         made = config(plan_problem(problem, device=H100), layout())
-        assert made.IMPRECISE == imprecise, "no more than a K step: Triton takes no more"
+        assert imprecise == made.IMPRECISE, "no more than a K step: Triton takes no more"
         assert made.SCALES == "row"
     far = Problem(4096, 64, 64, 1, E4M3, "bfloat16", scales="row")
     spread = Layout((0, 64, 1), (0, 64, 1), (0, 64, 1), scale_a=(0, 2**20))
@@ -272,7 +272,7 @@ def test_offsets_are_wide_only_where_they_leave_31_bits():
 def test_tf32_only_where_it_is_allowed():
     for tf32, precision in ((False, "ieee"), (True, "tf32")):
         made = plan_problem(Problem(64, 64, 64, 1, "float32", "float32", tf32=tf32), device=H100)
-        assert config(made, layout()).PRECISION == precision
+        assert precision == config(made, layout()).PRECISION
     made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16", tf32=True), device=H100)
     assert config(made, layout()).PRECISION == "ieee"
 
@@ -280,7 +280,7 @@ def test_tf32_only_where_it_is_allowed():
 def test_even_k_means_that_no_step_reads_past_the_end():
     for k, even in ((0, False), (64, True), (100, False), (128, True)):
         made = plan_problem(Problem(64, 64, k, 1, "float16", "float16"), device=H100)
-        assert config(made, layout()).EVEN_K == even
+        assert even == config(made, layout()).EVEN_K
 
 
 def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():

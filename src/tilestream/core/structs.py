@@ -3,7 +3,8 @@
 ::
 
     Work      the schedule: how many tiles, how they are queued       Cursor   where a worker is in it
-    Gate      the chunks that arrive, and the deadline                Watch    what a worker looks at while it waits
+    Gate      the chunks that arrive, and the deadline                Passed   what a worker knows of them
+                                                                  Watch    what a worker looks at while it waits
     Ring      stages between loads and math, and their barriers       Place    where a loop is in a ring
     Item      a work item                                             Items    the item ring
     Epilogue  what becomes of an accumulator, and where it goes       Publishing  the output's chunks
@@ -227,8 +228,23 @@ class Passed(NamedTuple):
     column_high: Any
 
 
+class Ready(NamedTuple):
+    """What a worker knows of the queues, in arrival order.
+
+    Attributes
+    ----------
+    queue
+        That of the item before; -1: none.
+    empty
+        Those that it has found empty, a bit each.
+    """
+
+    queue: Any
+    empty: Any
+
+
 class Cursor(NamedTuple):
-    """Where a worker is in the schedule, and at its gate.
+    """Where a worker is in the schedule.
 
     Attributes
     ----------
@@ -238,14 +254,10 @@ class Cursor(NamedTuple):
         Where it draws tickets: 0 its own queue, ``q + 1`` queue ``q``, ``queues + 1`` none of them.
     share, unit, unit_end
         ``stream_k``: the share in progress (-1: none), and the K steps that are left of it.
-    queue, empty
-        Arrival order: the queue of the item before (-1: none), and the queues found empty, a bit each.
     noted
         Records that a probe has written.
     asked
         int64: the answer to `kernels.hopper.queues.prefetch_ticket`.
-    passed
-        `Passed`.
     """
 
     ticket: Any
@@ -253,10 +265,15 @@ class Cursor(NamedTuple):
     share: Any
     unit: Any
     unit_end: Any
-    queue: Any
-    empty: Any
     noted: Any
     asked: Any
+
+
+class Progress(NamedTuple):
+    """How far a worker has come: `Cursor`, `Ready`, `Passed`."""
+
+    cursor: Any
+    ready: Any
     passed: Any
 
 
@@ -433,9 +450,10 @@ class Region(NamedTuple):
     batch, row, column
         Where its first element is in the output.
     i, j
-        Vectors, in the accumulator's layout: its rows and columns in the output; on CDNA from ``row`` and ``column`` on.
+        Vectors, in the accumulator's layout: its rows and columns in the output; on CDNA, from ``row`` and ``column``.
     inside
-        bool ``[rows, columns]``: which elements the output has. None where each access works out its own.
+        bool ``[rows, columns]``: which elements the output has; on Hopper, which rows and which columns; on CDNA, how
+        many rows and columns are left from ``row`` and ``column`` on.
     """
 
     batch: Any

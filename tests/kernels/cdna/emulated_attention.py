@@ -14,8 +14,8 @@ from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tenso
 
 from tilestream.core import attention as rules
 from tilestream.core import integers, queues, raster
-from tilestream.core.operands import Operands
-from tilestream.core.structs import Item, Watch
+from tilestream.core.operands import AttentionOperands
+from tilestream.core.structs import Item, Passed, Progress, Watch
 from tilestream.kernels.cdna import attention, attention_copy
 from tilestream.kernels.cdna import attention_softmax as cdna_softmax
 from tilestream.kernels.device import attention_tile, schedule, softmax, varlen
@@ -101,7 +101,8 @@ class AttentionMachine(Machine):
         return Tensor(np.maximum(data(x), data(y)), x.dtype if isinstance(x, Tensor) else INT32)
 
     def begin_worker(self, worker: int, workers: int, *_: object) -> tuple[Any, Watch]:
-        return self.names["first_cursor"](Int(0)), Watch(worker, workers, Int(0), None, None, None)
+        passed = Passed(*[Int(0)] * 5)
+        return Progress(self.names["first_cursor"](), None, passed), Watch(worker, workers, Int(0), None, None, None)
 
     def take(self, cursor: Any, *_: object) -> tuple[Any, ...]:
         """An item; a worker's cursor begins with no ticket, at its own queue: `schedule.take` says what they are."""
@@ -133,7 +134,7 @@ def memory(x: torch.Tensor | None, dtype: Dtype) -> Memory | None:
     return None if x is None else Memory(x.detach().double().numpy(), dtype)
 
 
-def listed(plan: AttentionPlan, x: Operands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def listed(plan: AttentionPlan, x: AttentionOperands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What `tilestream.kernels.device.varlen.list_sequences` makes."""
     p = plan.problem
     if not p.varlen:
@@ -151,7 +152,7 @@ def listed(plan: AttentionPlan, x: Operands) -> tuple[torch.Tensor | None, torch
     return torch.tensor(starts), torch.tensor(order)
 
 
-def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: Operands, late: bool) -> None:
+def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: AttentionOperands, late: bool) -> None:
     """Fill the output and the log-sum-exp of ``x`` with what the kernel's text makes of it."""
     floats = [memory(y, FLOAT16) for y in (x.q, x.k, x.v, x.out)]
     singles = [memory(y, FLOAT32) for y in (x.lse, x.sinks)]

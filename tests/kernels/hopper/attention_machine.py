@@ -26,7 +26,7 @@ from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Po
 
 from tilestream.core import attention as rules
 from tilestream.core import integers, raster, ring
-from tilestream.core.structs import Item, Passed, Watch
+from tilestream.core.structs import Item, Passed, Progress, Watch
 from tilestream.kernels.device import attention_gate as gate_text
 from tilestream.kernels.device import attention_tile as tile_text
 from tilestream.kernels.device import epilogue as portable_text
@@ -49,8 +49,7 @@ MODULES = (
 )  # fmt: skip
 #: Others' functions that are run as they stand.
 ALSO = (
-    list_text.rows_of, list_text.place_of, portable_text.sigmoid, gate_text.with_over, gate_text.with_passed,
-    gate_text.poll_over, items_text.behind_gate, schedule_text.first_cursor, schedule_text.with_asked,
+    list_text.rows_of, list_text.place_of, portable_text.sigmoid, gate_text.poll_over, items_text.with_over, schedule_text.first_cursor, schedule_text.with_asked,
 )  # fmt: skip
 #: What moves no data, or multiplies by assembly.
 STAND_INS = ("rescale_o", "pack_p", "as_operand")
@@ -333,7 +332,8 @@ class Machine:
         return found if len(found) > 1 else found[0]
 
     def begin_worker(self, worker: int, workers: int, *_: object) -> tuple[Any, Watch]:
-        return self.first_cursor(Integer(0)), Watch(worker, workers, Integer(0), None, None, None)
+        passed = Passed(*[Integer(0)] * 5)
+        return Progress(self.first_cursor(), None, passed), Watch(worker, workers, Integer(0), None, None, None)
 
     def prefetch_ticket(self, *_: object) -> Integer:
         assert self.asked is None, "each ticket that is prefetched is awaited"

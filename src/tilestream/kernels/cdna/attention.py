@@ -341,7 +341,8 @@ def attend(
     worker = gl.program_id(0)
     if C.KIND == "static":
         worker = neighbour(worker, gl.num_programs(0), C.XCDS)
-    cursor, watch = begin_worker(worker, gl.num_programs(0), work, words, None, C)
+    progress, watch = begin_worker(worker, gl.num_programs(0), work, words, None, C)
+    cursor = progress.cursor
     found = tl.cast(1, tl.int32)
     while found != 0:
         found, item, cursor = take(cursor, work, words, watch, C)
@@ -358,4 +359,4 @@ def attend(
                 else:
                     softmax = attend_staged(parts, softmax, keys, tile, scores, C)
             store_tile(softmax, tile, last, scores, out_rows, lse_rows, C)
-    finish_worker(work, words, None, watch, cursor, C)
+    finish_worker(progress.passed, work, words, None, watch, C)

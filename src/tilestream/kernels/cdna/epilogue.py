@@ -64,27 +64,27 @@ def load_along(v, batch, first, i, count):
 @gluon.jit
 def load_rows(v, e, region, C: gl.constexpr):
     """A `Vector` along the region's rows."""
-    return load_along(v, region.batch, region.row, region.i, e.rows - region.row)
+    return load_along(v, region.batch, region.row, region.i, region.inside[0])
 
 
 @gluon.jit
 def load_columns(v, e, region, C: gl.constexpr):
     """A `Vector` along the region's columns."""
-    return load_along(v, region.batch, region.column, region.j, e.columns - region.column)
+    return load_along(v, region.batch, region.column, region.j, region.inside[1])
 
 
 @gluon.jit
-def inside_of(e, region, VECTOR: gl.constexpr):
+def inside_of(region, VECTOR: gl.constexpr):
     """Which of the region's elements the output has: of a vector, all or none."""
-    below = (region.i < e.rows - region.row)[:, None]
-    return below & (region.j // VECTOR * VECTOR < e.columns - region.column)[None, :]
+    rows_left, columns_left = region.inside
+    return (region.i < rows_left)[:, None] & (region.j // VECTOR * VECTOR < columns_left)[None, :]
 
 
 @gluon.jit
 def load_tile(m, e, region, C: gl.constexpr):
     """The region of a `Matrix`, float32; zeros where there is none."""
     at = within(m.row, m.column, region.i, region.j, C.VECTOR_RESIDUAL, C.OFFSETS_64BIT)
-    inside = inside_of(e, region, C.VECTOR_RESIDUAL)
+    inside = inside_of(region, C.VECTOR_RESIDUAL)
     place = vector_at(corner(m, region.batch, region.row, region.column), C.VECTOR_RESIDUAL)
     if C.OFFSETS_64BIT:
         return gl.load(place + at, mask=inside, other=0.0).to(gl.float32)
@@ -120,10 +120,10 @@ def store_tile(
     else:
         i = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()
         j = gl.arange(0, WIDTH, gl.SliceLayout(0, MATH))
-        region = Region(batch, row, column, i, j, None)
+        region = Region(batch, row, column, i, j, (e.rows - row, e.columns - column))
         x = finished(acc, e, region, C, load_rows, load_columns, load_tile).to(e.out.at.dtype.element_ty)
         at = within(e.out.row, e.out.column, i, j, C.VECTOR_C, C.OFFSETS_64BIT)
-        inside = inside_of(e, region, C.VECTOR_C)
+        inside = inside_of(region, C.VECTOR_C)
         place = vector_at(corner(e.out, batch, row, column), C.VECTOR_C)
         if C.OFFSETS_64BIT:
             gl.store(place + at, x, mask=inside)

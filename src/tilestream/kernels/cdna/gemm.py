@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core import queues as queues_
-from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Strided, Vector, Words, Work
+from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Strided, Vector, Words, Work
 from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import count_in, math_layout, reduce_partials, store_partial, store_tile
 from tilestream.kernels.cdna.ring import (
@@ -184,7 +184,8 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
     STAGES: gl.constexpr = C.STAGES if C.DIRECT else 1
     x_stages = make_stages(x.at.dtype.element_ty, STAGES, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED)
     y_stages = make_stages(y.at.dtype.element_ty, STAGES, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED)
-    acc = gl.zeros([C.BLOCK_M, C.BLOCK_N], gl.float32, MATH)
+    TILE: gl.constexpr = (C.BLOCK_M, C.BLOCK_N)
+    acc = gl.zeros(TILE, gl.float32, MATH)
     whole = gl.minimum(k_end, k // C.BLOCK_K)
     most = k // C.BLOCK_K - 1
     MULTIPLY: gl.constexpr = multiply_direct if C.DIRECT else multiply_staged
@@ -198,16 +199,32 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(m, batch, row, count, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
-    """A tile's rows of a `Matrix` of ``count`` rows, as `Strided`: its ``row`` is the stride that is not 1."""
+def first_row(m, batch, row, K_MAJOR: gl.constexpr):
+    """Where a tile's rows of a `Matrix` begin; its ``row`` is the stride that is not 1."""
     at = m.at + batch.to(gl.int64) * m.batch
-    step = tl.cast(BLOCK_K, tl.int64)
     if K_MAJOR:
         at = at + row.to(gl.int64) * m.row
     else:
         at = at + row
+    return gl.multiple_of(at, 16)
+
+
+@gluon.jit
+def step_of(m, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
+    """Elements from one K step of a `Matrix` to the next."""
+    step = tl.cast(BLOCK_K, tl.int64)
+    if not K_MAJOR:
         step = step * m.row
-    return Strided(gl.multiple_of(at, 16), count - 1 - row, m.row, step)
+    return step
+
+
+@gluon.jit
+def locate(x, y, batch, row, column, e, C: gl.constexpr):
+    """A tile's rows of both operands: `Strided`."""
+    x_at, y_at = first_row(x, batch, row, C.X_K_MAJOR), first_row(y, batch, column, C.Y_K_MAJOR)
+    x_last, y_last = e.rows - 1 - row, e.columns - 1 - column
+    x_step, y_step = step_of(x, C.BLOCK_K, C.X_K_MAJOR), step_of(y, C.BLOCK_K, C.Y_K_MAJOR)
+    return Strided(x_at, x_last, x.row, x_step), Strided(y_at, y_last, y.row, y_step)
 
 
 @gluon.jit
@@ -276,21 +293,22 @@ def gemm(
         alpha, beta, rows, columns, None, None,
     )  # fmt: skip
     x, y = Matrix(x, stride_xb, stride_x, 1), Matrix(y, stride_yb, stride_y, 1)
-    cursor, watch = begin_worker(worker, workers, work, words, gate, C)
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor = next_item(cursor, work, words, gate, watch, C)
+        found, item, progress = next_item(Progress(cursor, ready, passed), work, words, gate, watch, C)
+        cursor, ready, passed = progress
         if found != 0:
             batch, k_begin, k_end = uniform(item.batch), uniform(item.k_begin), uniform(item.k_end)
             part, parts, slot = uniform(item.part), uniform(item.parts), uniform(item.slot)
             row, column = uniform(item.pm) * C.BLOCK_M, uniform(item.pn) * C.BLOCK_N
             acc = gl.full([C.BLOCK_M, C.BLOCK_N], float("nan"), gl.float32, MATH)
-            if cursor.passed.over == 0:
-                x_rows = rows_of(x, batch, row, rows, C.BLOCK_K, C.X_K_MAJOR)
-                y_rows = rows_of(y, batch, column, columns, C.BLOCK_K, C.Y_K_MAJOR)
+            if passed.over == 0:
+                x_rows, y_rows = locate(x, y, batch, row, column, epilogue, C)
                 acc = product(x_rows, y_rows, k_begin, k_end, k, MATH, C)
             if parts == 1:
                 store_tile(acc, epilogue, batch, row, column, C.BLOCK_M, C.BLOCK_N, MATH, C)
             elif C.KIND == "stream_k":
                 fixup(acc, words, (batch, part, parts, slot), epilogue, row, column, MATH, C)
-    finish_worker(work, words, gate, watch, cursor, C)
+    finish_worker(passed, work, words, gate, watch, C)

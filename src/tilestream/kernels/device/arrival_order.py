@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Cursor, Item
+from tilestream.core.structs import Item, Ready
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, poll_signal
 from tilestream.kernels.device.schedule import (
@@ -34,6 +34,7 @@ from tilestream.kernels.device.schedule import (
     add,
     note,
     tile_of_ticket,
+    with_noted,
 )
 
 
@@ -88,14 +89,13 @@ def first_ready(empty, over, coming, work, words, gate, watch):
 
 
 @triton.jit
-def take_ready(cursor, work, words, gate, watch, C: tl.constexpr):
-    """``(found, item, waited, cursor)``: the worker's next item, a whole tile; ``found`` is 0 for STOP.
+def take_ready(progress, work, words, gate, watch, C: tl.constexpr):
+    """``(found, item, waited, cursor, ready)``: the worker's next item, a whole tile; ``found`` is 0 for STOP.
 
-    ``waited``: int64, nanoseconds, for whatever queue. Of the cursor: ``queue`` is that of the item before (-1: none),
-    ``empty`` the queues that this worker has found empty, as bits of 32, and ``passed.over`` says that the worker waits
-    for nothing.
+    ``waited``: int64, nanoseconds, for whatever queue. Where the launch is over, the worker waits for nothing.
     """
-    queue, empty, noted, over = cursor.queue, cursor.empty, cursor.noted, cursor.passed.over
+    queue, empty = progress.ready
+    noted, over = progress.cursor.noted, progress.passed.over
     if C.ROW_CHUNKS != "none":
         coming = gate.rows
     else:
@@ -136,7 +136,4 @@ def take_ready(cursor, work, words, gate, watch, C: tl.constexpr):
         noted = note(words, watch, noted, STOPPED, (), C.PROBE)
     zero = tl.cast(0, tl.int32)
     item = Item(batch, pm, pn, zero, zero + work.k_steps, zero, zero + 1, zero - 1, zero)
-    return found, item, waited, Cursor(
-        cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, queue, empty, noted, cursor.asked,
-        cursor.passed
-    )  # fmt: skip
+    return found, item, waited, with_noted(progress.cursor, noted), Ready(queue, empty)

@@ -17,7 +17,7 @@ from tilestream.core import attention
 from tilestream.core import chunks as rules
 from tilestream.core.structs import Passed
 from tilestream.kernels.device.gate import ARRIVED, OVER, end_launch, is_over, wait
-from tilestream.kernels.device.items import behind_gate
+from tilestream.kernels.device.items import with_over
 from tilestream.kernels.device.jit import device
 
 chunk_of = device(rules.chunk_of)
@@ -54,18 +54,6 @@ def poll_over(passed, words, watch):
     if over == 0:
         over = is_over(words, watch).to(tl.int32)
     return with_over(passed, over)
-
-
-@triton.jit
-def with_over(passed, over):
-    """``passed``, with another ``over``."""
-    return Passed(over, passed.row_low, passed.row_high, passed.column_low, passed.column_high)
-
-
-@triton.jit
-def with_passed(cursor, passed):
-    """``cursor``, of a worker that knows what ``passed`` says of its gate."""
-    return behind_gate(cursor, passed.over, passed, cursor.noted)
 
 
 @triton.jit

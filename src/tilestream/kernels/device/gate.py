@@ -170,8 +170,9 @@ def pass_gate(item, passed, work, words, gate, watch, noted, before, C: tl.const
     if C.ROW_CHUNKS != "none":
         if over == 0:
             offset = batch * gate.rows_per_batch
-            end = tl.minimum(gate.rows.extent, pm * C.BLOCK_M + C.BLOCK_M)
-            rows = (offset + pm * C.BLOCK_M, offset + end, batch * gate.tiles_per_batch + pm)
+            begin = offset + pm * C.BLOCK_M
+            end = offset + tl.minimum(gate.rows.extent, pm * C.BLOCK_M + C.BLOCK_M)
+            rows = (begin, end, batch * gate.tiles_per_batch + pm)
             state, chunk, waited, row_low, row_high, noted = pass_operand(
                 rows, (row_low, row_high), gate.rows, gate, words, watch, noted, 0, C
             )

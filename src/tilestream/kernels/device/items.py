@@ -2,9 +2,9 @@
 
 ::
 
-    cursor, watch = begin_worker(...)            # the counters, the clock, chunks in quarantine
+    progress, watch = begin_worker(...)          # the counters, the clock, chunks in quarantine
     while found:
-        found, item, cursor = next_item(...)     # schedule.take or arrival_order.take_ready; gate.pass_gate
+        found, item, progress = next_item(...)   # schedule.take or arrival_order.take_ready; gate.pass_gate
         if found: multiply, finish
     finish_worker(...)                           # the words, as the next launch expects them
 
@@ -17,31 +17,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Cursor, Item, Passed, Watch
+from tilestream.core.structs import Item, Passed, Progress, Ready, Watch
 from tilestream.kernels.device.arrival_order import take_ready
 from tilestream.kernels.device.clock import present
 from tilestream.kernels.device.gate import leave_gate, pass_gate, quarantined
-from tilestream.kernels.device.schedule import LINE, add, enter, first_cursor, leave, pick_victim, take
+from tilestream.kernels.device.schedule import LINE, add, enter, first_cursor, leave, pick_victim, take, with_noted
 from tilestream.kernels.device.trace import begin_span, place_of, ready_span
 
 
 @triton.jit
 def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
-    """``(cursor, watch)`` of a worker that has taken nothing yet. ``C``: a `tilestream.kernels.config.GemmConfig`."""
+    """``(progress, watch)`` of a worker that has taken nothing yet. ``C``: a `tilestream.kernels.config.GemmConfig`."""
     leaves = words.reset
     if C.GATED:
         # There are words that the last worker out zeroes: a captured launch's, a caller's own.
         leaves = tl.where((gate.rows.epoch == 0) | (gate.columns.epoch == 0), 1, words.reset)
     enter(work, words, worker, leaves, C.KIND == "static", C.GATED)
     if C.GATED:
-        clock = gate.claims + LINE
-        watch = Watch(worker, workers, leaves, words.counters + (work.queues + 1) * LINE, clock, present(clock))
+        abort, clock = words.counters + (work.queues + 1) * LINE, gate.claims + LINE
+        watch = Watch(worker, workers, leaves, abort, clock, present(clock))
         over = quarantined(gate, words, watch, C)
     else:
         # No address: a static launch has no words.
         watch = Watch(worker, workers, leaves, None, None, None)
         over = tl.cast(0, tl.int32)
-    return first_cursor(over), watch
+    zero = tl.cast(0, tl.int32)
+    passed = Passed(over, zero, zero - 1, zero, zero - 1)
+    return Progress(first_cursor(), Ready(zero - 1, zero), passed), watch
 
 
 @triton.jit
@@ -52,12 +54,12 @@ def as_it_is(item, over):
 
 @triton.jit
 def next_item(
-    cursor, work, words, gate, watch, C: tl.constexpr, ADD: tl.constexpr = add, PICK: tl.constexpr = pick_victim,
+    progress, work, words, gate, watch, C: tl.constexpr, ADD: tl.constexpr = add, PICK: tl.constexpr = pick_victim,
     VOID: tl.constexpr = as_it_is,
 ):  # fmt: skip
-    """``(found, item, cursor)``: the worker's next item, whose chunks have arrived, or STOP where ``found`` is 0.
+    """``(found, item, progress)``: the worker's next item, whose chunks have arrived, or STOP where ``found`` is 0.
 
-    Where the launch is over (``cursor.passed.over``), the item is void, and is to be filled with NaN.
+    Where the launch is over (``progress.passed.over``), the item is void, and is to be filled with NaN.
 
     Parameters
     ----------
@@ -68,22 +70,24 @@ def next_item(
     VOID
         ``(item, over)`` of an item behind its gate: how a kernel says that it is void, and what it fences.
     """
+    cursor, ready, passed = progress
     waited = tl.cast(0, tl.int64)
     if C.SPLIT == "chunks":
-        found, item, waited, cursor = take_ready(cursor, work, words, gate, watch, C)
+        found, item, waited, cursor, ready = take_ready(progress, work, words, gate, watch, C)
     else:
         found, item, cursor = take(cursor, work, words, watch, C, ADD, PICK)
+    place = item.place
     if found != 0:
         if C.TRACE:
-            item = with_place(item, place_of(item, work))
-            begin_span(words.log, item.place, watch.worker)
+            place = place_of(item, work)
+            begin_span(words.log, place, watch.worker)
         if C.GATED:
-            passed, noted = pass_gate(item, cursor.passed, work, words, gate, watch, cursor.noted, waited, C)
+            passed, noted = pass_gate(item, passed, work, words, gate, watch, cursor.noted, waited, C)
             item, over = VOID(item, passed.over)
-            cursor = behind_gate(cursor, over, passed, noted)
+            cursor, passed = with_noted(cursor, noted), with_over(passed, over)
         if C.TRACE:
-            ready_span(words.log, item.place)
-    return found, item, cursor
+            ready_span(words.log, place)
+    return found, with_place(item, place), Progress(cursor, ready, passed)
 
 
 @triton.jit
@@ -103,19 +107,15 @@ def with_steps(item, k_begin, k_end):
 
 
 @triton.jit
-def behind_gate(cursor, over, passed, noted):
-    """``cursor``, of a worker that has passed a gate."""
-    passed = Passed(over, passed.row_low, passed.row_high, passed.column_low, passed.column_high)
-    return Cursor(
-        cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.queue, cursor.empty, noted,
-        cursor.asked, passed,
-    )  # fmt: skip
+def with_over(passed, over):
+    """``passed``, of a launch that is over or not."""
+    return Passed(over, passed.row_low, passed.row_high, passed.column_low, passed.column_high)
 
 
 @triton.jit
-def finish_worker(work, words, gate, watch, cursor, C: tl.constexpr):
+def finish_worker(passed, work, words, gate, watch, C: tl.constexpr):
     """After STOP: the words are left as the next launch expects them."""
     if C.GATED:
-        leave_gate(work, words, gate, watch, cursor.passed.over, C.ROW_CHUNKS, C.COLUMN_CHUNKS)
+        leave_gate(work, words, gate, watch, passed.over, C.ROW_CHUNKS, C.COLUMN_CHUNKS)
     else:
         leave(work, words, watch, C.KIND == "static")

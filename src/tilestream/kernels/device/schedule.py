@@ -27,7 +27,7 @@ import triton.language as tl
 from triton import constexpr_function
 
 from tilestream.core import integers, queues, raster, stream_k
-from tilestream.core.structs import Cursor, Item, Passed
+from tilestream.core.structs import Cursor, Item
 from tilestream.kernels.config import ScheduleConfig
 from tilestream.kernels.device.jit import device
 
@@ -228,20 +228,22 @@ def leave(work, words, watch, STATIC: tl.constexpr):
 
 
 @triton.jit
-def first_cursor(over):
-    """Of a worker that has taken nothing yet; ``over``: whether its launch is over already."""
+def first_cursor():
+    """Of a worker that has taken nothing yet."""
     zero = tl.cast(0, tl.int32)
-    passed = Passed(over, zero, zero - 1, zero, zero - 1)
-    return Cursor(zero, zero, zero - 1, zero, zero, zero - 1, zero, zero, tl.cast(0, tl.int64), passed)
+    return Cursor(zero, zero, zero - 1, zero, zero, zero, tl.cast(0, tl.int64))
 
 
 @triton.jit
 def with_asked(cursor, asked):
     """``cursor``, of a worker that has begun to draw a ticket: see `tilestream.kernels.hopper.queues`."""
-    return Cursor(
-        cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.queue, cursor.empty,
-        cursor.noted, asked, cursor.passed,
-    )  # fmt: skip
+    return Cursor(cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.noted, asked)
+
+
+@triton.jit
+def with_noted(cursor, noted):
+    """``cursor``, of a worker whose probe has written so many records."""
+    return Cursor(cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, noted, cursor.asked)
 
 
 # Rasters and items ---------------------------------------------------------------------------------------------------
@@ -367,6 +369,4 @@ def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, P
     else:
         noted = note(words, watch, noted, STOPPED, (), C.PROBE)
     item = Item(batch, pm, pn, k_begin, k_end, part, parts, slot, tl.cast(0, tl.int32))
-    return found, item, Cursor(
-        ticket, source, share, unit, unit_end, cursor.queue, cursor.empty, noted, cursor.asked, cursor.passed
-    )  # fmt: skip
+    return found, item, Cursor(ticket, source, share, unit, unit_end, noted, cursor.asked)

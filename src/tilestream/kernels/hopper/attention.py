@@ -65,7 +65,7 @@ from tilestream.core.attention_structs import (
     TileRing,
 )
 from tilestream.core.structs import Gate, Incoming, Place, Words, Work
-from tilestream.kernels.device.attention_gate import poll_over, with_passed
+from tilestream.kernels.device.attention_gate import poll_over
 from tilestream.kernels.device.attention_tile import emptied, locate_tile
 from tilestream.kernels.device.items import begin_worker, finish_worker
 from tilestream.kernels.device.schedule import add, take, with_asked
@@ -114,7 +114,8 @@ def load_loop(source, ring, items, work, words, C: gl.constexpr):
         gdc_launch_dependents()
     one, zero = tl.cast(1, tl.int32), tl.cast(0, tl.int32)
     loads = make_loads(source, ring)
-    cursor, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, source.gate, C)
+    progress, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, source.gate, C)
+    passed, cursor = progress.passed, progress.cursor
     k, v, slot, q = Place(zero, zero), Place(zero, zero), Place(zero, zero), Place(zero, zero)
     found = one
     last = LastValues(zero, KeyRows(zero, zero, zero, zero), zero)
@@ -126,7 +127,7 @@ def load_loop(source, ring, items, work, words, C: gl.constexpr):
             with_asked(cursor, asked), work, words, watch, C, await_ticket if C.PREFETCHES_TICKETS else add
         )
         found, tile = locate_tile(found, item, source.extents, work.group, C)
-        v = load_last_values(last, v, cursor.passed.over, loads, source, C)
+        v = load_last_values(last, v, passed.over, loads, source, C)
         last = LastValues(zero, last.rows, last.first)
         if C.TRACE:
             if found != 0:
@@ -134,19 +135,17 @@ def load_loop(source, ring, items, work, words, C: gl.constexpr):
                 if not C.GATED:
                     ready_span(items.log, tile.pm * work.num_n + tile.pn)
         if C.GATED:
-            cursor = with_passed(cursor, poll_over(cursor.passed, words, watch))
-            tile = emptied(tile, cursor.passed.over)
+            passed = poll_over(passed, words, watch)
+            tile = emptied(tile, passed.over)
         handed = slot.at
-        slot = hand_on(items, slot, found, tile, cursor.passed.over, source, work, C)
+        slot = hand_on(items, slot, found, tile, passed.over, source, work, C)
         if found != 0:
             q = load_queries(tile, source, ring, q, C)
-            at = LoadPlace(k, v, asked, cursor.passed)
+            at = LoadPlace(k, v, asked, passed)
             at = load_keys(at, tile, handed, loads, source, items, work, words, watch, C)
-            k, v, asked = at.k, at.v, at.asked
-            if C.GATED:
-                cursor = with_passed(cursor, at.passed)
+            k, v, asked, passed = at
             last = last_values_of(tile, last, source.extents, C)
-    finish_worker(work, words, source.gate, watch, cursor, C)
+    finish_worker(passed, work, words, source.gate, watch, C)
 
 
 @gluon.jit

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilestream.core.attention_structs import KeyLoads, KeyRows, LastValues, LoadPlace
 from tilestream.core.structs import Place
-from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, with_over
+from tilestream.kernels.device.attention_gate import chunk_at, pass_keys
+from tilestream.kernels.device.items import with_over
 from tilestream.kernels.device.trace import chunk_span, ready_span
 from tilestream.kernels.hopper.compat import boxes, tma_load
 from tilestream.kernels.hopper.gate import fenced

@@ -73,14 +73,15 @@ def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexp
 def prefetched(v, batch, first, count, WIDTH: gl.constexpr):
     """Elements [first, first + WIDTH) of a `Vector`, those below ``count``."""
     layout: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])
+    at = v.at + batch.to(gl.int64) * v.batch
     i = first + gl.arange(0, WIDTH, layout)
-    at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
-    return gl.load(at, mask=i < count, other=0.0).to(gl.float32)
+    return gl.load(at + i.to(gl.int64) * v.step, mask=i < count, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexpr):
     """Have L2 bring a tile of the residual: a request for each 64 elements that lie side by side, or nearly so."""
+    at = e.residual.at + batch.to(gl.int64) * e.residual.batch
     SIDE: gl.constexpr = 64
     LONG: gl.constexpr = C.HALF_ROWS if C.FLIPPED else WIDTH
     OTHER: gl.constexpr = WIDTH if C.FLIPPED else C.HALF_ROWS
@@ -93,7 +94,6 @@ def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexp
         r, c = row + j + i * 0, column + i + j * 0
     r = gl.minimum(r, e.rows - 1)
     c = gl.minimum(c, e.columns - 1)
-    at = e.residual.at + batch.to(gl.int64) * e.residual.batch
     place = (at + r.to(gl.int64) * e.residual.row + c.to(gl.int64) * e.residual.column).to(gl.int64)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
@@ -101,12 +101,13 @@ def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def prefetch_epilogue(e, batch, row, column, C: gl.constexpr):
+def prefetch_epilogue(e, item, row, C: gl.constexpr):
     """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
 
     Vectors are loaded, which leaves them in the first-level cache; the caller passes the values to `await_prefetch`
     after the K loop, which waits for them. The residual is prefetched into L2.
     """
+    batch, column = item.batch, item.pn * C.COLUMNS
     early = ()
     if C.SCALES != "none":
         if e.row_scale.at is not None:
@@ -133,15 +134,6 @@ def await_prefetch(early):
 
 
 @gluon.jit
-def columns_inside(e, region, C: gl.constexpr):
-    """Which of the region's columns the output has."""
-    inside = region.j < e.columns
-    if C.N_DIVISIBLE_BY_8:  # said so that the compiler sees that a vector never straddles the end
-        inside = region.j // 8 * 8 < e.columns
-    return inside
-
-
-@gluon.jit
 def load_vector(v, batch, i, inside):
     """Elements ``i`` of a `Vector`, float32."""
     at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
@@ -151,35 +143,33 @@ def load_vector(v, batch, i, inside):
 @gluon.jit
 def load_rows(v, e, region, C: gl.constexpr):
     """A `Vector` along the region's rows."""
-    return load_vector(v, region.batch, region.i, region.i < e.rows)
+    return load_vector(v, region.batch, region.i, region.inside[0])
 
 
 @gluon.jit
 def load_columns(v, e, region, C: gl.constexpr):
     """A `Vector` along the region's columns."""
-    return load_vector(v, region.batch, region.j, columns_inside(e, region, C))
+    return load_vector(v, region.batch, region.j, region.inside[1])
 
 
 @gluon.jit
-def inside_of(e, region, C: gl.constexpr):
-    """Which of the region's elements the output has."""
-    return (region.i < e.rows)[:, None] & columns_inside(e, region, C)[None, :]
-
-
-@gluon.jit
-def addresses(m, region, C: gl.constexpr):
-    """Where a `Matrix` has the region's elements."""
+def in_matrix(m, region, C: gl.constexpr):
+    """Where a `Matrix` has the region's elements, and which of them it has."""
+    below, left = region.inside
+    inside = below[:, None] & left[None, :]
     row, column = region.i, region.j
     if C.OFFSETS_64BIT:
         row = row.to(gl.int64)
         column = column.to(gl.int64)
-    return m.at + region.batch.to(gl.int64) * m.batch + row[:, None] * m.row + column[None, :] * m.column
+    at = m.at + region.batch.to(gl.int64) * m.batch + row[:, None] * m.row + column[None, :] * m.column
+    return at, inside
 
 
 @gluon.jit
 def load_tile(m, e, region, C: gl.constexpr):
     """The region of a `Matrix`, float32."""
-    return gl.load(addresses(m, region, C), mask=inside_of(e, region, C), other=0.0).to(gl.float32)
+    at, inside = in_matrix(m, region, C)
+    return gl.load(at, mask=inside, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -200,10 +190,14 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
     layout: gl.constexpr = mma_layout(C.STRIP)
     i = row + gl.arange(0, C.HALF_ROWS, gl.SliceLayout(1, layout))
     j = column + gl.arange(0, C.STRIP, gl.SliceLayout(0, layout))
-    region = Region(batch, row, column, i, j, None)
+    below, left = i < e.rows, j < e.columns
+    if C.N_DIVISIBLE_BY_8:  # said so that the compiler sees that a vector never straddles the end
+        left = j // 8 * 8 < e.columns
+    region = Region(batch, row, column, i, j, (below, left))
     x = finished(acc, e, region, C, load_rows, load_columns, load_tile)
     if C.STORE == "direct":
-        gl.store(addresses(e.out, region, C), x.to(e.out.at.dtype.element_ty), mask=inside_of(e, region, C))
+        at, inside = in_matrix(e.out, region, C)
+        gl.store(at, x.to(e.out.at.dtype.element_ty), mask=inside)
     else:
         buffer = e.buffers.index(BUFFER)
         tma.store_wait(PENDING)
@@ -320,7 +314,8 @@ def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: 
     TOGETHER: gl.constexpr = together(C.HALF_ROWS, C.COLUMNS, WIDTH, C.FULL)
     size: gl.constexpr = C.ROWS * C.COLUMNS
     at = at + place_in_partial(C.HALF_ROWS, START, WIDTH, C.STRIP)
-    acc = gl.zeros((C.HALF_ROWS, WIDTH), gl.float32, layout)
+    TILE: gl.constexpr = (C.HALF_ROWS, WIDTH)
+    acc = gl.zeros(TILE, gl.float32, layout)
     for first in range(0, item.parts, TOGETHER):
         others = ()
         for i in gl.static_range(TOGETHER):
@@ -337,8 +332,8 @@ def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: 
 
 
 @gluon.jit
-def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexpr):
-    """Finish and store a consumer's part of a tile, which begins at ``row`` and ``column``, strip by strip.
+def store_tile(accs, at, e, item, row, WHO: gl.constexpr, C: gl.constexpr):
+    """Finish and store a consumer's part of a tile, which begins at ``row`` of the accumulator, strip by strip.
 
     ``at``: of a tile in parts, see `first_partial`.
     """
@@ -349,6 +344,6 @@ def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexp
             if item.parts > 1:
                 x = reduce_partials(x, at + i * C.HALF_ROWS * C.STRIP, item, C)
         store_strip(
-            x, e, item.batch, row, column + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
+            x, e, item.batch, row, item.pn * C.COLUMNS + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
             pending(i, STRIPS, C.BUFFERS), C,
         )  # fmt: skip

@@ -50,6 +50,7 @@ from tilestream.core.structs import (
     LocalRows,
     Matrix,
     Place,
+    Progress,
     Publishing,
     Ring,
     Vector,
@@ -97,19 +98,21 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 
 @gluon.jit
 def begin(work, words, gate, C: gl.constexpr):
-    """``(cursor, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
-    cursor, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
+    """``(progress, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
+    progress, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
     if C.PREFETCHES_TICKETS:
         go = tl.cast(1, tl.int32)
-        cursor = with_asked(cursor, prefetch_ticket(words, home_queue(watch.worker, work.queues), go))
-    return cursor, watch
+        asked = prefetch_ticket(words, home_queue(watch.worker, work.queues), go)
+        progress = Progress(with_asked(progress.cursor, asked), progress.ready, progress.passed)
+    return progress, watch
 
 
 @gluon.jit
 def prefetch_next(cursor, work, words, watch):
     """Begin to draw the next ticket, unless the worker's queue is empty, and it will look before it takes."""
-    queue = source_queue(cursor.source, home_queue(watch.worker, work.queues))
-    return with_asked(cursor, prefetch_ticket(words, queue, tl.where(cursor.source <= work.queues, 1, 0)))
+    home = home_queue(watch.worker, work.queues)
+    go = tl.where(cursor.source <= work.queues, 1, 0)
+    return with_asked(cursor, prefetch_ticket(words, source_queue(cursor.source, home), go))
 
 
 @gluon.jit
@@ -198,15 +201,17 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
     if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    cursor, watch = begin(work, words, gate, C)
     zero = tl.cast(0, tl.int32)
-    stage, slot = Place(zero, zero), Place(zero, zero)
-    found = zero + 1
+    progress, watch = begin(work, words, gate, C)
+    cursor = progress.cursor
+    stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
+    passed, ready = progress.passed, progress.ready
     ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
     while found != 0:
-        found, item, cursor = next_item(
-            cursor, work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
+        found, item, progress = next_item(
+            Progress(cursor, ready, passed), work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
         )  # fmt: skip
+        cursor, ready, passed = progress
         slot = hand_on(items, slot, found, item, C)
         if found != 0:
             tile = locate(loads, item, C)
@@ -216,7 +221,7 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
                 stage = load_steps(item.k_begin, k_begin, tile, loads, ring, stage, C)
                 cursor = prefetch_next(cursor, work, words, watch)
             stage = load_steps(k_begin, item.k_end, tile, loads, ring, stage, C)
-    finish_worker(work, words, gate, watch, cursor, C)
+    finish_worker(passed, work, words, gate, watch, C)
 
 
 @gluon.jit
@@ -233,10 +238,10 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         mine = is_mine(steps, number, WHO, C)
         if mine:
             await_turn(order, number, WHO, C)
-            row, column = item.pm * C.ROWS, item.pn * C.COLUMNS
+            row = item.pm * C.ROWS
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
-            early = prefetch_epilogue(epilogue, item.batch, row, column, C)
+            early = prefetch_epilogue(epilogue, item, row, C)
             accs, stage = product(ring, order, stage, steps, WHO, C)
             await_prefetch(early)
             finishes, partials = item.parts == 1, words.partials
@@ -245,8 +250,8 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
                     partials = first_partial(words, item, WHO, C)
                     finishes = fixup(accs, partials, words, item, WHO, C)
             if finishes:
-                store_tile(accs, partials, epilogue, item, row, column, WHO, C)
-                publish_tile(publishing, epilogue, row, column, C)
+                store_tile(accs, partials, epilogue, item, row, WHO, C)
+                publish_tile(publishing, epilogue, item, row, C)
             if C.TRACE:
                 barrier()
                 # Not of a void item.

@@ -24,15 +24,16 @@ class Source(NamedTuple):
 
     Attributes
     ----------
-    batch
-        Its batch.
+    x_batch, y_batch
+        Its batch of x and of y.
     row, column
         Its first row of x, or of the rows that lie elsewhere, and its first row of y.
     is_local
         Whether its rows of x are of `tilestream.core.structs.LocalRows`.
     """
 
-    batch: Any
+    x_batch: Any
+    y_batch: Any
     row: Any
     column: Any
     is_local: Any
@@ -47,7 +48,8 @@ def locate(loads, item, C: gl.constexpr):
     is_local, row = False, pr
     if C.LOCAL_ROWS:
         is_local, row = find_local(loads.local, pr)
-    return Source(item.batch, row * C.ROWS, pc * C.COLUMNS, is_local)
+    x_batch, y_batch = item.batch * loads.x_batched, item.batch * loads.y_batched
+    return Source(x_batch, y_batch, row * C.ROWS, pc * C.COLUMNS, is_local)
 
 
 @gluon.jit
@@ -74,11 +76,11 @@ def load_operand(tensor_map, bar, buffer, batch, row, k, K_MAJOR: gl.constexpr, 
 @gluon.jit
 def load_x(tensor_map, ring, stage, source, batch, k, K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, C: gl.constexpr):
     """Start the copies of x's part of a stage: one for each consumer that has a half of its own."""
-    for half in gl.static_range(C.HALVES):
-        load_operand(
-            tensor_map, ring.full.index(stage), ring.x.index(stage * C.HALVES + half), batch,
-            source.row + half * C.HALF_ROWS, k, K_MAJOR, BATCHED,
-        )  # fmt: skip
+    HALVES: gl.constexpr = C.HALVES
+    for half in gl.static_range(HALVES):
+        row = source.row + half * C.HALF_ROWS
+        buffer = ring.x.index(stage * HALVES + half)
+        load_operand(tensor_map, ring.full.index(stage), buffer, batch, row, k, K_MAJOR, BATCHED)
 
 
 @gluon.jit
@@ -88,7 +90,6 @@ def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
         (C.ROWS * loads.x.dtype.primitive_bitwidth + C.COLUMNS * loads.y[0].dtype.primitive_bitwidth) * C.BLOCK_K // 8
     )
     stage, phase = place
-    x_batch, y_batch = source.batch * loads.x_batched, source.batch * loads.y_batched
     for k in range(begin, end):
         mbarrier.wait(ring.empty.index(stage), phase ^ 1)
         bar = ring.full.index(stage)
@@ -101,9 +102,9 @@ def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
             else:
                 load_x(loads.x, ring, stage, source, 0, at, True, False, C)
         else:
-            load_x(loads.x, ring, stage, source, x_batch, at, C.X_K_MAJOR, C.BATCHED, C)
+            load_x(loads.x, ring, stage, source, source.x_batch, at, C.X_K_MAJOR, C.BATCHED, C)
         for i in gl.static_range(len(C.WIDTHS)):
             first = source.column + start_of(C.WIDTHS, i)
-            load_operand(loads.y[i], bar, ring.y[i].index(stage), y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
+            load_operand(loads.y[i], bar, ring.y[i].index(stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
         stage, phase = step(stage, phase, C.STAGES)
     return Place(stage, phase)

@@ -63,9 +63,9 @@ def publish(row, count, rows, publishing):
 
 
 @gluon.jit
-def publish_tile(publishing, e, row, column, C: gl.constexpr):
-    """Publish a consumer's part of a tile, which begins at ``row`` and ``column`` of the accumulator."""
+def publish_tile(publishing, e, item, row, C: gl.constexpr):
+    """Publish a consumer's part of a tile, which begins at ``row`` of the accumulator."""
     if C.PUBLISH == "rows":
         publish(row, C.HALF_ROWS, e.rows, publishing)
     elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, where the operands are swapped
-        publish(column, C.COLUMNS, e.columns, publishing)
+        publish(item.pn * C.COLUMNS, C.COLUMNS, e.columns, publishing)

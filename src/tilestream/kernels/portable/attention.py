@@ -33,7 +33,7 @@ from tilestream.core.attention_structs import (
     Softmax,
 )
 from tilestream.core.structs import Gate, Incoming, Words, Work
-from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over, with_passed
+from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over
 from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
 from tilestream.kernels.device.items import begin_worker, finish_worker
 from tilestream.kernels.device.schedule import take
@@ -353,7 +353,8 @@ def attention(
     words = Words(counters, base, reset, log, 0, None, None)
     scores = Scores(scale, softcap_scale, sinks)
 
-    cursor, watch = begin_worker(tl.program_id(0), tl.num_programs(0), work, words, gate, C)
+    progress, watch = begin_worker(tl.program_id(0), tl.num_programs(0), work, words, gate, C)
+    cursor, passed = progress.cursor, progress.passed
     found = tl.cast(1, tl.int32)
     while found != 0:
         found, item, cursor = take(cursor, work, words, watch, C)
@@ -373,13 +374,11 @@ def attention(
                 # The rows of all sequences arrive one behind the other.
                 origin = tile.origin_k if cu_seqlens_k is not None else tile.batch * seqlen_k
                 arrival = (work, words, gate, watch, origin)
-                passed, softmax = add_arriving(cursor.passed, tile, x, softmax, keys, mask, of_tile, arrival, C)
-                cursor = with_passed(cursor, passed)
+                passed, softmax = add_arriving(passed, tile, x, softmax, keys, mask, of_tile, arrival, C)
             else:
                 softmax = add_stretch(tile.begin, tile.end, tile, x, softmax, keys, mask, of_tile, C)
-            over = cursor.passed.over
-            store_tile(softmax, tile, over, of_tile, scales.v, extents, out, lse, C)
+            store_tile(softmax, tile, passed.over, of_tile, scales.v, extents, out, lse, C)
             if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
-                end_span(log, tile.pm * num_n + tile.pn, 0, over == 0)
-    finish_worker(work, words, gate, watch, cursor, C)
+                end_span(log, tile.pm * num_n + tile.pn, 0, passed.over == 0)
+    finish_worker(passed, work, words, gate, watch, C)

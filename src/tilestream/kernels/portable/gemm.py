@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core.copy_items import CopyArguments
-from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Vector, Words, Work
+from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Vector, Words, Work
 from tilestream.kernels.device.copy_items import copy_items
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item, with_steps
 from tilestream.kernels.device.queues import pick_victim_of_block
@@ -64,7 +64,8 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
         depth = depth.to(tl.int64)
     at_a = a.at + item.batch.to(tl.int64) * a.batch + rows[:, None] * a.row + depth[None, :] * a.column
     at_b = b.at + item.batch.to(tl.int64) * b.batch + depth[:, None] * b.row + cols[None, :] * b.column
-    acc = tl.zeros((C.BLOCK_M, C.BLOCK_N), tl.float32)
+    TILE: tl.constexpr = (C.BLOCK_M, C.BLOCK_N)
+    acc = tl.zeros(TILE, tl.float32)
     # The loop's own barriers stand where the compiler first finds one missing. The schedule's atomics hand their
     # answers on by way of shared memory that becomes B's stages: where that is still being read, the first barrier of
     # the ring comes between A's stage and B's, and with it, in the loop, one between the reads of A and those of B
@@ -163,14 +164,16 @@ def gemm(
             copies, rows if C.COPIES == "rows" else columns, workers, tl.arange(0, C.COPY_BLOCK), C.COPY_BLOCK,
             C.COPY_VECTOR,
         )  # fmt: skip
-    cursor, watch = begin_worker(worker, workers, work, words, gate, C)
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor = next_item(
-            cursor, work, words, gate, watch, C, add, pick_victim_of_block, no_steps
+        found, item, progress = next_item(
+            Progress(cursor, ready, passed), work, words, gate, watch, C, add, pick_victim_of_block, no_steps
         )  # fmt: skip
+        cursor, ready, passed = progress
         if found != 0:
-            over = cursor.passed.over
+            over = passed.over
             acc = product(x, y, item, m, n, k, C)
             if C.GATED:
                 acc = tl.where(over != 0, float("nan"), acc)
@@ -182,4 +185,4 @@ def gemm(
             if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
                 end_span(words.log, item.place, 0, complete & (over == 0))
-    finish_worker(work, words, gate, watch, cursor, C)
+    finish_worker(passed, work, words, gate, watch, C)

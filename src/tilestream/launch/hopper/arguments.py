@@ -73,7 +73,7 @@ class Arguments:
         apart: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.layout = plan, layout
-        problem, swapped = plan.problem, plan.swapped
+        problem, swapped = plan.problem, plan.swap_ab
         block_m, block_n, block_k = plan.block
         batches = problem.batch if problem.batch > 1 else 0
         (ab, am, ak), (bb, bk, bn), (ob, om, on) = layout.a, layout.b, layout.out
@@ -164,7 +164,7 @@ class Arguments:
         plan, layout = self.plan, self.layout
         problem = plan.problem
         fields = epilogue_fields(layout, "none" if problem.scales == "none" else "row")
-        if plan.swapped and layout.bias is not None:
+        if plan.swap_ab and layout.bias is not None:
             fields["BIAS"] = "rows"
         return HopperConfig(
             **schedule_fields(plan, probe),
@@ -178,7 +178,7 @@ class Arguments:
             X_K_MAJOR=self._x_major,
             Y_K_MAJOR=self._y_major,
             BATCHED=problem.batch > 1,
-            SWAP_AB=plan.swapped,
+            SWAP_AB=plan.swap_ab,
             CONSUMERS=plan.variant,
             PROMOTED=problem.fp8 and not problem.fast_accum,
             RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),
@@ -187,10 +187,10 @@ class Arguments:
             STORE="direct" if self.out is None else "tma",
             FLIPPED=self._flipped,
             OFFSETS_64BIT=self._wide(),
-            N_DIVISIBLE_BY_8=(problem.m if plan.swapped else problem.n) % 8 == 0,
+            N_DIVISIBLE_BY_8=(problem.m if plan.swap_ab else problem.n) % 8 == 0,
             CHAINED=self._chained,
             TRACE=trace,
-            PUBLISH="none" if problem.publishes is None else "columns" if plan.swapped else "rows",
+            PUBLISH="none" if problem.publishes is None else "columns" if plan.swap_ab else "rows",
             LOCAL_ROWS=self.apart is not None,
         )
 
