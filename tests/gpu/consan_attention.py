@@ -70,17 +70,20 @@ CASES = {
     "attention in 8 bits": AttentionCase(130, (200,), "causal", dtype="float8_e4m3fn"),
 }
 
-_SCORES = "    scores = warpgroup_mma_wait(1, (scores,))\n"
-_GIVEN_BACK = "    mbarrier.arrive(k_empty.index(next_stage))\n"
-_PRODUCT = "    o, _ = warpgroup_mma_wait(0, (product, factors))\n"
-_V_GIVEN_BACK = "    mbarrier.arrive(v_empty.index(stage))\n"
-_RAW_FULL = "            mbarrier.wait(raw_full.index(stage), phase)\n"
-_RAW_GIVEN_BACK = "            mbarrier.arrive(raw_empty.index(stage))\n"
-_START = "    scores = start_scores(q_parts, k_parts, q_at, next_stage, PARTS, BLOCK)\n"
+_SCORES = "    x = warpgroup_mma_wait(1, (x,))\n"
+_GIVEN_BACK = "    mbarrier.arrive(ring.k_empty.index(stage))\n"
+_PRODUCT = "    o, _ = warpgroup_mma_wait(0, (product, p))\n"
+_V_GIVEN_BACK = "    mbarrier.arrive(ring.v_empty.index(at.stage))\n"
+_RAW_FULL = "            mbarrier.wait(loaded.v_full.index(stage), phase)\n"
+_RAW_GIVEN_BACK = "            mbarrier.arrive(loaded.v_empty.index(stage))\n"
+_START = "    x = start_scores(ring, q_at, stage, C)\n"
+_V_FULL = "    mbarrier.wait(ring.v_full.index(at.stage), at.phase)\n"
+_OPERAND = "    p = as_operand(sums.p, C.COLUMNS, ring.v.dtype)\n    product"
+_STEP = "    stage, phase = step(at.stage, at.phase, C.STAGES)\n"
 BUGS = {
     # Before the multiplication that reads it: just before its end the next copy may come too late to be seen.
     "K's stage is given back too early": Bug(
-        "attention_math", ((_GIVEN_BACK, ""), (_START, _GIVEN_BACK + _START)), (READS, WRITES, PENDING)
+        "attention_math", ((_SCORES + _GIVEN_BACK, _SCORES), (_START, _GIVEN_BACK + _START)), (READS, WRITES, PENDING)
     ),
     # The multiplication that has just been started still reads what is given back.
     "V's stage is given back too early": Bug(
@@ -89,11 +92,13 @@ BUGS = {
         (READS, PENDING),
     ),
     "no wait for K": Bug(
-        "attention_math", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES, PENDING)
+        "attention_math",
+        ((_STEP + "    mbarrier.wait(ring.k_full.index(stage), phase)\n", _STEP),),
+        (WRITES, PENDING),
     ),
     "V is read behind K's barrier": Bug(
         "attention_math",
-        (("    mbarrier.wait(v_full.index(stage), phase)\n    factors", "    factors"),),
+        ((_V_FULL + _OPERAND, _OPERAND),),
         (WRITES, PENDING),
     ),
     "no wait for the store before": Bug("attention_math", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
@@ -104,7 +109,9 @@ BUGS = {
         (WRITES, READS, PENDING),
     ),
     "values are converted over those that are multiplied": Bug(
-        "attention_convert", (("            mbarrier.wait(v_empty.index(stage), phase ^ 1)\n", ""),), (READS, PENDING)
+        "attention_convert",
+        (("            mbarrier.wait(ring.v_empty.index(stage), phase ^ 1)\n", ""),),
+        (READS, PENDING),
     ),
 }
 
@@ -177,7 +184,7 @@ _SLOTS = {
     "attention": (
         ("    slots = make_slots()\n", "    slots = starts\n"),
         ("        scales = make_slots()\n", "        scales = starts + ITEMS * FIELDS\n"),
-        ("import ITEMS, make_barriers", "import FIELDS, ITEMS, make_barriers"),
+        ("import ITEMS, get, make_barriers", "import FIELDS, ITEMS, get, make_barriers"),
     ),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def _untraced(text: ModuleType, folder: Path, texts: tuple[ModuleType, ...]) -> 
     source = path.read_text(encoding="utf-8")
     lines, struck = source.splitlines(), 0
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TRACE":
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TRACE", "C.TRACE"):
             if node.orelse:  # what there is instead stays
                 line = node.orelse[0].lineno - 2
                 lines[line] = lines[line].replace("else:", "if True:")
