@@ -94,7 +94,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     import torch
 
     import tilestream as ts
-    from tilestream.core.operands import Operands
+    from tilestream.core.operands import AttentionOperands
     from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
 
@@ -110,7 +110,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     else:
         out, lse = nan(rows, heads, columns, dtype=torch.bfloat16), nan(heads, rows)
     lists = {name: x.get(name) for name in ("scale_q", "scale_k", "scale_v", "block_table", "seqlens_k")}
-    layout = layout_of(Operands(x["q"], x["k"], x["v"], out[0], scale, lse[0], **lists))
+    layout = layout_of(AttentionOperands(x["q"], x["k"], x["v"], out[0], scale, lse[0], **lists))
     arguments = HopperAttentionArguments(plan, layout)
     maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
     slots = torch.zeros(64, dtype=torch.int32, device=device)
