@@ -1,4 +1,4 @@
-"""The bugs that the tests of the kernels' text must see: one row each.
+"""The bugs that the tests of the kernels' text, and the compile gates, must see: one row each.
 
 `tests/kernels/test_hopper_protocol.py` runs the text of the Hopper GEMM on stand-ins and compares its operations with
 what the checker explores. A row is seen if the operations differ, or if a stand-in is asked for nonsense.
@@ -132,3 +132,22 @@ HOPPER_GEMM: dict[str, tuple[Edit, ...]] = {
         f"{MULTIPLY}:poison", delete('if C.CONSUMERS == "ping_pong":\n    ...')
     ),
 }  # fmt: skip
+
+#: Modules of the Hopper GEMM that a compiled mutant edits, each after those that it imports.
+HOPPER_MODULES = (EPILOGUE, GEMM)
+
+_SHUFFLED = "gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))"
+
+#: Mutants that `tests/kernels/hopper/test_hopper_compiles.py` compiles: its gate must see them.
+COMPILED: dict[str, tuple[Edit, ...]] = {
+    "no turns": HOPPER_GEMM["consumers that take no turns have barriers for it"],
+    # Out of a layout that the compiler does not see through.
+    "scattered": at(
+        f"{EPILOGUE}:store_strip",
+        replace(
+            "buffer.store(x.to(e.map.dtype))",
+            f"buffer.store(gl.inline_asm_elementwise('mov.b32 $0, $1;', '=r,r', [{_SHUFFLED}], dtype=gl.float32, "
+            "is_pure=False, pack=1).to(e.map.dtype))",
+        ),
+    ),
+}
