@@ -292,7 +292,7 @@ def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():
     columns = plan(4096, 4096, 1024, dtype="bfloat16", device=H100, weight_arrival=Arrival.ragged([0, 100, 4096]))
     assert columns.schedule.raster.order == "table"
     split = plan(4096, 4096, 64, dtype="bfloat16", device=H100, queues=2, weight_arrival=Arrival.uniform(512, 8))
-    assert split.schedule.split == "rows", "a late chunk of columns must idle nobody's queue"
+    assert split.schedule.split == "rows", "a late chunk of columns must leave no queue idle"
     batches = plan(100, 64, 64, batch=3, dtype="float16", device=H100, arrival=Arrival.uniform(70, 5, pivot=2))
     assert batches.schedule.first_batch == 1
     assert plan(64, 64, 64, device=H100).gate is None
