@@ -18,6 +18,7 @@ from emulated_attention import AttentionMachine, run
 from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands
+from tilestream.kernels.attention_config import Columns
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
@@ -111,11 +112,11 @@ def test_columns_in_parts(dims, parts, arch, copies, stages):
 def test_queries_keys_and_values_each_have_a_swizzle():
     hows = [check(Case((33,), (70,), (1, 1), (192, 128)), "gfx942", "staged", 2, block=block) for block in (32, 64)]
     for made in hows:
-        found = made.constants()
-        assert found["Q_HOW"] == found["K"][3] != found["V"][3]
-    found = check(Case((33,), (70,), (1, 1), (96, 128))).constants()
-    assert found["Q_HOW"] == found["K"][3] == (8, 4, 4)
-    assert found["V"][3] == (8, 2, 8)
+        found = made.config()
+        assert found.Q.SWIZZLE == found.K.SWIZZLE != found.V.SWIZZLE
+    found = check(Case((33,), (70,), (1, 1), (96, 128))).config()
+    assert found.Q.SWIZZLE == found.K.SWIZZLE == (8, 4, 4)
+    assert found.V.SWIZZLE == (8, 2, 8)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(3, (8, 1)), (1, (16, 2)), (16, (6, 1))])
@@ -136,8 +137,8 @@ def test_rows_that_lie_far_apart_go_by_64_bits():
     def far(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
         arguments._far_q = arguments._far_keys = True
         arguments.direct = False
-        made = arguments.constants() | {"FAR_OUT": True}
-        arguments.constants = lambda: made
+        made = replace(arguments.config(), FAR_OUT=True)
+        arguments.config = lambda: made
         return arguments
 
     check(Case((70,), (150,), (4, 2), (32, 32), "causal"), change=far)
@@ -153,16 +154,16 @@ CAUSAL = Case((70,), (203,), (1, 1), (32, 32), "causal window")
 
 def changed(**change):
     def change_all(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
-        made = arguments.constants()
-        assert all(made[name] != value for name, value in change.items())
-        arguments.constants = lambda: made | change
+        made = arguments.config()
+        assert all(getattr(made, name) != value for name, value in change.items())
+        arguments.config = lambda: replace(made, **change)
         return arguments
 
     return change_all
 
 
 @pytest.mark.parametrize(
-    "change", [{"STAGES": 5}, {"K": (1, 32, 32, (8, 1, 4), 8)}, {"V": (1, 32, 32, (8, 2, 4), 8)}], ids=str
+    "change", [{"STAGES": 5}, {"K": Columns(1, 32, 32, (8, 1, 4), 8)}, {"V": Columns(1, 32, 32, (8, 2, 4), 8)}], ids=str
 )
 def test_another_depth_and_another_swizzle_are_right_too(change):
     check(CAUSAL, change=changed(**change))

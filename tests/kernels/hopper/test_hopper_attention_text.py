@@ -23,8 +23,8 @@ from attention_machine import TEXTS, Deadlock, Machine
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.integers import cdiv
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention as policy
@@ -130,7 +130,7 @@ def run(
         lse = np.full(plan.shares * p.tokens_q * p.heads_q, np.nan)
         q_strides, out_strides = (0, *q_strides[1:]), (0, p.heads_q * p.head_dim_v, p.head_dim_v)
         lse_strides = (0, p.heads_q, 1)
-        operands["cu_queries"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
+        operands["cu_seqlens_q"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
     else:
         q, q_strides = dense(case.q, p.seqlen_q)
         out = np.full(plan.shares * p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
@@ -153,7 +153,7 @@ def run(
                 k_rows[page, : part.stop - part.start] = x[part]
                 v_rows[page, : part.stop - part.start] = case.v[i][part]
                 filled.append(page)
-        operands["table"] = found.reshape(-1)
+        operands["block_table"] = found.reshape(-1)
         k, v = k_rows.reshape(-1), v_rows.reshape(-1)
         k_strides, v_strides = (
             (p.page_size * p.heads_kv * d, p.heads_kv * d, d) for d in (p.head_dim, p.head_dim_v)
@@ -161,11 +161,11 @@ def run(
     elif p.tokens_k:
         (k, k_strides), (v, v_strides) = (dense([np.concatenate(x)], p.tokens_k) for x in (case.k, case.v))
         k_strides, v_strides = (0, *k_strides[1:]), (0, *v_strides[1:])
-        operands["cu_keys"] = np.cumsum([0, *[len(x) for x in case.k]]).astype(np.int32)
+        operands["cu_seqlens_k"] = np.cumsum([0, *[len(x) for x in case.k]]).astype(np.int32)
     else:
         (k, k_strides), (v, v_strides) = (dense(x, p.seqlen_k) for x in (case.k, case.v))
     if p.lengths:
-        operands["lengths"] = np.array([len(x) for x in case.k], np.int32)
+        operands["seqlens_k"] = np.array([len(x) for x in case.k], np.int32)
     if p.varlen:
         packs = p.heads_q // plan.pack
         keys = [len(x) for x in case.k] + [0]
@@ -173,7 +173,7 @@ def run(
         order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
         tiles = [plan.shares * packs * cdiv(rows[i], plan.positions) for i in order]
         operands["starts"] = np.cumsum([0, *tiles]).astype(np.int32)
-        operands["order_of"] = np.array(order, np.int32)
+        operands["order"] = np.array(order, np.int32)
         assert operands["starts"][-1] <= plan.schedule.full_tiles, "the grid holds the list"
     operands |= {"q": q, "k": k, "v": v, "out": out}
     if p.return_lse:
@@ -465,7 +465,7 @@ def test_each_item_is_written_down_once_by_everyone_who_ends_it(name, over_at):
     machines: list[Machine] = []
     run(case, machines=machines, over_at=over_at, trace=True)
     for machine in machines:
-        spans, count = machine.spans, machine.arguments["CONSUMERS"]
+        spans, count = machine.spans, machine.config.CONSUMERS
         told = [tile for what, tile, *_ in spans if what == "begin"]
         assert len(told) == len(set(told)) == sum(blocks > 0 for blocks in machine.told)
         ends = [tuple(more) for what, *more in spans if what == "end"]
@@ -485,77 +485,98 @@ def test_each_item_is_written_down_once_by_everyone_who_ends_it(name, over_at):
             assert len(machine.passed) <= over_at or not all(whole for *_, whole in ends)
 
 
+#: How `last_values_of` says what rows they are.
+LAST_ROWS = """if tile.begin < tile.end:
+            rows = KeyRows(tile.batch, tile.origin_v, tile.keys, tile.head // extents.q_heads_per_kv)"""
 #: Texts that are wrong in one place, and what is seen: a wrong number, a deadlock, or a stand-in asked for nonsense.
 CHANGES = {
-    "K is not waited for": ("mbarrier.wait(k_full.index(next_stage), next_phase)", "pass"),
-    "V is not waited for": ("mbarrier.wait(v_full.index(stage), phase)", "pass"),
-    "Q is not waited for": ("mbarrier.wait(q_full.index(q_at), q_phase)", "pass"),
+    "K is not waited for": (
+        "stage, phase = step(at.stage, at.phase, C.STAGES)\n    mbarrier.wait(ring.k_full.index(stage), phase)",
+        "stage, phase = step(at.stage, at.phase, C.STAGES)",
+    ),
+    "V is not waited for": ("mbarrier.wait(ring.v_full.index(at.stage), at.phase)", "pass"),
+    "Q is not waited for": ("mbarrier.wait(ring.q_full.index(q_at), q.phase)", "pass"),
     "K's stage is given back too early": (
-        "scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_empty.index(next_stage))",
-        "mbarrier.arrive(k_empty.index(next_stage))\n    scores = warpgroup_mma_wait(1, (scores,))",
+        "x = warpgroup_mma_wait(1, (x,))\n    mbarrier.arrive(ring.k_empty.index(stage))",
+        "mbarrier.arrive(ring.k_empty.index(stage))\n    x = warpgroup_mma_wait(1, (x,))",
     ),
-    "V's stage is not given back": ("    mbarrier.arrive(v_empty.index(stage))\n    o = shrunk", "    o = shrunk"),
-    "a K part too few": ("mbarrier.arrive(k_empty.index(stage))\n", "pass\n"),
-    "Q is given back at once": ("mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)", "pass"),
-    "Q's phase stays": ("q_stage, q_phase = step(q_stage, q_phase, QUERIES)\n            # What", "# What"),
-    "the accumulator is not scaled": ("shrunk(o, shrink,", "shrunk(o, shrink * 0 + 1,"),
-    "keys are left out that the consumer's last rows see": ("at = first + (POSITIONS - 1)", "at = first"),
+    "V's stage is not given back": (
+        "    mbarrier.arrive(ring.v_empty.index(at.stage))\n    o = rescale_o",
+        "    o = rescale_o",
+    ),
+    "a K part too few": ("mbarrier.arrive(ring.k_empty.index(at.stage))\n", "pass\n"),
+    "Q is given back at once": ("mbarrier.wait(ring.q_empty.index(stage), at.phase ^ 1)", "pass"),
+    "Q's phase stays": ("q = next_stage(q, C.QUERIES)\n            # What", "# What"),
+    "the accumulator is not scaled": ("rescale_o(o, rescale,", "rescale_o(o, rescale * 0 + 1,"),
+    "keys are left out that the consumer's last rows see": ("at = first + (C.CONSUMER_POSITIONS - 1)", "at = first"),
     "keys are left out that its first rows see": (
-        "gl.maximum(first + since, 0)",
-        "gl.maximum(at + since, 0)",
+        "gl.maximum(first + mask.causal_offset_left, 0)",
+        "gl.maximum(at + mask.causal_offset_left, 0)",
     ),
-    "the last row's last key is left out": ("at = first + (POSITIONS - 1)", "at = first + (POSITIONS - 2)"),
+    "the last row's last key is left out": (
+        "at = first + (C.CONSUMER_POSITIONS - 1)",
+        "at = first + (C.CONSUMER_POSITIONS - 2)",
+    ),
     "what is left out is not given back": (
-        "mbarrier.arrive(k_empty.index(stage))\n        if ORDERED:",
-        "pass\n        if ORDERED:",
+        "mbarrier.arrive(ring.k_empty.index(stage))\n        if C.ORDERED:",
+        "pass\n        if C.ORDERED:",
     ),
     "values that are left out are not given back": (
-        "mbarrier.arrive(v_empty.index(stage))\n        stage, phase",
+        "mbarrier.arrive(ring.v_empty.index(stage))\n        stage, phase",
         "pass\n        stage, phase",
     ),
     "turns at what is left out are kept": (
-        "            mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))\n        mbarrier.wait(v_full",
-        "            pass\n        mbarrier.wait(v_full",
+        "            mbarrier.arrive(ring.order.index((WHO + 1) % C.CONSUMERS))\n        mbarrier.wait(ring.v_full",
+        "            pass\n        mbarrier.wait(ring.v_full",
     ),
-    "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
-    "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),
+    "the diagonal is one off": ("diagonal_k - diagonal_q + right + 1", "diagonal_k - diagonal_q + right"),
+    "the window is one off": ("diagonal_k - diagonal_q - left", "diagonal_k - diagonal_q - left + 1"),
     "the first block is not masked": ("if (first_block >= plain_end) | (first_block < plain_begin):", "if False:"),
     "the window's blocks are left out": ("range(begin, plain_begin)", "range(begin + 1, plain_begin)"),
-    "masked blocks from the wrong end": ("(last - 1 - (j - plain_end)) * BLOCK", "j * BLOCK + BLOCK"),
-    "a cap of another sign": ("2.0 * inner * scores", "-2.0 * inner * scores"),
-    "the sum is not shrunk": ("total * shrink + gl.sum", "total + gl.sum"),
+    "masked blocks from the wrong end": ("block = last - 1 - (j - plain_end)", "block = j + 1"),
+    "a cap of another sign": ("2.0 * softcap_scale * scores", "-2.0 * softcap_scale * scores"),
+    "the sum is not shrunk": ("sums.row_sum * rescale + gl.sum", "sums.row_sum + gl.sum"),
     "infinity less infinity": ("if MASKED:\n        shift", "if False:\n        shift"),
-    "heads of another pack": ("head * PACK, part * WIDTH", "head, part * WIDTH"),
-    "the second consumer has the first's rows": ("+ WHO * (ROWS // PACK)", ""),
-    "keys of another head": ("head // shared_by", "head"),
-    "one consumer's buffer for both": ("WHO * BUFFERS + i % BUFFERS", "i % BUFFERS"),
+    "heads of another pack": ("tile.head * C.PACK, part * WIDTH", "tile.head, part * WIDTH"),
+    "the second consumer has the first's rows": ("+ WHO * C.CONSUMER_POSITIONS", ""),
+    "keys of another head": ("tile.head // extents.q_heads_per_kv", "tile.head"),
+    "one consumer's buffer for both": ("WHO * C.BUFFERS + i % C.BUFFERS", "i % C.BUFFERS"),
     "stores read on": ("tma.store_wait(0)", "pass"),
-    "turns are not handed on": ("mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))", "pass"),
-    "too few bytes are expected": ("K_BYTES: gl.constexpr = PARTS *", "K_BYTES: gl.constexpr = 1 *"),
-    "what a page has behind the keys": ("gl.minimum(gl.maximum(keys - row + row % PAGE, 0), PAGE)", "PAGE"),
-    "a page from its start": ("row = gl.minimum(row % PAGE, length)", "row = row * 0"),
+    "turns are not handed on": ("mbarrier.arrive(ring.order.index((WHO + 1) % C.CONSUMERS))", "pass"),
+    "too few bytes are expected": ("C.BLOCK * COLUMNS * loads.map", "C.BLOCK * (COLUMNS - 8) * loads.map"),
+    "what a page has behind the keys": ("gl.minimum(gl.maximum(rows.keys - row + row % C.PAGE, 0), C.PAGE)", "C.PAGE"),
+    "a page from its start": ("row = gl.minimum(row % C.PAGE, length)", "row = row * 0"),
     "a sequence's neighbour": ("BEYOND - length + first", "BEYOND - length + first - 1"),
     "a stage is not filled when the launch is over": (
-        "    if over != 0:\n        mbarrier.arrive(full.index(stage))",
+        "    if over != 0:\n        mbarrier.arrive(loads.full.index(at.at))",
         "    if over != 0:\n        pass",
     ),
-    "the last values are another block's": ("v_first = begin * BLOCK", "v_first = (end - 1) * BLOCK"),
-    "the last values are another head's": ("own_keys, head // shared_by\n", "own_keys, 0 * head\n"),
-    "the last values are another sequence's": ("= one, batch, origin_v,", "= one, 0 * batch, 0 * origin_v,"),
-    "the last values are all of the tensor's rows": ("v_origin, v_keys, v_first", "v_origin, keys, v_first"),
-    "the last values come once more": ("            late = zero\n", ""),
+    "the last values are another block's": ("first = tile.begin * C.BLOCK", "first = (tile.end - 1) * C.BLOCK"),
+    "the last values are another head's": (LAST_ROWS, LAST_ROWS.replace("tile.head //", "0 * tile.head //")),
+    "the last values are another sequence's": (
+        LAST_ROWS,
+        LAST_ROWS.replace("tile.batch, tile.origin_v", "0 * tile.batch, 0 * tile.origin_v"),
+    ),
+    "the last values are all of the tensor's rows": (
+        LAST_ROWS,
+        LAST_ROWS.replace("tile.keys", "extents.seqlen_k + extents.tokens_k"),
+    ),
+    "the last values come once more": ("last = LastValues(zero, last.rows, last.first)\n", "pass\n"),
     "an item without blocks asks for no ticket": ("if begin == end:\n", "if False:\n"),
     "a ticket is asked for at each block": ("if j == gl.maximum(begin, end - EARLY):", "if j == j:"),
-    "another ticket than the one that was asked for": ("False, False, asked,", "False, False, zero,"),
-    "a void item is not marked": ("put(slots, own_slot, VOID, over, 1)", "pass"),
+    "another ticket than the one that was asked for": (
+        "with_asked(cursor, asked), work",
+        "with_asked(cursor, zero), work",
+    ),
+    "a void item is not marked": ("put(items.slots, slot, VOID, passed.over, 1)", "pass"),
     "a mark is not looked at": ("factor = gl.where(void", "factor = gl.where(False"),
-    "blocks that arrive are not masked at the end": ("j * BLOCK, keys, until", "0, keys, until"),
+    "blocks that arrive are not masked at the end": ("masked(x, mask, block * C.BLOCK, C)", "masked(x, mask, 0, C)"),
     "a strip is stored, and not fenced": ("fence_async_shared()\n    tma_store", "pass\n    tma_store"),
     "values are converted, and not fenced": ("fence_async_shared()\n            barrier()", "barrier()"),
-    "a chunk is there, and not fenced": ("over = fenced(over)", "pass"),
+    "a chunk is there, and not fenced": ("fenced(passed.over)", "passed.over"),
     "the slot is given back early": (
-        "        if going != 0:\n            first",
-        "        mbarrier.arrive(item_empty.index(slot))\n        if going != 0:\n            first",
+        "        if going != 0:\n            rows",
+        "        mbarrier.arrive(items.empty.index(slot.at))\n        if going != 0:\n            rows",
     ),
 }
 SEEN_BY = (
@@ -598,7 +619,7 @@ def wrong(change: tuple[str, str] | None) -> bool:
 
 @pytest.mark.slow
 def test_a_text_that_says_the_same_is_not_seen():
-    assert not wrong(("total * shrink + gl", "total  * shrink + gl"))
+    assert not wrong(("row_sum * rescale + gl", "row_sum  * rescale + gl"))
 
 
 #: Of each sort one, that are found soon; the others are slow.
@@ -619,7 +640,7 @@ def test_a_text_that_is_changed_is_seen(change):
 
 def test_a_loop_that_waits_for_ever_is_a_deadlock():
     def edited(text: str) -> str:
-        return text.replace("mbarrier.arrive(item_full.index(slot))", "pass")
+        return text.replace("mbarrier.arrive(items.full.index(at))", "pass")
 
     with pytest.raises(Deadlock):
         run(same(100, 100), change=edited)
@@ -694,8 +715,8 @@ def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
 
 def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[int, int]]:
     """Of each item how many of the blocks that come first, and last, none of a consumer's rows sees: by hand."""
-    given = machine.arguments
-    block, pack, found = given["BLOCK"], given["PACK"], []
+    config = machine.config
+    block, pack, found = config.BLOCK, config.PACK, []
     rows = 64 // pack
     for item in machine.items:
         if item[0] < 2:
@@ -703,8 +724,8 @@ def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[i
             continue
         blocks = range(item[2], item[2] + item[0] - 1)
         positions = range(item[1] + who * rows, item[1] + (who + 1) * rows)
-        until = [min(i + item[6], item[5]) if given["RIGHT"] else item[5] for i in positions]
-        since = [max(i + item[7], 0) if given["LEFT"] else 0 for i in positions]
+        until = [min(i + item[6], item[5]) if config.RIGHT else item[5] for i in positions]
+        since = [max(i + item[7], 0) if config.LEFT else 0 for i in positions]
         seen = [
             j for j in blocks
             if any(max(low, j * block) < min(high, (j + 1) * block) for low, high in zip(since, until, strict=True))
@@ -718,14 +739,14 @@ def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[i
     return found
 
 
-def own_of(arguments: dict[str, Any]) -> str:
+def own_of(config: Any) -> str:
     """Which blocks consumers leave out, as `AttentionRing` says it: where a tile may have such."""
-    offset = (arguments["CONSUMERS"] - 1) * (64 // arguments["PACK"])
-    masked = (arguments["LEFT"] or arguments["RIGHT"]) and not (arguments["LEFT"] and arguments["CAPPED"])
-    if not masked or offset < arguments["BLOCK"]:
+    offset = (config.CONSUMERS - 1) * (64 // config.PACK)
+    masked = (config.LEFT or config.RIGHT) and not (config.LEFT and config.CAPPED)
+    if not masked or offset < config.BLOCK:
         return ""
-    first, last = arguments["RIGHT"], arguments["LEFT"]  # from the last key on
-    if arguments["KEYS"] != "none":
+    first, last = config.RIGHT, config.LEFT  # from the last key on
+    if config.KEYS != "none":
         first, last = last, first
     return "both" if first and last else "first" if first else "last"
 
@@ -743,11 +764,9 @@ def test_loops_do_what_is_explored(keys, dim, left, variant):
     run(case, plan=plan, machines=machines)
     sides: set[tuple[bool, bool]] = set()
     for machine in machines:
-        arguments = machine.arguments
-        own = own_of(arguments)
-        ring = AttentionRing(
-            arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], own=own
-        )
+        config = machine.config
+        own = own_of(config)
+        ring = AttentionRing(config.STAGES, config.QUERIES, config.CONSUMERS, config.ORDERED, own=own)
         assert own == ("both" if left else "first")
         blocks = [count - 1 for count in machine.told if count]
         assert {str(bar): n for bar, n in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
@@ -755,9 +774,7 @@ def test_loops_do_what_is_explored(keys, dim, left, variant):
         for who in range(ring.consumers):
             left_by = left_out(machine, who)
             sides |= {(before > 0, after > 0) for before, after in left_by}
-            assert done_by(machine, who, arguments["PARTS"]) == explored(
-                math_turn, ring, who, blocks=blocks, own=left_by
-            )
+            assert done_by(machine, who, config.PARTS) == explored(math_turn, ring, who, blocks=blocks, own=left_by)
     told = [count for machine in machines for count in machine.told]
     assert keys == (700, 700) or 1 in told
     assert max(told) > 2
@@ -772,11 +789,11 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     machines: list[Machine] = []
     run(case, machines=machines, variant=variant)
     machine = machines[0]
-    arguments = machine.arguments
-    assert arguments["ORDERED"] == (variant == "turns")
+    config = machine.config
+    assert (variant == "turns") == config.ORDERED
     ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], converting=True,
-        own=own_of(arguments),
+        config.STAGES, config.QUERIES, config.CONSUMERS, config.ORDERED, converting=True,
+        own=own_of(config),
     )  # fmt: skip
     blocks = [count - 1 for count in machine.told if count]
     assert 0 in blocks
@@ -785,7 +802,7 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     assert done_by(machine, ring.consumers + 1, 1) == explored(load_turn, ring, blocks=blocks)
     assert done_by(machine, ring.consumers, 1) == explored(convert_turn, ring, blocks=blocks)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(
+        assert done_by(machine, who, config.PARTS) == explored(
             math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
         )
 
@@ -802,10 +819,10 @@ def test_loops_do_what_is_explored_where_keys_arrive(block, over_at, variant):
     machines: list[Machine] = []
     run(case, plan=plan, machines=machines, over_at=over_at)
     machine = machines[0]
-    arguments = machine.arguments
+    config = machine.config
     ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], arriving=True,
-        own=own_of(arguments),
+        config.STAGES, config.QUERIES, config.CONSUMERS, config.ORDERED, arriving=True,
+        own=own_of(config),
     )  # fmt: skip
     assert ring.own == ("both" if block == 64 else "")
     blocks = [count - 1 for count in machine.told if count]
@@ -813,6 +830,6 @@ def test_loops_do_what_is_explored_where_keys_arrive(block, over_at, variant):
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks, over_at=over_at)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(
+        assert done_by(machine, who, config.PARTS) == explored(
             math_turn, ring, who, blocks=blocks, own=left_out(machine, who, arriving=True)
         )
