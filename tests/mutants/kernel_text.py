@@ -6,7 +6,7 @@ what the checker explores. A row is seen if the operations differ, or if a stand
 
 from __future__ import annotations
 
-from mutants.engine import Edit, at, delete, move, replace
+from mutants.engine import Edit, at, before, delete, move, replace, swap
 
 HOPPER, DEVICE = "tilestream.kernels.hopper", "tilestream.kernels.device"
 GEMM, LOAD, MULTIPLY = f"{HOPPER}.gemm", f"{HOPPER}.load", f"{HOPPER}.multiply"
@@ -132,6 +132,126 @@ HOPPER_GEMM: dict[str, tuple[Edit, ...]] = {
         f"{MULTIPLY}:poison", delete('if C.CONSUMERS == "ping_pong":\n    ...')
     ),
 }  # fmt: skip
+
+ATTENTION, MATH, BRING = f"{HOPPER}.attention", f"{HOPPER}.attention_math", f"{HOPPER}.attention_load"
+STEP, LOAD_KEYS, LOAD_BLOCK = f"{MATH}:math_step", f"{BRING}:load_keys", f"{BRING}:load_block"
+OWN, LEAVE_OUT, BLOCKS = f"{MATH}:own_blocks", f"{MATH}:leave_out", f"{MATH}:attend_blocks"
+LAST_VALUES = f"{BRING}:last_values_of"
+HAND_OVER = "mbarrier.arrive(ring.order.index((WHO + 1) % C.CONSUMERS))"
+
+#: Bugs of the Hopper attention's text. `tests/kernels/hopper/test_hopper_attention_text.py` runs it on a machine of
+#: threads, and sees a wrong number, a deadlock, or a stand-in that is asked for nonsense.
+HOPPER_ATTENTION: dict[str, tuple[Edit, ...]] = {
+    "K is not waited for": at(STEP, delete("mbarrier.wait(ring.k_full.index(stage), phase)")),
+    "V is not waited for": at(
+        f"{MATH}:math_step, last_product", delete("mbarrier.wait(ring.v_full.index(at.stage), at.phase)", 2)
+    ),
+    "Q is not waited for": at(f"{ATTENTION}:math_loop", delete("mbarrier.wait(ring.q_full.index(q_at), q.phase)")),
+    "K's stage is given back too early": at(
+        STEP, swap("x = warpgroup_mma_wait(1, (x,))", "mbarrier.arrive(ring.k_empty.index(stage))")
+    ),
+    "V's stage is not given back": at(STEP, delete("mbarrier.arrive(ring.v_empty.index(at.stage))")),
+    "a K part too few": at(BLOCKS, delete("mbarrier.arrive(ring.k_empty.index(at.stage))")),
+    "Q is given back at once": at(f"{BRING}:load_queries", delete("mbarrier.wait(ring.q_empty.index(stage), ...)")),
+    "Q's phase stays": at(f"{ATTENTION}:math_loop", delete("q = next_stage(q, C.QUERIES)")),
+    "the accumulator is not scaled": at(
+        STEP,
+        replace("rescale_o(o, rescale, __columns, __lazily)", "rescale_o(o, rescale * 0 + 1, __columns, __lazily)")
+    ),
+    "keys are left out that the consumer's last rows see": at(
+        OWN, replace("first + (C.CONSUMER_POSITIONS - 1)", "first")
+    ),
+    "keys are left out that its first rows see": at(
+        OWN, replace("gl.maximum(first + mask.causal_offset_left, 0)", "gl.maximum(at + mask.causal_offset_left, 0)")
+    ),
+    "the last row's last key is left out": at(
+        OWN, replace("C.CONSUMER_POSITIONS - 1", "C.CONSUMER_POSITIONS - 2")
+    ),
+    "what is left out is not given back": at(LEAVE_OUT, delete("mbarrier.arrive(ring.k_empty.index(stage))")),
+    "values that are left out are not given back": at(
+        LEAVE_OUT, delete("mbarrier.arrive(ring.v_empty.index(stage))")
+    ),
+    "turns at what is left out are kept": at(LEAVE_OUT, delete(HAND_OVER)),
+    "the diagonal is one off": at(
+        f"{DEVICE}.attention_tile:locate_tile",
+        replace("diagonal_k - diagonal_q + right + 1", "diagonal_k - diagonal_q + right"),
+    ),
+    "the window is one off": at(
+        f"{DEVICE}.attention_tile:locate_tile",
+        replace("diagonal_k - diagonal_q - left", "diagonal_k - diagonal_q - left + 1"),
+    ),
+    "the first block is not masked": at(
+        BLOCKS, replace("(first_block >= plain_end) | (first_block < plain_begin)", "False")
+    ),
+    "the window's blocks are left out": at(
+        BLOCKS, replace("range(begin, plain_begin)", "range(begin + 1, plain_begin)")
+    ),
+    "masked blocks from the wrong end": at(BLOCKS, replace("last - 1 - (j - plain_end)", "j + 1")),
+    "a cap of another sign": at(
+        f"{DEVICE}.softmax:softcap", replace("2.0 * softcap_scale * scores", "-2.0 * softcap_scale * scores")
+    ),
+    "the sum is not rescaled": at(STEP, replace("sums.row_sum * rescale", "sums.row_sum")),
+    "infinity less infinity": at(f"{DEVICE}.softmax:update_max", delete("if MASKED:\n    ...")),
+    "heads of another pack": at(f"{BRING}:load_queries", replace("tile.head * C.PACK", "tile.head")),
+    "the second consumer has the first's rows": at(
+        f"{MATH}:rows_of_consumer", replace("__first + WHO * C.CONSUMER_POSITIONS", "__first")
+    ),
+    "keys of another head": at(
+        f"{BRING}:load_keys, last_values_of", replace("tile.head // extents.q_heads_per_kv", "tile.head", 3)
+    ),
+    "one consumer's buffer for both": at(f"{MATH}:store_tile", replace(BUFFER, "i % C.BUFFERS")),
+    "stores read on": at(f"{ATTENTION}:math_loop", delete("tma.store_wait(0)")),
+    "turns are not handed on": at(f"{MATH}:math_step, leave_out", delete(HAND_OVER, 2)),
+    "too few bytes are expected": at(f"{BRING}:fill_stage", replace("C.BLOCK * COLUMNS", "C.BLOCK * (COLUMNS - 8)")),
+    "what a page has behind the keys": at(
+        LOAD_BLOCK, replace("gl.minimum(gl.maximum(rows.keys - row + row % C.PAGE, 0), C.PAGE)", "C.PAGE")
+    ),
+    "a page from its start": at(LOAD_BLOCK, replace("gl.minimum(row % C.PAGE, length)", "row * 0")),
+    "a sequence's neighbour": at(f"{BRING}:place", replace("BEYOND - length + first", "BEYOND - length + first - 1")),
+    "a stage is not filled when the launch is over": at(
+        f"{BRING}:fill_stage", delete("mbarrier.arrive(loads.full.index(at.at))")
+    ),
+    "the last values are another block's": at(
+        LAST_VALUES, replace("first = tile.begin * C.BLOCK", "first = (tile.end - 1) * C.BLOCK")
+    ),
+    "the last values are another head's": at(LAST_VALUES, replace("tile.head", "0 * tile.head")),
+    "the last values are another sequence's": at(
+        LAST_VALUES,
+        replace(
+            "KeyRows(tile.batch, tile.origin_v, __k, __h)", "KeyRows(0 * tile.batch, 0 * tile.origin_v, __k, __h)"
+        ),
+    ),
+    "the last values are all of the tensor's rows": at(
+        LAST_VALUES, replace("tile.keys", "extents.seqlen_k + extents.tokens_k")
+    ),
+    "the last values come once more": at(
+        f"{ATTENTION}:load_loop", delete("last = LastValues(zero, last.rows, last.first)")
+    ),
+    "an item without blocks asks for no ticket": at(LOAD_KEYS, replace("begin == end", "False")),
+    "a ticket is asked for at each block": at(
+        LOAD_KEYS, replace("j == gl.maximum(begin, end - EARLY)", "j == j")
+    ),
+    "another ticket than the one that was asked for": at(
+        f"{ATTENTION}:load_loop", replace("with_asked(cursor, asked)", "with_asked(cursor, zero)")
+    ),
+    "a void item is not marked": at(LOAD_KEYS, delete("put(items.slots, slot, VOID, passed.over, 1)")),
+    "a mark is not looked at": at(
+        f"{MATH}:store_tile", replace('gl.where(void, float("nan"), factor)', 'gl.where(False, float("nan"), factor)')
+    ),
+    "blocks that arrive are not masked at the end": at(STEP, replace("block * C.BLOCK", "0")),
+    "a strip is stored, and not fenced": at(f"{MATH}:store_strip", delete("fence_async_shared()")),
+    "values are converted, and not fenced": at(
+        f"{HOPPER}.attention_convert:convert_loop", delete("fence_async_shared()")
+    ),
+    "a chunk is there, and not fenced": at(LOAD_KEYS, replace("fenced(passed.over)", "passed.over")),
+    "the slot is given back early": at(
+        f"{ATTENTION}:math_loop",
+        before("if going != 0:\n    ...", "mbarrier.arrive(items.empty.index(slot.at))"),
+    ),
+}  # fmt: skip
+
+#: Attention's load loop hands nothing on: its math loops wait for ever.
+ENDLESS = at(f"{BRING}:hand_on", delete("mbarrier.arrive(items.full.index(at))"))
 
 #: Modules of the Hopper GEMM that a compiled mutant edits, each after those that it imports.
 HOPPER_MODULES = (EPILOGUE, GEMM)
