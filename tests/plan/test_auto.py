@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from made_up import H100
 
-from tilestream.plan import DeviceProperties, plan
+from tilestream.plan import plan
 from tilestream.plan import planner as choose
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper
-
-HERTZ = 1.755e9
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * HERTZ, 3.35e12, "a stub", "sm_90", 232448,
-    (("float16", 4096 * HERTZ), ("bfloat16", 4096 * HERTZ), ("fp8", 8192 * HERTZ)),
-)  # fmt: skip
 
 
 def asked(m, n, k, **how):
