@@ -130,9 +130,7 @@ def plan(
     properties = device_properties(device)
     if named(str(device)) is not None:
         device = properties
-    for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
-        if not _whole(extent) or extent < 0:
-            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    m, n, k, batch = checked_extents({"m": m, "n": n, "k": k, "batch": batch}).values()
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arriving):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
@@ -148,13 +146,12 @@ def plan(
     elif order is not None and not callable(order) and not isinstance(order, Sequence):
         raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
-        if value is not None and (not _whole(value) or value < 1):
+        if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
     if tile is not None:
-        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
+        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(is_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
         tile = (operator.index(tile[0]), operator.index(tile[1]))
-    m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
     layout = layout or ("nt" if name in FP8 else "nn")
     if layout not in ("nn", "nt", "tn", "tt"):
@@ -165,7 +162,7 @@ def plan(
     variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
     if variant is not None and variant not in variants:
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
-    if stages is not None and (not _whole(stages) or stages < 2):
+    if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if properties.backend == "cpu":
         forced = {"backend": backend, "variant": variant, "stages": stages, "registers": registers}
@@ -286,5 +283,20 @@ def device_properties(device: object) -> DeviceProperties:
     )
 
 
-def _whole(x: object) -> bool:
+def checked_extents(extents: dict[str, int]) -> dict[str, int]:
+    """Extents by name as Python's integers.
+
+    Raises
+    ------
+    ValueError
+        If one is no whole number, or negative.
+    """
+    for name, extent in extents.items():
+        if not is_whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    return {name: operator.index(extent) for name, extent in extents.items()}
+
+
+def is_whole(x: object) -> bool:
+    """Whether a value is an integer, of any library, and no bool."""
     return hasattr(x, "__index__") and not isinstance(x, bool)
