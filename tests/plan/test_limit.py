@@ -15,7 +15,7 @@ KINDS = ("static", "dynamic", "stream_k")
 
 
 @pytest.fixture(autouse=True)
-def _nobody_set_it(monkeypatch):
+def _unset(monkeypatch):
     monkeypatch.delenv(limits.ENVIRONMENT, raising=False)
     limits._of_environment.cache_clear()
     yield
