@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from made_up import H100
 
-from tilestream.plan import plan
-from tilestream.plan import planner
+from tilestream.plan import plan, planner
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper
 
