@@ -203,20 +203,16 @@ def plan(
     if publish is not None and schedule == "auto" and properties.backend != "cpu":
         schedule = "dynamic"
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    if order is not None and not isinstance(order, str):
-        # Not from the cache: it would keep alive what the function closes over, and call it pure.
-        return plan_problem.__wrapped__(
-            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
-            registers, limit(),
-        )  # fmt: skip
+    # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
+    cached = order is None or isinstance(order, str)
 
     def made(problem: Problem, schedule: str) -> Plan:
-        return plan_problem(
+        return (plan_problem if cached else plan_problem.__wrapped__)(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
             registers, limit(),
         )  # fmt: skip
 
-    if publish is None:
+    if publish is None or not cached:
         return made(problem, schedule)
     try:
         return made(problem, schedule)
