@@ -10,20 +10,35 @@ of `tilestream.kernels.device.gate`, and the stand-ins answer for them.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Iterator
-from types import CodeType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tilestream.core import ring, structs
+from mutants import kernel_text
+from mutants.engine import Edit, at, code_of, replace
+from tilestream.core import chunks, ring, structs
 from tilestream.core.copy_items import CopyArguments
-from tilestream.core.loop import Add, AddUp, Compute, Look, Restore, Write, settle
+from tilestream.core.loop import (
+    Add,
+    AddUp,
+    Announce,
+    Compute,
+    CountRows,
+    Landed,
+    Look,
+    Restore,
+    RestoreRows,
+    Share,
+    Write,
+    publish,
+    settle,
+)
 from tilestream.core.structs import Cursor, Gate, Item, Passed, Progress, Ready, Watch, Words, Work
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.device import epilogue as formula_text
@@ -206,7 +221,7 @@ class Strip(NamedTuple):
 class Kernel:
     """The kernel for a shape and a script of items, run loop by loop.
 
-    ``counted``: the answers to looks and counts. ``change``: a piece of the text, and what stands there instead.
+    ``counted``: the answers to looks and counts. ``edits``: what is changed in the text.
     ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
     item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself. ``apart``: the first
     row tile that stands apart, how many do, and of how many.
@@ -214,10 +229,10 @@ class Kernel:
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
-        change: tuple[str, str] | None = None, over: int | None = None, swapped: bool = False,
+        edits: tuple[Edit, ...] = (), over: int | None = None, swapped: bool = False,
         ordered: int = 0, copies: str = "none", apart: tuple[int, int, int] = (0, 0, 1),
     ) -> None:  # fmt: skip
-        self.shape, self.ring, self.items, self.counted, self.change = shape, shape.ring, items, counted, change
+        self.shape, self.ring, self.items, self.counted, self.edits = shape, shape.ring, items, counted, edits
         self.over, self.swapped, self.ordered, self.split = over, swapped, ordered, split
         first, tiles, period = apart
         self.apart = [tile for tile in range(99) if first <= tile % period < first + tiles]
@@ -304,11 +319,7 @@ class Kernel:
 
     def text(self, jitted: Any) -> FunctionType:
         """A function of the kernel, with the stand-ins for all that it calls."""
-        code = jitted.fn.__code__
-        if self.change is not None and self.change[0] in (text := inspect.getsource(jitted.fn)):
-            changed = compile("def" + text.split("def", 1)[1].replace(*self.change), "changed", "exec")
-            code = next(found for found in changed.co_consts if isinstance(found, CodeType))
-        return FunctionType(code, self.names, jitted.fn.__name__, jitted.fn.__defaults__)
+        return FunctionType(code_of(jitted.fn, self.edits), self.names, jitted.fn.__name__, jitted.fn.__defaults__)
 
     def operations(self, who: int | None) -> list[Any]:
         """What a loop does: ``who`` of the math loops, or the load loop."""
@@ -745,11 +756,11 @@ def in_parts() -> list[WorkItem]:
 def unmet(done: list[Any]) -> list[Any]:
     """What consumers do, less where their threads meet: at the right places."""
     names = [op[0] for op in done]
-    for at, name in enumerate(names):
+    for i, name in enumerate(names):
         if name == "Write":
-            assert names[at + 1 : at + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
+            assert names[i + 1 : i + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
         if name == "Restore":
-            assert names[at - 1] == "Meet", "and what it was told goes for all"
+            assert names[i - 1] == "Meet", "and what it was told goes for all"
     return [op for op in done if op[0] != "Meet"]
 
 
@@ -851,105 +862,17 @@ def test_c_buffers_are_those_of_the_plan(tile, out_size):
         assert all(width % strip == 0 for widest in (128, 256) for width in widths(tile.columns, widest))
 
 
-#: Texts that are wrong in one place.
-CHANGES = {
-    "consumers that take no turns have barriers for it": ('if C.CONSUMERS == "ping_pong":  # no', "if True:  # no"),
-    "a barrier more than there are stages": (
-        "make_barriers(C.STAGES, C.HALVES)",
-        "make_barriers(C.STAGES + 1, C.HALVES)",
-    ),
-    "a stage is free when one of two has read it": ("make_barriers(C.STAGES, C.HALVES)", "make_barriers(C.STAGES, 1)"),
-    "the stage at hand is given back": ("ring.empty.index(before(stage, C.STAGES))", "ring.empty.index(stage)"),
-    "empty is not awaited": ("mbarrier.wait(ring.empty.index(stage), phase ^ 1)", "pass"),
-    "empty is awaited in the wrong phase": ("empty.index(stage), phase ^ 1", "empty.index(stage), phase"),
-    "bytes of one part are expected": ("C.COLUMNS * loads.y[0]", "C.WIDTHS[0] * loads.y[0]"),
-    "one part is loaded": (
-        "for i in gl.static_range(len(C.WIDTHS)):\n            first",
-        "for i in (0,):\n            first",
-    ),
-    "a part is loaded from the map of another": ("loads.y[i], bar", "loads.y[0], bar"),
-    "a part is loaded to the stages of another": ("ring.y[i].index(stage), source", "ring.y[0].index(stage), source"),
-    "all parts are loaded from the first column": ("source.column + start_of(C.WIDTHS, i)", "source.column"),
-    "a half is loaded twice": ("source.row + half * C.HALF_ROWS", "source.row"),
-    "the item is not given back": ("mbarrier.arrive(items.empty.index(slot.at))", "pass"),
-    "order is awaited in the other phase": ("(number // 2) ^ (1 - WHO)", "(number // 2) ^ WHO"),
-    "order is handed on with the first part": ("i == len(C.WIDTHS) - 1", "i == 0"),
-    "order is handed on with every part": (" and i == len(C.WIDTHS) - 1", ""),
-    "order is handed on at every step": ("if k == steps - 1:", "if True:"),
-    "the other's stages are not stepped over": ("skip(place.at, place.phase, ahead, C.STAGES)", "place"),
-    "a stage is given back with every part": (
-        "        mbarrier.arrive(ring.empty.index(stage))\n        accs = sums",
-        "            mbarrier.arrive(ring.empty.index(stage))\n        accs = sums",
-    ),
-    "parts in flight, not stages": ("True, C.Y_K_MAJOR), PARTS)", "True, C.Y_K_MAJOR), 1)"),
-    "a narrow part is not waited for": ("(held,), WIDE)", "(held,), WIDE + 1)"),
-    "a narrow part has x of the stage before": (
-        "        held = x.load(LAYOUT)\n        last",
-        "        last",
-    ),
-    "a narrow part begins anew": ("WIDE, True, C.Y_K_MAJOR", "WIDE, False, C.Y_K_MAJOR"),
-    "one stage is left in flight": ("wait_mma(accs, 0)", "wait_mma(accs, 1)"),
-    "a product is not waited for": ("warpgroup_mma_wait(0, (part,))", "warpgroup_mma_wait(1, (part,))"),
-    "each step begins anew": ("accs, 0, True, C.Y_K_MAJOR", "accs, 0, False, C.Y_K_MAJOR"),
-    "the first part is multiplied again": ("mma_operand(ring.y[i], stage", "mma_operand(ring.y[0], stage"),
-    "the other half is multiplied": ("stage * C.HALVES + HALF", "stage * C.HALVES + 1 - HALF"),
-    "a store too many is left": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers"),
-    "odd strips are not waited for": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers - 1"),
-    "every tile begins with no store": ("return 0 if i == 0 and strips % buffers", "return 0 if i == 0"),
-    "both consumers have the same buffers": ("WHO * C.BUFFERS + i % C.BUFFERS", "i % C.BUFFERS"),
-    "one buffer for all strips": ("WHO * C.BUFFERS + i % C.BUFFERS", "WHO * C.BUFFERS"),
-    "a strip too few": ("gl.static_range(STRIPS)", "gl.static_range(STRIPS - 1)"),
-    "strips of the first part": ("accs[PART]", "accs[0]"),
-    "a buffer is filled and not fenced": ("fence_async_shared()", "pass"),
-    "stores read on at the end": ("tma.store_wait(0)", "pass"),
-    "parts are counted before all have written": ("        barrier()\n        last", "        last"),
-    "the count is not restored": ("gl.store(count, 0)", "pass"),
-    "nobody looks first": ("atomic_add(count, 0, sem", "atomic_add(count, 1, sem"),
-    "the gate is not asked": (
-        "        if C.GATED:\n            passed, noted",
-        "        if 0:\n            passed, noted",
-    ),
-    "the gate is asked for STOP": (
-        "    if found != 0:\n        if C.TRACE",
-        "    if 1:\n        if C.TRACE",
-    ),
-    "the gate is told the tensor cores' rows": (
-        "pass_gate(item, passed",
-        "pass_gate(Item(item.batch, item.pn, item.pm, *item[3:]), passed",
-    ),
-    "the gate is told the tensor cores' extents": ("m, n = columns, rows", "m, n = rows, columns"),
-    "what the gate saw is not fenced": ("over = fenced(over)", "pass"),
-    "K runs on in a void item": ("first = tl.where(over != 0, item.k_end, item.k_begin)", "first = item.k_begin"),
-    "an item is void though all has arrived": ("tl.where(over != 0, item.k_begin, item.k_end)", "item.k_begin"),
-    "over is forgotten": ("noted), with_over(passed, over)", "noted), with_over(passed, 0)"),
-    "quarantine is forgotten": ("passed = Passed(over, zero", "passed = Passed(0, zero"),
-    "the last one out is told that all went well": (
-        "passed.over, C.ROW_CHUNKS, C.COLUMN_CHUNKS)",
-        "0, C.ROW_CHUNKS, C.COLUMN_CHUNKS)",
-    ),
-    "a void item is nobody's": ("mine = steps != 0", "mine = steps > 0"),
-    "a void item is multiplied": ("        if steps < 0:", "        if steps < -99:"),
-    "a void item is STOP": ("going = steps", "going = tl.maximum(steps, 0)"),
-    "rows that stand apart are looked for among the others": ("if source.is_local:", "if not source.is_local:"),
-    "batches of rows that stand apart lie apart": ("tile // local.period * local.tiles + at", "at"),
-    "the rows before those that stand apart are taken for them": ("(at >= 0) & ", ""),
-    "a void item is a number": (' + float("nan")', ""),
-    "order is kept by a void item": (
-        '    if C.CONSUMERS == "ping_pong":\n        mbarrier.arrive(order.index(1 - WHO))\n    accs = ()',
-        "    accs = ()",
-    ),
-}
 #: Row tiles that stand apart: first, how many, of how many; of several batches, too.
 APART = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
 CHANGED_SHAPES = [shape for shape in SHAPES if shape.ring.depth == 3 and shape.ring.strips]
 
 
-def differs(change: tuple[str, str] | None) -> bool:
-    """Whether a changed text is seen to be one: by a stand-in that is asked for nonsense, or in what is done."""
+def differs(edits: tuple[Edit, ...]) -> bool:
+    """Whether an edited text is seen to differ: by a stand-in that is asked for nonsense, or in what is done."""
     try:
         for shape, split in itertools.product(CHANGED_SHAPES, (False, True)):
             items, counted = (in_parts(), (0, 1)) if split else (items_of(SCRIPTS[-1]), ())
-            kernel = Kernel(shape, items, counted, split, change)
+            kernel = Kernel(shape, items, counted, split, edits)
             if kernel.made != shape.ring.barriers() or kernel.operations(None) != of_load(shape.ring, items):
                 return True
             for who in range(shape.ring.num_consumers):
@@ -957,13 +880,13 @@ def differs(change: tuple[str, str] | None) -> bool:
                     return True
         for shape, apart in itertools.product(GATED_SHAPES[:1], APART):
             items = items_of(SCRIPTS[-1])
-            if Kernel(shape, items, change=change, over=NEVER, apart=apart).operations(None) != of_load(
+            if Kernel(shape, items, edits=edits, over=NEVER, apart=apart).operations(None) != of_load(
                 shape.ring, items, NEVER
             ):
                 return True
         for shape, over, swapped in itertools.product(GATED_SHAPES, (ALREADY, 1, NEVER), (False, True)):
             items = items_of(SCRIPTS[-1])
-            kernel = Kernel(shape, items, change=change, over=over, swapped=swapped)
+            kernel = Kernel(shape, items, edits=edits, over=over, swapped=swapped)
             if kernel.operations(None) != of_load(shape.ring, items, over):
                 return True
             for who in range(0 if swapped else shape.ring.num_consumers):
@@ -994,20 +917,93 @@ def test_rows_that_stand_apart_are_loaded_from_there(apart):
         assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
 
 
+# Publish -------------------------------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """The assembly that waits for a thread's stores."""
+
+    text: str
+
+
+class Announced(NamedTuple):
+    """A signal: of which chunk, by what, and how it is ordered."""
+
+    chunk: int
+    epoch: int
+    sem: str
+    scope: str
+
+
+def published(row: int, count: int, rows: int, per_chunk: int, times: int, counted: dict[int, int]) -> list[Any]:
+    """What the kernel's text does to publish rows [row, row + count), ``counted`` of which others have counted."""
+    log: list[Any] = []
+
+    def assembly(text: str, constraints: str, arguments: list[int], **_: Any) -> int:
+        log.append(Pending(text))
+        return arguments[0]
+
+    def add(chunk: int, value: int, sem: str, scope: str) -> int:
+        assert (sem, scope) == ("acq_rel", "gpu"), "the count speaks for all that have counted before"
+        log.append(CountRows(chunk, value))
+        return counted[chunk]
+
+    def store(chunk: int, value: int) -> None:
+        assert value == 0
+        log.append(RestoreRows(chunk))
+
+    gl = SimpleNamespace(
+        inline_asm_elementwise=assembly, minimum=min, atomic_add=add, store=store, int32=None,
+        atomic_xchg=lambda chunk, epoch, sem, scope: log.append(Announced(chunk - 100, epoch, sem, scope)),
+    )  # fmt: skip
+    names: dict[str, Any] = {
+        "gl": gl, "range": range, "barrier": lambda: log.append(Meet()), "chunk_of": chunks.chunk_of,
+        "rows_in": chunks.rows_in,
+    }  # fmt: skip
+    for jitted in (publish_text.landed, publish_text.publish):
+        names[jitted.fn.__name__] = FunctionType(jitted.fn.__code__, names)
+    names["publish"](row, count, rows, structs.Publishing(100, 0, 9, per_chunk, times))
+    return log
+
+
+@pytest.mark.parametrize(("per_chunk", "times"), [(64, 1), (48, 3), (200, 2), (7, 4)])
+def test_rows_are_published_as_is_explored(per_chunk, times):
+    rows, count = 300, 64
+    for row in range(0, rows + count, count):
+        end = min(row + count, rows)
+        first, last = row // per_chunk, (end - 1) // per_chunk
+        shares = [
+            Share(c, rows_in, min(rows, (c + 1) * per_chunk) * times - c * per_chunk * times)
+            for c in range(first, last + 1)
+            if (rows_in := min(end, (c + 1) * per_chunk) - max(row, c * per_chunk)) > 0
+        ]
+        for complete in itertools.product((False, True), repeat=min(2, len(shares))):
+            done = dict(itertools.zip_longest((share.chunk for share in shares), complete, fillvalue=False))
+            counted = {share.chunk: share.due - share.rows - (not done[share.chunk]) for share in shares}
+            explored, answer, wanted = publish(0, shares), None, []
+            while True:
+                try:
+                    op = explored.send(answer)
+                except StopIteration:
+                    break
+                answer = counted[op.chunk] if isinstance(op, CountRows) else 0
+                wanted.append(Announced(op.chunk, 9, "release", "sys") if isinstance(op, Announce) else op)
+            pending, met, *found = published(row, count, rows, per_chunk, times, counted)
+            assert isinstance(wanted.pop(0), Landed)
+            assert "cp.async.bulk.wait_group 0;" in pending.text, "its writes, not only its reads of shared memory"
+            assert "fence.proxy.async.global" in pending.text
+            assert isinstance(met, Meet), "one thread's release speaks for the whole consumer"
+            assert [(type(op), *op) for op in found] == [(type(op), *op) for op in wanted]
+
+
 def test_a_text_that_says_the_same_is_not_seen():
-    assert not differs(None)
-    for name in ("ring.empty", "full", "order", "items.empty"):
-        assert not differs((f"{name}.index(", f"{name} .index("))
+    assert not differs(())
+    assert not differs(at(kernel_text.STEPS, replace("phase ^ 1", "phase + 1 - 2 * phase")))
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_text_that_is_changed_is_seen(change):
-    text = "".join(
-        inspect.getsource(module)
-        for module in (gemm_text, load_text, multiply_text, gate_text, epilogue_text, items_text)
-    )
-    assert change[0] in text
-    assert differs(change)
+@pytest.mark.parametrize("edits", kernel_text.HOPPER_GEMM.values(), ids=kernel_text.HOPPER_GEMM)
+def test_an_edited_text_is_seen(edits):
+    assert differs(edits)
 
 
 def test_a_protocol_that_differs_is_seen(monkeypatch):

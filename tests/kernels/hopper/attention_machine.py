@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Pointer, Product, Real, TensorMap, of
 
+from mutants.engine import Edit, code_of
 from tilestream.core import attention as rules
 from tilestream.core import integers, raster, ring
 from tilestream.core.structs import Item, Passed, Progress, Watch
@@ -77,7 +78,7 @@ class Machine:
 
     def __init__(
         self, arguments: Any, operands: dict[str, Any], positions: list[int], scale: float, seed: int = 0,
-        eager: bool = False, change: Callable[[str], str] | None = None, over_at: int | None = None,
+        eager: bool = False, edits: tuple[Edit, ...] = (), over_at: int | None = None,
     ) -> None:  # fmt: skip
         self.positions, self.random, self.eager = positions, random.Random(seed), eager
         self.turn = threading.Condition()
@@ -94,9 +95,7 @@ class Machine:
         self.loops: list[Any] = []
         names = self.names()
         for jitted in TEXTS:
-            code = jitted.fn.__code__
-            if change is not None:
-                code = changed(jitted.fn, change)
+            code = code_of(jitted.fn, edits)
             names[jitted.fn.__name__] = FunctionType(code, names, jitted.fn.__name__, jitted.fn.__defaults__)
         self.config = arguments.config()
         narrow = arguments.plan.problem.dtype == "float8_e4m3fn"
@@ -408,14 +407,3 @@ def both(function: Callable[..., Any]) -> Callable[..., Any]:
         return Integer(function(int(x), int(y)))
 
     return done
-
-
-def changed(function: Any, change: Callable[[str], str]) -> Any:
-    """A function's code, of a text that is changed."""
-    import inspect
-    from types import CodeType
-
-    source = inspect.getsource(function)
-    text_ = change("def" + source.split("def", 1)[1])
-    code = compile(text_, "changed", "exec")
-    return next(found for found in code.co_consts if isinstance(found, CodeType))

@@ -7,7 +7,6 @@ rounds as the kernel does: weights to fp16, sums in fp32.
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_machine import TEXTS, Deadlock, Machine
+from attention_machine import Deadlock, Machine
 
+from mutants import engine, kernel_text
+from mutants.engine import Edit, at
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.integers import cdiv
@@ -116,7 +117,7 @@ def dense(rows: list[np.ndarray], room: int, junk: float = np.nan) -> tuple[np.n
 
 
 def run(
-    case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None,
+    case: Case, *, seed: int = 0, eager: bool = False, edits: tuple[Edit, ...] = (), plan: AttentionPlan | None = None,
     machines: list[Machine] | None = None, over_at: int | None = None, trace: bool = False, **how: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """``(outs, lses)`` by sequence, from the kernel's text."""
@@ -193,7 +194,7 @@ def run(
     owner = [shuffled.randrange(3) for _ in range(plan.schedule.full_tiles)]
     for worker in range(3):
         taken = [t for t, who in enumerate(owner) if who == worker]
-        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change, over_at)
+        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, edits, over_at)
         if machines is not None:
             machines.append(machine)
     if plan.shares > 1:
@@ -486,99 +487,6 @@ def test_each_item_is_written_down_once_by_everyone_who_ends_it(name, over_at):
 
 
 #: How `last_values_of` says what rows they are.
-LAST_ROWS = """if tile.begin < tile.end:
-            rows = KeyRows(tile.batch, tile.origin_v, tile.keys, tile.head // extents.q_heads_per_kv)"""
-#: Texts that are wrong in one place, and what is seen: a wrong number, a deadlock, or a stand-in asked for nonsense.
-CHANGES = {
-    "K is not waited for": (
-        "stage, phase = step(at.stage, at.phase, C.STAGES)\n    mbarrier.wait(ring.k_full.index(stage), phase)",
-        "stage, phase = step(at.stage, at.phase, C.STAGES)",
-    ),
-    "V is not waited for": ("mbarrier.wait(ring.v_full.index(at.stage), at.phase)", "pass"),
-    "Q is not waited for": ("mbarrier.wait(ring.q_full.index(q_at), q.phase)", "pass"),
-    "K's stage is given back too early": (
-        "x = warpgroup_mma_wait(1, (x,))\n    mbarrier.arrive(ring.k_empty.index(stage))",
-        "mbarrier.arrive(ring.k_empty.index(stage))\n    x = warpgroup_mma_wait(1, (x,))",
-    ),
-    "V's stage is not given back": (
-        "    mbarrier.arrive(ring.v_empty.index(at.stage))\n    o = rescale_o",
-        "    o = rescale_o",
-    ),
-    "a K part too few": ("mbarrier.arrive(ring.k_empty.index(at.stage))\n", "pass\n"),
-    "Q is given back at once": ("mbarrier.wait(ring.q_empty.index(stage), at.phase ^ 1)", "pass"),
-    "Q's phase stays": ("q = next_stage(q, C.QUERIES)\n            # What", "# What"),
-    "the accumulator is not scaled": ("rescale_o(o, rescale,", "rescale_o(o, rescale * 0 + 1,"),
-    "keys are left out that the consumer's last rows see": ("at = first + (C.CONSUMER_POSITIONS - 1)", "at = first"),
-    "keys are left out that its first rows see": (
-        "gl.maximum(first + mask.causal_offset_left, 0)",
-        "gl.maximum(at + mask.causal_offset_left, 0)",
-    ),
-    "the last row's last key is left out": (
-        "at = first + (C.CONSUMER_POSITIONS - 1)",
-        "at = first + (C.CONSUMER_POSITIONS - 2)",
-    ),
-    "what is left out is not given back": (
-        "mbarrier.arrive(ring.k_empty.index(stage))\n        if C.ORDERED:",
-        "pass\n        if C.ORDERED:",
-    ),
-    "values that are left out are not given back": (
-        "mbarrier.arrive(ring.v_empty.index(stage))\n        stage, phase",
-        "pass\n        stage, phase",
-    ),
-    "turns at what is left out are kept": (
-        "            mbarrier.arrive(ring.order.index((WHO + 1) % C.CONSUMERS))\n        mbarrier.wait(ring.v_full",
-        "            pass\n        mbarrier.wait(ring.v_full",
-    ),
-    "the diagonal is one off": ("diagonal_k - diagonal_q + right + 1", "diagonal_k - diagonal_q + right"),
-    "the window is one off": ("diagonal_k - diagonal_q - left", "diagonal_k - diagonal_q - left + 1"),
-    "the first block is not masked": ("if (first_block >= plain_end) | (first_block < plain_begin):", "if False:"),
-    "the window's blocks are left out": ("range(begin, plain_begin)", "range(begin + 1, plain_begin)"),
-    "masked blocks from the wrong end": ("block = last - 1 - (j - plain_end)", "block = j + 1"),
-    "a cap of another sign": ("2.0 * softcap_scale * scores", "-2.0 * softcap_scale * scores"),
-    "the sum is not shrunk": ("sums.row_sum * rescale + gl.sum", "sums.row_sum + gl.sum"),
-    "infinity less infinity": ("if MASKED:\n        shift", "if False:\n        shift"),
-    "heads of another pack": ("tile.head * C.PACK, part * WIDTH", "tile.head, part * WIDTH"),
-    "the second consumer has the first's rows": ("+ WHO * C.CONSUMER_POSITIONS", ""),
-    "keys of another head": ("tile.head // extents.q_heads_per_kv", "tile.head"),
-    "one consumer's buffer for both": ("WHO * C.BUFFERS + i % C.BUFFERS", "i % C.BUFFERS"),
-    "stores read on": ("tma.store_wait(0)", "pass"),
-    "turns are not handed on": ("mbarrier.arrive(ring.order.index((WHO + 1) % C.CONSUMERS))", "pass"),
-    "too few bytes are expected": ("C.BLOCK * COLUMNS * loads.map", "C.BLOCK * (COLUMNS - 8) * loads.map"),
-    "what a page has behind the keys": ("gl.minimum(gl.maximum(rows.keys - row + row % C.PAGE, 0), C.PAGE)", "C.PAGE"),
-    "a page from its start": ("row = gl.minimum(row % C.PAGE, length)", "row = row * 0"),
-    "a sequence's neighbour": ("BEYOND - length + first", "BEYOND - length + first - 1"),
-    "a stage is not filled when the launch is over": (
-        "    if over != 0:\n        mbarrier.arrive(loads.full.index(at.at))",
-        "    if over != 0:\n        pass",
-    ),
-    "the last values are another block's": ("first = tile.begin * C.BLOCK", "first = (tile.end - 1) * C.BLOCK"),
-    "the last values are another head's": (LAST_ROWS, LAST_ROWS.replace("tile.head //", "0 * tile.head //")),
-    "the last values are another sequence's": (
-        LAST_ROWS,
-        LAST_ROWS.replace("tile.batch, tile.origin_v", "0 * tile.batch, 0 * tile.origin_v"),
-    ),
-    "the last values are all of the tensor's rows": (
-        LAST_ROWS,
-        LAST_ROWS.replace("tile.keys", "extents.seqlen_k + extents.tokens_k"),
-    ),
-    "the last values come once more": ("last = LastValues(zero, last.rows, last.first)\n", "pass\n"),
-    "an item without blocks asks for no ticket": ("if begin == end:\n", "if False:\n"),
-    "a ticket is asked for at each block": ("if j == gl.maximum(begin, end - EARLY):", "if j == j:"),
-    "another ticket than the one that was asked for": (
-        "with_asked(cursor, asked), work",
-        "with_asked(cursor, zero), work",
-    ),
-    "a void item is not marked": ("put(items.slots, slot, VOID, passed.over, 1)", "pass"),
-    "a mark is not looked at": ("factor = gl.where(void", "factor = gl.where(False"),
-    "blocks that arrive are not masked at the end": ("masked(x, mask, block * C.BLOCK, C)", "masked(x, mask, 0, C)"),
-    "a strip is stored, and not fenced": ("fence_async_shared()\n    tma_store", "pass\n    tma_store"),
-    "values are converted, and not fenced": ("fence_async_shared()\n            barrier()", "barrier()"),
-    "a chunk is there, and not fenced": ("fenced(passed.over)", "passed.over"),
-    "the slot is given back early": (
-        "        if going != 0:\n            rows",
-        "        mbarrier.arrive(items.empty.index(slot.at))\n        if going != 0:\n            rows",
-    ),
-}
 SEEN_BY = (
     same(300, 420, causal=True, window=(150, None), heads_q=4, head_dim=128),
     same(300, 300, 2, causal=True, softcap=3.0),
@@ -596,19 +504,15 @@ SEEN_BY = (
 )
 
 
-def wrong(change: tuple[str, str] | None) -> bool:
-    """Whether a changed text is seen to be one."""
-
-    def edited(text: str) -> str:
-        return text.replace(*change) if change else text
-
+def wrong(edits: tuple[Edit, ...]) -> bool:
+    """Whether an edited text is seen to be wrong."""
     for case in SEEN_BY:
         try:
-            check(case, change=edited if change else None)
+            check(case, edits=edits)
             if case.problem.keys is not None:
                 whole, _ = run(case)
                 for over_at in (1, 6):  # at first, and when stages hold what earlier blocks have left
-                    outs, _ = run(case, change=edited if change else None, over_at=over_at)
+                    outs, _ = run(case, edits=edits, over_at=over_at)
                     void = np.isnan(outs[0])
                     assert void.any(), "what does not arrive is not computed"
                     assert np.array_equal(outs[0][~void], whole[0][~void]), "nor taken for a number"
@@ -619,7 +523,7 @@ def wrong(change: tuple[str, str] | None) -> bool:
 
 @pytest.mark.slow
 def test_a_text_that_says_the_same_is_not_seen():
-    assert not wrong(("row_sum * rescale + gl", "row_sum  * rescale + gl"))
+    assert not wrong(at(kernel_text.STEP, engine.replace("sums.row_sum * rescale", "rescale * sums.row_sum")))
 
 
 #: Of each sort one, that are found soon; the others are slow.
@@ -630,20 +534,19 @@ SOON = (
 
 
 @pytest.mark.parametrize(
-    "change",
-    [pytest.param(change, id=name, marks=() if name in SOON else pytest.mark.slow) for name, change in CHANGES.items()],
+    "edits",
+    [
+        pytest.param(edits, id=name, marks=() if name in SOON else pytest.mark.slow)
+        for name, edits in kernel_text.HOPPER_ATTENTION.items()
+    ],
 )
-def test_a_text_that_is_changed_is_seen(change):
-    assert any(change[0] in inspect.getsource(jitted.fn) for jitted in TEXTS)
-    assert wrong(change)
+def test_an_edited_text_is_seen(edits):
+    assert wrong(edits)
 
 
 def test_a_loop_that_waits_for_ever_is_a_deadlock():
-    def edited(text: str) -> str:
-        return text.replace("mbarrier.arrive(items.full.index(at))", "pass")
-
     with pytest.raises(Deadlock):
-        run(same(100, 100), change=edited)
+        run(same(100, 100), edits=kernel_text.ENDLESS)
 
 
 # What the checker explores ------------------------------------------------------------------------------------------
