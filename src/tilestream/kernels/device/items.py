@@ -77,15 +77,17 @@ def next_item(
     else:
         found, item, cursor = take(cursor, work, words, watch, C, ADD, PICK)
     place = item.place
-    if found != 0:
-        if C.TRACE:
+    if C.TRACE:
+        if found != 0:
             place = place_of(item, work)
             begin_span(words.log, place, watch.worker)
-        if C.GATED:
+    if C.GATED:
+        if found != 0:
             passed, noted = pass_gate(item, passed, work, words, gate, watch, cursor.noted, waited, C)
             item, over = VOID(item, passed.over)
             cursor, passed = with_noted(cursor, noted), with_over(passed, over)
-        if C.TRACE:
+    if C.TRACE:
+        if found != 0:
             ready_span(words.log, place)
     return found, with_place(item, place), Progress(cursor, ready, passed)
 
