@@ -1,7 +1,7 @@
 """The registered ops of attention: schemas, CPU, GPU and fake implementations, autograd, FLOP counts.
 
 As `tilestream.ops.library`: tensors and numbers only, heads behind rows (the other layout is a view, whose gradient is
-torch's own). Each gives the output and the log-sum-exp; the second is empty where nobody asked for it.
+torch's own). Each gives the output and the log-sum-exp; the second is empty unless it is asked for.
 """
 
 from __future__ import annotations
