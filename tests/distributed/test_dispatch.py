@@ -30,7 +30,7 @@ RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
 def measured_rows():
     """Of the kept records: the case, what each form took, and by which name the record has it."""
     for world in (2, 4, 8):
-        record = json.loads((RECORDS / f"gpu_all_gather_x{world}_h200.json").read_text(encoding="utf-8"))
+        record = json.loads((RECORDS / "h200" / f"all_gather_x{world}.json").read_text(encoding="utf-8"))
         for row in record["rows"]:
             case = Case(row["op"], row["rows"], row["n"], row["k"], row["width"], world, "bfloat16", 2, "sm_90")
             yield case, row["ms"]

@@ -8,7 +8,7 @@
 The operations are those of `tilestream.core.protocols.one_shot`, which the checker explores. Streams synchronise by
 memory operations: waiting for a peer holds no SM (invariant 10).
 
-Measured as a hand-written prototype (2 x H200, benchmarks/results/gpu_reduce_by_hand_x2_h200.json): from 64 rows on
+Measured as a hand-written prototype (2 x H200, benchmarks/results/h200/reduce_by_hand_x2.json): from 64 rows on
 1.04 to 1.31 times as fast as NCCL behind torch.mm; for fewer rows NCCL's kernel, without stream handshakes, is as fast.
 """
 

@@ -12,7 +12,7 @@ from typing import get_args
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental as unrun
+from tilestream.plan import experimental
 from tilestream.plan.api import default_workers, device_properties
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
@@ -97,8 +97,8 @@ def plan_attention(
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
         why = f"least of {len(found)} candidates in the cost model"
-        if name in unrun.KERNELS:
-            why += f"; {unrun.NOT_RUN}"
+        if name in experimental.KERNELS:
+            why += f"; {experimental.NOT_RUN}"
         refused += (elsewhere,)
     best = min(found, key=lambda candidate: candidate.predicted)
     others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.predicted)
@@ -132,7 +132,7 @@ def _on_gpu(
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
-    why = policy.refusal(problem, device) or unrun.unasked(fast, backend)
+    why = policy.refusal(problem, device) or experimental.refusal(fast, backend)
     if backend != "portable" and not why:
         # Only one of them splits keys.
         more = {"splits": splits} if policy is hopper_attention else {}

@@ -10,8 +10,7 @@ from typing import get_args
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental as unrun
-from tilestream.plan import tuned
+from tilestream.plan import experimental, tuned
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Candidate, Forced, Refusal
 from tilestream.plan.plan import Plan, of_candidate
@@ -116,7 +115,7 @@ def _on_gpu(
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
     if backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
-    why = why or unrun.unasked(fast, backend)
+    why = why or experimental.refusal(fast, backend)
     if backend != "portable" and not why:
         if fast == "cdna":
             found = list(cdna_tiles.candidates(problem, device, workers, kinds=kinds, forced=forced))
