@@ -10,7 +10,7 @@ from fake_ranks import GroupState, Memory, look, pretend
 
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import Apart
+from tilestream.arrival.device import LocalRows
 from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record, op_number
 from tilestream.core.protocols import gather
 from tilestream.distributed import copy_engines
@@ -33,7 +33,7 @@ def report(channel: Channel, signals, chunk: int) -> None:
     channel.records[at] = number + 1
 
 
-def read(slot: torch.Tensor, apart: Apart | None) -> torch.Tensor:
+def read(slot: torch.Tensor, apart: LocalRows | None) -> torch.Tensor:
     """What a kernel reads: rows that stand apart, and of the slot the others."""
     rows = slot.clone()
     if apart is not None:
@@ -90,7 +90,7 @@ class Gathering:
                 raise RuntimeError("out of memory")
             seen, signals = gathered.data, arrival._signals
             words = [signals.use(apart) for _ in range(products)][-1]
-            own = signals.apart if apart else None
+            own = signals.local_rows if apart else None
 
             def ended() -> bool:
                 state = words.words.tolist()
@@ -158,8 +158,8 @@ class Then:
     """Signals as they were when a call was issued."""
 
     def __init__(self, signals, epoch: int) -> None:
-        self.epoch, self.words = epoch, signals.use(apart=True).words
+        self.epoch, self.words = epoch, signals.use(local_rows=True).words
 
-    def use(self, apart):
-        assert apart
+    def use(self, local_rows):
+        assert local_rows
         return self

@@ -217,7 +217,7 @@ def test_a_callers_tensor_is_not_kept(fails):
     with world(2) as (_, (first, _)):
         with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
             first.call(SHARDS[2][0], fails=fails)
-        assert [arrival._signals.apart for arrival in first.gatherer._arrivals.values()] == [None]
+        assert [arrival._signals.local_rows for arrival in first.gatherer._arrivals.values()] == [None]
 
 
 def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):

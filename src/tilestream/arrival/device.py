@@ -52,8 +52,8 @@ class GateWords(NamedTuple):
     key: int
 
 
-class Apart(NamedTuple):
-    """Rows of what arrives that are there, and stand apart from where the others arrive. A launch may read them there.
+class LocalRows(NamedTuple):
+    """Rows of an arriving operand that this GPU has already, in another tensor, where a launch may read them.
 
     Attributes
     ----------
@@ -100,8 +100,8 @@ class DeviceSignals(Publishing):
         The caller's own ``int32[count]`` there; None for ours.
     """
 
-    #: Rows that stand apart, for the launches of the present epoch.
-    apart: Apart | None = None
+    #: Local rows for the launches of the present epoch.
+    local_rows: LocalRows | None = None
     #: Signals of producers that failed, until a launch has reported it: the exception shall outlive the arrival.
     _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
@@ -149,10 +149,10 @@ class DeviceSignals(Publishing):
 
     # Launches ------------------------------------------------------------------------------------------------------
 
-    def use(self, apart: bool = False) -> GateWords:
+    def use(self, local_rows: bool = False) -> GateWords:
         """What a launch on the current stream waits for; eager or captured as the stream is.
 
-        ``apart``: it reads the rows that stand apart where they stand.
+        ``local_rows``: it reads the local rows in their own tensor.
 
         Raises
         ------
@@ -163,8 +163,8 @@ class DeviceSignals(Publishing):
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
         self._come_behind_matmul(stream)
-        if self.apart is not None and not apart:
-            self.apart.bring()
+        if self.local_rows is not None and not local_rows:
+            self.local_rows.bring()
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)

@@ -255,7 +255,7 @@ def attention(
     Parameters
     ----------
     q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k
-        As in `tilestream.launch.attention.Operands`; None where there is none.
+        As in `tilestream.core.operands.AttentionOperands`; None where there is none.
     starts, order
         Of a packed call: see `attention_list`.
     counters, base, reset
