@@ -188,28 +188,23 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 def _define(name: str, kind: type[_Arriving | _Publish | _Nothing], into: bool) -> None:
     """Register the implementations of an op: what its schema has behind the operands, and whether it is an out form."""
-    count = len(kind._fields)
-
-    def split(others: Sequence[Any]) -> tuple[Any, torch.Tensor | None, Sequence[Any]]:
-        rest = others[_COMMON + count :]
-        return kind(*others[_COMMON : _COMMON + count]), rest[0] if into else None, rest[1:] if into else rest
+    late_fields, nothing = len(kind._fields), _Nothing()
+    end = _COMMON + late_fields
 
     def real(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        out = fake(a, b, *others)
+        late = kind(*others[_COMMON:end]) if late_fields else nothing
         # torch leaves out arguments that are the schema's defaults: those of `_Optional`, all or the last ones.
-        late, given, optional = split(others)
-        if given is None:
-            out = _output(a, b, others[5])
+        if out is None:
+            _run(others[end], False, a, b, *others[:_COMMON], late=late, optional=_Optional(*others[end + 1 :]))
         else:
-            out = given
-            _check_out(out, a, b, others[5])
-        _run(out, not into, a, b, *others[:_COMMON], late=late, optional=_Optional(*optional))
-        return None if into else out
+            _run(out, True, a, b, *others[:_COMMON], late=late, optional=_Optional(*others[end:]))
+        return out
 
     def fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:
-        given = split(others)[1]
-        if given is None:
+        if not into:
             return _output(a, b, others[5])
-        _check_out(given, a, b, others[5])
+        _check_out(others[end], a, b, others[5])
         return None
 
     for device in ("CPU", "CUDA"):
