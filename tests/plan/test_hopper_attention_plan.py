@@ -7,18 +7,14 @@ import re
 from dataclasses import replace
 
 import pytest
+from made_up import H100
 
 from tilestream.core.chunks import Chunks
-from tilestream.core.device import DeviceProperties
 from tilestream.plan.attention_planner import attention_plan, plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
 
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * 1.755e9, 3.35e12, "a stub", "sm_90", 232448,
-    (("float16", 4096 * 1.755e9), ("bfloat16", 4096 * 1.755e9)),
-)  # fmt: skip
 #: At the highest clock, which is what the driver says.
 FASTEST = replace(
     H100, flops=256 * 1.98e9, tensor=(("float16", 4096 * 1.98e9), ("bfloat16", 4096 * 1.98e9)), clock=1.98e9
@@ -253,7 +249,7 @@ def test_few_queries_keep_large_blocks(keys, batch, device):
 
 
 def test_a_window_does_not_lose_the_shares_of_keys_that_arrive():
-    # They are of all of a tile's blocks, whoever of its consumers does them.
+    # They are of all of a tile's blocks, whichever of its consumers does them.
     late = Incoming(Chunks.uniform(4096, 1024))
     made = plan(AttentionProblem(1, 16, 16, 4096, 4096, 128, window=(128, 128), keys=late))
     assert made.shares == 3

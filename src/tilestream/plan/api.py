@@ -1,4 +1,4 @@
-"""`plan`: what people ask, checked, as a problem to plan."""
+"""`plan`: checks the caller's arguments and plans the problem that they describe."""
 
 from __future__ import annotations
 
@@ -83,24 +83,24 @@ def plan(
         ``(rows, columns)`` of a tile; None: the cost model's choice.
     order
         Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
-        or pairs, in order (give ``tile`` too, so that you know how many there are). Each batch is done in this order.
-        Where an operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice
-        where it can), or ``"chunk_major"``, from the pivot on whatever arrives.
+        or pairs, in order (with ``tile``, which decides how many there are). Each batch is done in this order. Where an
+        operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice where it
+        can), or ``"chunk_major"``, from the pivot on.
     queues, shares
         Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
     arrival, weight_arrival
-        How A's rows, and B's columns (a weight's rows), come in.
+        How A's rows, and B's columns (a weight's rows), arrive.
     publish
         The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. Where no
-        kernel does that, the plan is that of the whole without, and says why there is a launch a chunk. Neither an
-        operand that arrives nor another schedule than ``"auto"`` and ``"dynamic"`` goes with it.
+        kernel does that, the plan is that of the whole problem, and says why there is a launch a chunk. Excludes
+        operands that arrive, and schedules other than ``"auto"`` and ``"dynamic"``.
     layout
-        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
-        matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
-        alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
+        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for the transpose of a row-major matrix. A
+        weight ``[N, K]`` of a linear layer makes ``"nt"``. It decides what a GPU can address where an extent is odd.
+        None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores need it.
     backend
-        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it can, on AMD GPUs the portable
-        one.
+        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it does the problem, on AMD GPUs
+        the portable one.
     variant, stages
         Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
         or ``"staged"``, likewise.
@@ -130,9 +130,7 @@ def plan(
     properties = device_properties(device)
     if named(str(device)) is not None:
         device = properties
-    for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
-        if not _whole(extent) or extent < 0:
-            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    m, n, k, batch = checked_extents({"m": m, "n": n, "k": k, "batch": batch}).values()
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arriving):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
@@ -148,13 +146,12 @@ def plan(
     elif order is not None and not callable(order) and not isinstance(order, Sequence):
         raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
-        if value is not None and (not _whole(value) or value < 1):
+        if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
     if tile is not None:
-        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
+        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(is_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
         tile = (operator.index(tile[0]), operator.index(tile[1]))
-    m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
     layout = layout or ("nt" if name in FP8 else "nn")
     if layout not in ("nn", "nt", "tn", "tt"):
@@ -165,7 +162,7 @@ def plan(
     variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
     if variant is not None and variant not in variants:
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
-    if stages is not None and (not _whole(stages) or stages < 2):
+    if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if properties.backend == "cpu":
         forced = {"backend": backend, "variant": variant, "stages": stages, "registers": registers}
@@ -206,20 +203,16 @@ def plan(
     if publish is not None and schedule == "auto" and properties.backend != "cpu":
         schedule = "dynamic"
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    if order is not None and not isinstance(order, str):
-        # Not from the cache: it would keep alive what the function closes over, and call it pure.
-        return plan_problem.__wrapped__(
-            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
-            registers, limit(),
-        )  # fmt: skip
+    # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
+    cached = order is None or isinstance(order, str)
 
     def made(problem: Problem, schedule: str) -> Plan:
-        return plan_problem(
+        return (plan_problem if cached else plan_problem.__wrapped__)(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
             registers, limit(),
         )  # fmt: skip
 
-    if publish is None:
+    if publish is None or not cached:
         return made(problem, schedule)
     try:
         return made(problem, schedule)
@@ -229,7 +222,7 @@ def plan(
 
 
 def check_publish(op: str, schedule: str, arriving: bool) -> None:
-    """Of ``publish=``: refuse what does not go with it.
+    """Refuse what ``publish=`` excludes.
 
     Raises
     ------
@@ -249,8 +242,8 @@ def check_publish(op: str, schedule: str, arriving: bool) -> None:
 
 
 def default_workers(device: DeviceProperties) -> int | None:
-    """The workers of a device by itself, where that is not its properties' number: torch's threads, on the CPU."""
-    torch = sys.modules.get("torch")  # not imported for this question's sake
+    """The device's own number of workers, where it differs from its properties': torch's threads, on the CPU."""
+    torch = sys.modules.get("torch")  # not imported only to count its threads
     return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
 
 
@@ -261,7 +254,7 @@ def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
 
 
 def device_properties(device: object) -> DeviceProperties:
-    """What `plan` takes for a device, as its properties.
+    """The properties of a device as `plan` takes it.
 
     Raises
     ------
@@ -286,5 +279,20 @@ def device_properties(device: object) -> DeviceProperties:
     )
 
 
-def _whole(x: object) -> bool:
+def checked_extents(extents: dict[str, int]) -> dict[str, int]:
+    """Extents by name as Python's integers.
+
+    Raises
+    ------
+    ValueError
+        If one is no whole number, or negative.
+    """
+    for name, extent in extents.items():
+        if not is_whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    return {name: operator.index(extent) for name, extent in extents.items()}
+
+
+def is_whole(x: object) -> bool:
+    """Whether a value is an integer, of any library, and no bool."""
     return hasattr(x, "__index__") and not isinstance(x, bool)

@@ -1,11 +1,10 @@
-"""`attention_plan`, what people ask, and `plan_attention`: candidates of the backends, the best of which is a plan."""
+"""`attention_plan`, which checks the caller's arguments, and `plan_attention`, which compares backends' candidates."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
-import operator
 from collections.abc import Sequence
 from typing import get_args
 
@@ -13,7 +12,7 @@ from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
 from tilestream.plan import experimental
-from tilestream.plan.api import default_workers, device_properties
+from tilestream.plan.api import checked_extents, default_workers, device_properties, is_whole
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.candidate import Refusal
@@ -24,22 +23,16 @@ from tilestream.plan.workers import workers_of
 
 logger = logging.getLogger(__name__)
 
-#: What a caller may ask for as ``schedule=``: there is no K whose end could be shared out afterwards.
+#: What a caller may give as ``schedule=``: attention has no K to split.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
-#: What a caller may ask for as ``backend=``, on GPUs.
+#: What a caller may give as ``backend=``, on GPUs.
 BACKENDS = ("hopper", "cdna", "portable")
-#: Why a queue, where the caller does not say.
+#: Why the default is a queue.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 
 
 def check_splits(op: str, splits: object) -> None:
-    """Raise unless ``splits`` is one that a caller may ask for.
-
-    Raises
-    ------
-    ValueError
-        If it is not.
-    """
+    """Raise `ValueError` unless ``splits`` is a number of shares that a caller may force."""
     if splits is None:
         return
     if not isinstance(splits, int) or isinstance(splits, bool) or not 1 <= splits <= hopper_attention.MOST_SHARES:
@@ -60,7 +53,7 @@ def plan_attention(
     limit: int = 0,
     splits: int | None = None,
 ) -> AttentionPlan:
-    """`attention_plan` for an `AttentionProblem`; the same object for the same question.
+    """`attention_plan` for an `AttentionProblem`; equal arguments give the same object.
 
     ``limit``: see `tilestream.plan.limit`.
 
@@ -118,7 +111,7 @@ def plan_attention(
 
 
 def _unsplit(problem: AttentionProblem, backend: str, splits: int) -> str:
-    """Why a backend does not split keys as it was asked to."""
+    """Why a backend does not split keys as forced."""
     if backend == "hopper":
         return hopper_attention.unsplit(problem, splits)
     return f"the {'CPU' if backend == 'cpu' else backend} kernel takes a tile's keys one after the other"
@@ -128,7 +121,7 @@ def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
     splits: int | None,
 ) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
-    """Which backend, its candidates, and why not the other one."""
+    """The backend, its candidates, and why not the other backend."""
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
@@ -206,15 +199,11 @@ def attention_plan(
     64
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    extents = {
+    extents = checked_extents({
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads_q": heads_q,
         "heads_kv": heads_q if heads_kv is None else heads_kv, "head_dim": head_dim,
         "head_dim_v": head_dim_v or head_dim, "page_size": page_size,
-    }  # fmt: skip
-    for name, extent in extents.items():
-        if not hasattr(extent, "__index__") or isinstance(extent, bool) or extent < 0:
-            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
-        extents[name] = operator.index(extent)
+    })  # fmt: skip
     if schedule not in ATTENTION_SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
@@ -226,7 +215,7 @@ def attention_plan(
         raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
     left, right = window or (None, None)
     for side in (left, right):
-        if side is not None and (not hasattr(side, "__index__") or isinstance(side, bool) or side < -1):
+        if side is not None and (not is_whole(side) or side < -1):
             raise ValueError(
                 f"window={window!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
             )

@@ -1,4 +1,4 @@
-"""`plan_problem`: asks the backends for candidates, and makes the best one a plan."""
+"""`plan_problem`: candidates of the backends, of which the best becomes the plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilestream.plan.workers import workers_of
 
 logger = logging.getLogger(__name__)
 
-#: The fast backends, for people.
+#: The fast backends, as messages call them.
 NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
-#: What a queue may cost on an idle device, as a share, before a static grid is taken: a static one loses 40 % where a
+#: The share that a queue may cost on an idle device before a static grid is taken: a static grid loses 40 % where a
 #: neighbour holds a few SMs.
 QUEUE_MAY_COST = 0.01
 _NO_FASTER = "no faster than {} here, and a late worker would hold up its tiles"
@@ -47,9 +47,9 @@ def plan_problem(
     limit: int = 0,
     consult: bool = True,
 ) -> Plan:
-    """`plan` for a `Problem`; the same object for the same question.
+    """`plan` for a `Problem`; equal arguments give the same object.
 
-    ``limit``: see `tilestream.plan.limit`; ``consult``: whether what was measured counts, see `tilestream.plan.tuned`.
+    ``limit``: see `tilestream.plan.limit`; ``consult``: whether measurements count, see `tilestream.plan.tuned`.
     """
     device = device or cpu_properties()
     named, order = (order, None) if isinstance(order, str) else (None, order)
@@ -69,26 +69,20 @@ def plan_problem(
         )
         if is_given
     ]  # fmt: skip
-    name, why = device.backend, "least of {} candidates in the cost model"
-    if device.backend == "cpu":
+    auto, on_cpu = schedule == "auto", device.backend == "cpu"
+    if on_cpu:
         inline = not arriving and problem.publishes is None and not given
         found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=forced))
-        best = _best(found)
-        refused += (_other_variant(best, found, problem, given),)
-        elsewhere = Refusal("GPU backends", "the operands are on the CPU")
+        name, elsewhere = "cpu", Refusal("GPU backends", "the operands are on the CPU")
     else:
-        name, found, elsewhere = _on_gpu(problem, device, count, backend, kinds, schedule == "auto", forced)
-        best = _best(found)
-        if consult and not (given or arriving or backend or variant or stages or registers):
-            best, why, other = _as_measured(problem, device, best, found, why)
-            refused += other
-        if schedule == "auto" and (name == "hopper" or portable.by_model(problem, device)):
-            refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
-        refused += _other_tiles(best, found)
-        if name == "portable" and not problem.aligned:
-            refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
-        if name == "portable" and (converted := portable.converted(problem, device)):
-            refused += (Refusal("8-bit matrix units", converted),)
+        name, found, elsewhere = _on_gpu(problem, device, count, backend, kinds, auto, forced)
+    best, why = _best(found), f"least of {len(found)} candidates in the cost model"
+    if consult and not (on_cpu or given or arriving or backend or variant or stages or registers):
+        best, why, other = _as_measured(problem, device, best, found, why)
+        refused += other
+    if auto and (name == "hopper" or portable.by_model(problem, device)):
+        refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
+    refused += _alternatives(problem, device, name, best, found, given)
     if problem.publishes is not None and name not in ("hopper", "cpu"):
         raise NotImplementedError(
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
@@ -100,7 +94,7 @@ def plan_problem(
         best, why_not = in_arrival_order(problem, name, best, order is not None, named, queues)
         if why_not:
             refused += (Refusal("arrival order", why_not),)
-    made = of_candidate(problem, device, name, best, why.format(len(found)), refused)
+    made = of_candidate(problem, device, name, best, why, refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
@@ -110,7 +104,7 @@ def _on_gpu(
     problem: Problem, device: DeviceProperties, workers: int, backend: str | None, kinds: tuple[Kind, ...], auto: bool,
     forced: Forced,
 ) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
-    """Which backend, its candidates, and why not the other one."""
+    """The backend, its candidates, and why not the other backend."""
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
     if backend not in (None, fast, "portable"):
@@ -183,7 +177,7 @@ def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
 def _as_measured(
     problem: Problem, device: DeviceProperties, best: Candidate, found: list[Candidate], why: str
 ) -> tuple[Candidate, str, tuple[Refusal, ...]]:
-    """The candidate that `tilestream tune` found to be the fastest here, if it was run; why; and what it replaces."""
+    """The fastest candidate by `tilestream tune`, if it was run; why; and what it replaces."""
     entry = tuned.lookup(problem, device)
     if entry is None:
         return best, why, ()
@@ -192,13 +186,27 @@ def _as_measured(
         return (
             best,
             why,
-            (Refusal("what was measured", "tilestream tune found a plan that there is no more: tune anew"),),
+            (Refusal("what was measured", "tilestream tune kept a plan that no longer exists: tune again"),),
         )
     why = f"fastest of {entry['plans']} plans that tilestream tune measured here on {entry['date']}"
     if measured is best:
         return best, why, ()
     times = f"{entry['model_us']:.4g} us, this {entry['us']:.4g} us"
     return measured, why, (Refusal("the cost model's choice", f"measured: {times}"),)
+
+
+def _alternatives(
+    problem: Problem, device: DeviceProperties, backend: str, best: Candidate, found: list[Candidate], given: list[str]
+) -> tuple[Refusal, ...]:  # fmt: skip
+    """The next best variant or tile, and what the portable kernel does without."""
+    if backend == "cpu":
+        return (_other_variant(best, found, problem, given),)
+    refused = _other_tiles(best, found)
+    if backend == "portable" and not problem.aligned:
+        refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+    if backend == "portable" and (converted := portable.converted(problem, device)):
+        refused += (Refusal("8-bit matrix units", converted),)
+    return refused
 
 
 def _best(found: list[Candidate]) -> Candidate:
@@ -212,7 +220,7 @@ def _best(found: list[Candidate]) -> Candidate:
 
 
 def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
-    """Why the other one of the two not."""
+    """Why not the other of the two."""
     other = "dynamic" if best.schedule.kind == "static" else "static"
     seconds = min((c.predicted for c in found if c.schedule.kind == other and c.block == best.block), default=math.inf)
     if other == "dynamic":

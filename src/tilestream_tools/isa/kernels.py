@@ -1,7 +1,7 @@
-"""The kernels that `tilestream isa` knows, by name: a small table that a new kernel joins by one line.
+"""The kernels that `tilestream isa` knows, by name: a table that a new kernel joins by one line.
 
-An entry says which archs it compiles for, and names the function ``(question) -> Source`` that makes what is compiled;
-that function is imported when it is asked for. A kernel outside this package joins by `register`.
+An entry says which archs it compiles for and names the function ``(question) -> Source`` that makes what is compiled;
+the function is imported on demand. A kernel outside this package joins by `register`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Entry(NamedTuple):
     what
         In a few words.
     k
-        Of the question, where nobody says.
+        Of the question; the default.
     """
 
     archs: tuple[str, ...]
@@ -288,8 +288,8 @@ def cdna_attention(question: Question) -> Source:
         If it has no such tile, or there is no such problem.
     """
     from tilestream.kernels.cdna.attention import attend
+    from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
     from tilestream_tools.isa.build import Pointer
 
     device, (batch, heads) = question.device, ATTENTION_HEADS
@@ -310,10 +310,9 @@ def cdna_attention(question: Question) -> Source:
     plan = of_candidate(problem, device, "cdna", best, "asked for", ())
     q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
     arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
-    filled = arguments.fill(
-        *[Pointer(problem.dtype)] * 4, *[None] * 8, None if kind == "static" else Pointer("int64"), 0, 0,
-        *arguments.scales(question.k**-0.5),
-    )  # fmt: skip
+    counters = None if kind == "static" else Pointer("int64")
+    given = (*[Pointer(problem.dtype)] * 4, *[None] * 11, counters, None)
+    filled = arguments.pack(attend)((*given, 0, 0, *arguments.scales(question.k**-0.5)))
     return Source(attend, filled, arguments.options, plan.warps, plan)
 
 
