@@ -21,7 +21,7 @@ from hopper_cases import APART, ARRIVING, GATED, ApartCase, HopperCase, chunks_o
 import tilestream as ts
 from device_order import check_gates, check_order
 from error_rule import Maths, check
-from tilestream.arrival.device import Apart
+from tilestream.arrival.device import LocalRows
 from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.hopper.launch import GemmLaunch
@@ -198,7 +198,7 @@ def stand_apart(run: Run, of: ApartCase) -> list[str]:
         one.tensor.view(batches.shape)[:, of.first : of.first + of.height].copy_(rows.view(mine.shape))
         brought.append("brought")
 
-    one.arrival._signals.apart = Apart(rows, of.first, of.height, of.period, bring)
+    one.arrival._signals.local_rows = LocalRows(rows, of.first, of.height, of.period, bring)
     return brought
 
 

@@ -13,8 +13,8 @@ waits for one that is issued later, so the driver may run the streams in any ord
 
 A slot has room for all ranks' rows, each shard at its place, and the kernel reads it there. The own shard, if pushed,
 is read where the caller has it, by the kernel and by the copy engines; it is copied into the own slot only for a kernel
-that cannot read two places (`tilestream.arrival.device.Apart`). A shard that is pulled or strided is sent from the own
-slot, behind that copy. ``return_a`` copies all rows out of the slot, behind the kernel.
+that cannot read two places (`tilestream.arrival.device.LocalRows`). A shard that is pulled or strided is sent from the
+own slot, behind that copy. ``return_a`` copies all rows out of the slot, behind the kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import Apart, PeerSignals
+from tilestream.arrival.device import LocalRows, PeerSignals
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
 from tilestream.core.protocols.gather import (
@@ -175,7 +175,7 @@ class GatherQueue(CallQueue):
                 if x is not None:  # memory is not reused before the side stream is waited for (invariant 9)
                     x.record_stream(calling)
             from_slot = way == "pull" or not shard.data.is_contiguous()
-            apart = None if from_slot else self._apart(shards, shard.data, slot.data)
+            own = None if from_slot else self._local_rows(shards, shard.data, slot.data)
             self._publish(epoch, shards, shard, slot, calling, from_slot)
             if way == "pull":
                 self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
@@ -187,16 +187,16 @@ class GatherQueue(CallQueue):
             self._end(epoch, overrule, calling)  # so that the watchdog releases a side stream that waits
             raise
         self._without_kernel[epoch] = signals, seconds
-        signals.apart = apart
+        signals.local_rows = own
         try:
             outs = compute(slot, arrival)
             del self._without_kernel[epoch]
             if gathered is not None:
                 take_out(gathered, slot.data, signals, shards)
-                if apart is not None:
+                if own is not None:
                     self._place(gathered, shard.data)
         finally:  # without a kernel, too: the peers get their rows
-            signals.apart = None  # drops the reference to the caller's tensor
+            signals.local_rows = None  # drops the reference to the caller's tensor
             missing = self._end(epoch, overrule, calling)
         for rank in missing:
             for out in outs:
@@ -205,7 +205,7 @@ class GatherQueue(CallQueue):
                 _fill_nan(gathered[:, rank])
         return outs
 
-    def _apart(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> Apart:
+    def _local_rows(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> LocalRows:
         """The own rows where the caller has them; copied into the slot for a launch that reads them there."""
 
         @functools.cache  # once, for all products of the call
@@ -214,7 +214,7 @@ class GatherQueue(CallQueue):
 
         rows = shards.rows
         flat = mine.view(shards.batches * rows, shards.width)
-        return Apart(flat, self._rank * rows, rows, shards.world * rows, bring)
+        return LocalRows(flat, self._rank * rows, rows, shards.world * rows, bring)
 
     def _place(self, into: torch.Tensor, mine: torch.Tensor) -> None:
         """Copy the own rows to their place, each batch in one piece. Inside a GPU the driver copies by a kernel."""
@@ -411,7 +411,7 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 def take_out(into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards) -> None:
     """Copy the gathered rows out of their slot, on the current stream behind the kernel; NaN for missing chunks."""
-    words = signals.use(apart=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
+    words = signals.use(local_rows=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
     arrived = words >= signals.epoch  # computed by its own kernel, before the rows are read
     bits = _bits(into)
     nan = into.view(bits).new_full((), torch.iinfo(bits).max)

@@ -49,7 +49,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """`tilestream.launch.epilogue.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
+    """`tilestream.core.operands.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
     if ACTIVATION == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "gelu":

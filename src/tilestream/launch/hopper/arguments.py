@@ -124,7 +124,7 @@ class Arguments:
             self.options["maxnreg"] = _SINGLE_REGISTERS
 
     def tiles_apart(self, first: int, height: int, period: int) -> tuple[int, int, int] | None:
-        """Rows of A that stand apart (`tilestream.arrival.device.Apart`), in tiles of x: see `fill`.
+        """Rows of A that stand apart (`tilestream.arrival.device.LocalRows`), in tiles of x: see `fill`.
 
         None where they cannot be read there: they are no whole tiles of x, or not x's, or not K-major, or the load warp
         has no registers for it.
