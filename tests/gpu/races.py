@@ -42,14 +42,15 @@ def readers() -> tuple[Any, ...]:
 
     from tilestream.kernels.hopper import attention_convert, attention_math, gemm
 
-    return gemm.math_loop, attention_math.math_loop, attention_convert.convert_loop, handover.taker
+    return gemm.receive, attention_math.math_loop, attention_convert.convert_loop, handover.taker
 
 
 def steps() -> tuple[Any, ...]:
     """What becomes part of such a loop."""
     from tilestream.kernels.hopper import attention_math as math
+    from tilestream.kernels.hopper import gemm
 
-    return math.math_step, math.start_scores, math.settled, math.store_strip, math.own_blocks, math.leave_out
+    return gemm.math_loop, math.math_step, math.start_scores, math.settled, math.store_strip, math.own_blocks, math.leave_out
 
 
 def handed_over() -> tuple[HandOver, ...]:

@@ -5,6 +5,7 @@ Nothing here waits without a bound: a neighbour leaves at its deadline, and what
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from types import SimpleNamespace
@@ -156,13 +157,13 @@ def test_a_mutant_with_pools_that_nobody_visits_is_caught(backend, data, monkeyp
     if backend == "hopper":
         from tilestream.launch.hopper.arguments import Arguments
 
-        made = Arguments._made
-        monkeypatch.setattr(Arguments, "_made", lambda *given: {**made(*given), "STEAL": False})
+        made = Arguments._config
+        monkeypatch.setattr(Arguments, "_config", lambda *given: dataclasses.replace(made(*given), STEAL=False))
     else:
         from tilestream.launch.portable import arguments
 
-        constants = arguments.constants
-        monkeypatch.setattr(arguments, "constants", lambda *given: {**constants(*given), "STEAL": False})
+        config = arguments.config
+        monkeypatch.setattr(arguments, "config", lambda *given: dataclasses.replace(config(*given), STEAL=False))
     # Not from the cache: another launch of this plan steals.
     choose.plan_problem.cache_clear()
     plan = plan_of("cuda", backend, "dynamic", 8, 3)
