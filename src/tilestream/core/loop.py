@@ -5,7 +5,7 @@
     for item in schedule:            # take()
         gate.wait(item)              # pass_gate(), before the item is handed on
         load and math                # Compute
-        epilogue(item)               # in Compute, or by the last of several contributors: in Reduce, or in AddUp
+        epilogue(item)               # in Compute; of a split tile, by its last contributor: Reduce, ReducePartials
 
 That loop's body is a generator over operations, like `tilestream.schedule.take`, of which it is made. A backend
 performs the operations; `tilestream_tools.verify` explores every order in which several workers can perform them.
@@ -13,15 +13,15 @@ Between two items a worker remembers `WorkerState` and nothing else.
 
 There are two of them, which differ in how a worker drains once the launch is over (invariant 5):
 
-- `work`: it leaves. The host, who waits for the workers, then writes NaN into what was not computed. The CPU backend.
-- `work_through`: it goes on taking items and hands in NaN in their place. The GPU kernels, whose output no host looks
-  at. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
+- `work`: it leaves. The host waits for the workers and writes NaN into what was not computed. The CPU backend.
+- `work_through`: it goes on taking items and hands in NaN in their place. The GPU kernels, whose output no host
+  inspects. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
 
 And there are two ways to hand in the parts of a tile, of which a schedule's contributors all take the same:
 
 - `hand_in`: each writes its partial result and counts. The last to count adds them all.
-- `settle`, of the Hopper kernel, which holds its product in registers: each looks at the count first. Who finds that
-  all others have counted is the last, and writes nothing. The last adds the others' partial results and its own.
+- `fixup`, of the Hopper kernel, which holds its product in registers: each looks at the count first. A contributor
+  that finds all others counted is the last, and writes nothing. The last adds the others' partial results and its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Poll(NamedTuple):
 class Compute(NamedTuple):
     """Do an item: the whole tile with its epilogue, or its partial result into the item's slot.
 
-    ``held``: a part's product stays with the worker, for `Write` and `AddUp`.
+    ``held``: a part's product stays with the worker, for `Write` and `ReducePartials`.
     """
 
     item: WorkItem
@@ -62,7 +62,7 @@ class Poison(NamedTuple):
 class Count(NamedTuple):
     """A partial result is visible: add one to the tile's count (acquire and release).
 
-    Answer: the count before. Whoever is told ``parts - 1`` is the last, and has restored the count to 0.
+    Answer: the count before. The contributor that is told ``parts - 1`` is the last, and has restored the count to 0.
     """
 
     item: WorkItem
@@ -104,7 +104,7 @@ class Restore(NamedTuple):
     item: WorkItem
 
 
-class AddUp(NamedTuple):
+class ReducePartials(NamedTuple):
     """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
 
     item: WorkItem
@@ -158,8 +158,8 @@ class Quarantine(NamedTuple):
 
 
 Operation = Take | Peek | Ready | Wait | Poll | Compute | Count | Reduce
-Settling = Look | Write | Add | Restore | AddUp
-DrainingOperation = Operation | Settling | Poison | Leave | See | Reset | Quarantine
+FixupOperation = Look | Write | Add | Restore | ReducePartials
+DrainingOperation = Operation | FixupOperation | Poison | Leave | See | Reset | Quarantine
 
 #: How an item is handed in.
 Done = TypeVar("Done", Compute, Poison)
@@ -205,7 +205,7 @@ def work_through(
     reset
         Whether the last worker out resets the words of this launch; see `leave`.
     finish
-        How an item is handed in: `hand_in`, if None, or `settle`.
+        How an item is handed in: `hand_in`, if None, or `fixup`.
     """
     finish = finish or hand_in
     item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
@@ -242,18 +242,18 @@ def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
         yield Reduce(item)
 
 
-def settle(done: Done) -> Generator[Done | Settling, int, None]:
+def fixup(done: Done) -> Generator[Done | FixupOperation, int, None]:
     """As `hand_in`, by a worker that holds a part's product, and writes it only for others to read.
 
     ::
 
-        all others have counted:  this is the last, and nobody will read its part but itself
+        all others have counted:  this is the last, and the only reader of its part
         else:                     write the part; count: if all others have, this is the last after all
         the last:                 restore the count; add the others' parts and its own
 
-    Who finds the others counted has not counted itself, so nobody else can be told that: there is one last. The count
-    is restored before the parts are read: in this launch nobody looks at it any more, and the next launch, which writes
-    these slots again, comes when this one has ended.
+    A contributor that finds the others counted has not counted itself, so no other can find the same: there is one
+    last. The count is restored before the parts are read: in this launch no contributor looks at it again, and the next
+    launch, which writes these slots again, begins when this one has ended.
     """
     item = done.item
     if item.parts == 1:
@@ -266,7 +266,7 @@ def settle(done: Done) -> Generator[Done | Settling, int, None]:
         last = (yield Add(item)) == item.parts - 1
     if last:
         yield Restore(item)
-        yield AddUp(item)
+        yield ReducePartials(item)
 
 
 class Share(NamedTuple):
@@ -278,15 +278,15 @@ class Share(NamedTuple):
 
 
 def publish(item: int, shares: Iterable[Share]) -> Generator[Landed | CountRows | RestoreRows | Announce, int, None]:
-    """Publish what has been stored of an item: whoever brings a chunk's count to its end signals it.
+    """Publish what has been stored of an item: the worker that completes a chunk's count signals the chunk.
 
     ::
 
         wait until the stores have landed
         for each chunk of the item's rows: count them; that was all of it: restore the count; signal
 
-    Nobody waits for another, or for a later item. Only who completes a count writes it, and nobody looks at it any more
-    in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
+    No worker waits for another, or for a later item. Only the worker that completes a count writes it, and no worker
+    looks at it again in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
     """
     yield Landed(item)
     for chunk, rows, due in shares:
@@ -300,15 +300,15 @@ def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | Se
 
     ::
 
-        exits = add(exit count, 1);  somebody is still in:  nothing
+        exits = add(exit count, 1);  a worker is still in:  nothing
         the launch is not over:      see every chunk, those that no tile reads too
         all have arrived:            zero the signals: none can come any more
         else:                        quarantine: some may still come
         zero the counters, the exit count and the abort word
 
-    Whether the launch is over says the abort word, read after all others have left. What this worker was told before
+    The abort word, read after all others have left, says whether the launch is over. What this worker was told before
     does not: the deadline may have expired at another's gate after this one's last item. Nor do the signals: where they
-    were in quarantine, all may be up, and more to come. All workers must run.
+    were in quarantine, all may be up, and more may come. All workers must run.
     """
     if (yield Leave()) < schedule.workers - 1:
         return
