@@ -22,9 +22,23 @@ pytest.importorskip("triton")
 
 from mutants import kernel_text
 from mutants.engine import Edit, at, code_of, replace
-from tilestream.core import ring, structs
+from tilestream.core import chunks, ring, structs
 from tilestream.core.copy_items import CopyArguments
-from tilestream.core.loop import Add, Compute, Look, ReducePartials, Restore, Write, fixup
+from tilestream.core.loop import (
+    Add,
+    Announce,
+    Compute,
+    CountRows,
+    Landed,
+    Look,
+    ReducePartials,
+    Restore,
+    RestoreRows,
+    Share,
+    Write,
+    fixup,
+    publish,
+)
 from tilestream.core.structs import Cursor, Gate, Item, Passed, Progress, Ready, Watch, Words, Work
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.device import epilogue as formula_text
@@ -901,6 +915,85 @@ def test_rows_that_stand_apart_are_loaded_from_there(apart):
         kernel = Kernel(shape, items, over=NEVER, apart=apart)
         assert any(item.pm in kernel.apart for item in items)
         assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
+
+
+# Publish -------------------------------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """The assembly that waits for a thread's stores."""
+
+    text: str
+
+
+class Announced(NamedTuple):
+    """A signal: of which chunk, by what, and how it is ordered."""
+
+    chunk: int
+    epoch: int
+    sem: str
+    scope: str
+
+
+def published(row: int, count: int, rows: int, per_chunk: int, times: int, counted: dict[int, int]) -> list[Any]:
+    """What the kernel's text does to publish rows [row, row + count), ``counted`` of which others have counted."""
+    log: list[Any] = []
+
+    def assembly(text: str, constraints: str, arguments: list[int], **_: Any) -> int:
+        log.append(Pending(text))
+        return arguments[0]
+
+    def add(chunk: int, value: int, sem: str, scope: str) -> int:
+        assert (sem, scope) == ("acq_rel", "gpu"), "the count speaks for all that have counted before"
+        log.append(CountRows(chunk, value))
+        return counted[chunk]
+
+    def store(chunk: int, value: int) -> None:
+        assert value == 0
+        log.append(RestoreRows(chunk))
+
+    gl = SimpleNamespace(
+        inline_asm_elementwise=assembly, minimum=min, atomic_add=add, store=store, int32=None,
+        atomic_xchg=lambda chunk, epoch, sem, scope: log.append(Announced(chunk - 100, epoch, sem, scope)),
+    )  # fmt: skip
+    names: dict[str, Any] = {
+        "gl": gl, "range": range, "barrier": lambda: log.append(Meet()), "chunk_of": chunks.chunk_of,
+        "rows_in": chunks.rows_in,
+    }  # fmt: skip
+    for jitted in (publish_text.landed, publish_text.publish):
+        names[jitted.fn.__name__] = FunctionType(jitted.fn.__code__, names)
+    names["publish"](row, count, rows, structs.Publishing(100, 0, 9, per_chunk, times))
+    return log
+
+
+@pytest.mark.parametrize(("per_chunk", "times"), [(64, 1), (48, 3), (200, 2), (7, 4)])
+def test_rows_are_published_as_is_explored(per_chunk, times):
+    rows, count = 300, 64
+    for row in range(0, rows + count, count):
+        end = min(row + count, rows)
+        first, last = row // per_chunk, (end - 1) // per_chunk
+        shares = [
+            Share(c, rows_in, min(rows, (c + 1) * per_chunk) * times - c * per_chunk * times)
+            for c in range(first, last + 1)
+            if (rows_in := min(end, (c + 1) * per_chunk) - max(row, c * per_chunk)) > 0
+        ]
+        for complete in itertools.product((False, True), repeat=min(2, len(shares))):
+            done = dict(itertools.zip_longest((share.chunk for share in shares), complete, fillvalue=False))
+            counted = {share.chunk: share.due - share.rows - (not done[share.chunk]) for share in shares}
+            explored, answer, wanted = publish(0, shares), None, []
+            while True:
+                try:
+                    op = explored.send(answer)
+                except StopIteration:
+                    break
+                answer = counted[op.chunk] if isinstance(op, CountRows) else 0
+                wanted.append(Announced(op.chunk, 9, "release", "sys") if isinstance(op, Announce) else op)
+            pending, met, *found = published(row, count, rows, per_chunk, times, counted)
+            assert isinstance(wanted.pop(0), Landed)
+            assert "cp.async.bulk.wait_group 0;" in pending.text, "its writes, not only its reads of shared memory"
+            assert "fence.proxy.async.global" in pending.text
+            assert isinstance(met, Meet), "one thread's release speaks for the whole consumer"
+            assert [(type(op), *op) for op in found] == [(type(op), *op) for op in wanted]
 
 
 def test_a_text_that_says_the_same_is_not_seen():

@@ -76,7 +76,8 @@ def test_what_it_is_launched_with(monkeypatch):
     given = dict(zip(NAMES, filled, strict=True))
     assert (given["q"], given["lse"], given["counters"]) == (x.q, x.lse, words.counters)
     assert given["sinks"] is given["block_table"] is given["starts"] is None
-    assert [given[name] for name in ("base", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv")] == [7, 300, 500, 4, 2]
+    numbers = [given[name] for name in ("base", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv")]
+    assert numbers == [7, 300, 500, 4, 2]
     assert [given[f"stride_k{axis}"] for axis in "brh"] == [500 * 256, 256, 128]
     assert [given[f"lse_{axis}"] for axis in ("batch", "row", "head")] == [4 * 300, 1, 300]
     assert given["scale"] == pytest.approx(0.25 * 1.4426950408889634)

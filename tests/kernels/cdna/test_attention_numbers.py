@@ -6,6 +6,7 @@ The machine rounds nothing to 16 bits, so its answers are held to the error rule
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,23 @@ def test_pages(page, arch, copies, stages):
         case = Case(queries, keys, (2, 1), (32, 32), "all", "packed paged", page=page)
         made = check(case, arch, copies, stages)
         assert made.direct == (copies == "direct" and page >= 32)
+
+
+@pytest.mark.parametrize("page", [4, 32])
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_page_numbers_that_lead_outside_stay_inside(page, arch, copies, stages, monkeypatch):
+    """The host does not read the table. A page number out of range is clamped; the memory asserts its bounds."""
+
+    made = call_of
+
+    def outside(case):
+        call = made(case)
+        table = call.tensors["block_table"]
+        table[:, ::2], table[:, 1::2] = 2**30, -7
+        return SimpleNamespace(tensors=call.tensors, options=call.options, check=lambda *_: None)
+
+    monkeypatch.setitem(globals(), "call_of", outside)
+    check(Case((5, 20), (70, 33), (2, 1), (32, 32), "causal", "packed paged", page=page), arch, copies, stages)
 
 
 @pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)

@@ -201,6 +201,8 @@ def test_what_lies_between_rows_is_not_read_as_a_number(copies):
     # Rows of 168, of which 152 are K: the rest of K ends inside a step, and what is behind it is not a number.
     for layout in LAYOUTS:
         check(Case(40, 72, 152, copies=copies, layout=layout, gap=16, stages=3 if copies == "direct" else 2))
+    # The last 16 bytes of K hold 6 elements of it, and 2 that are not numbers: of either operand they are cut off.
+    check(Case(40, 72, 150, copies=copies, gap=18, stages=3 if copies == "direct" else 2))
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])

@@ -45,12 +45,11 @@ from tilestream.kernels.hopper import queues as queues_text
 from tilestream.launch.attention_arguments import NO_KEY_GATE, KeyGate
 
 #: Of these all jitted functions are run as they stand, but for those in `STAND_INS`; their constants and structs too.
-MODULES = (
-    tile_text, device_softmax_text, convert_text, load_text, softmax_text, math_text, text,
-)  # fmt: skip
+MODULES = (tile_text, device_softmax_text, convert_text, load_text, softmax_text, math_text, text)
 #: Others' functions that are run as they stand.
 ALSO = (
-    list_text.rows_of, list_text.place_of, portable_text.sigmoid, gate_text.poll_over, items_text.with_over, schedule_text.first_cursor, schedule_text.with_asked,
+    list_text.rows_of, list_text.place_of, portable_text.sigmoid, gate_text.poll_over, items_text.with_over,
+    schedule_text.first_cursor, schedule_text.with_asked,
 )  # fmt: skip
 #: What moves no data, or multiplies by assembly.
 STAND_INS = ("rescale_o", "pack_p", "as_operand")

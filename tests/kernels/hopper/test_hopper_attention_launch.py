@@ -310,7 +310,8 @@ def test_a_launch_of_packed_sequences_makes_their_list_first(written):
     assert first["starts"].data_ptr() == second["starts"] == call["starts"]
     assert first["order"].data_ptr() == second["order"] == call["order"]
     assert second["seqlens_k"] == lengths.data_ptr()
-    numbers = {name: second[name] for name in ("sequences", "tokens_q", "tokens_k", "seqlen_k", "head_tiles", "POSITIONS")}
+    names = ("sequences", "tokens_q", "tokens_k", "seqlen_k", "head_tiles", "POSITIONS")
+    numbers = {name: second[name] for name in names}
     assert numbers == {
         "sequences": B + 1, "tokens_q": 900, "tokens_k": 0, "seqlen_k": plan.problem.seqlen_k,
         "head_tiles": H // plan.pack, "POSITIONS": plan.positions,

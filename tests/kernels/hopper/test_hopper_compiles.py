@@ -58,6 +58,7 @@ def faults(found: dict) -> list[str]:
         "looks at signals, each a lane's": [*found["looks"]] == [*expected["looks"]],  # tuples are lists to JSON
         "naps": found["naps"] == expected["naps"],
         "fences": found["fences"] == expected["fences"],
+        "signals and records": found["exchanges"] == expected["exchanges"],
         # Those of 8 bytes: other counts. A kernel that makes no copies has not one of the others.
         "a round of copies": expected["round"] == {size: n for size, n in found["rounds"].items() if size != "64"},
         "matrix stores": found["matrix_stores"] == expected["matrix_stores"],
@@ -168,6 +169,7 @@ def test_fewer_registers_spill_where_they_cannot_be_forced(version, name, tmp_pa
         ({"looks": [3, 1]}, "looks at signals, each a lane's"),
         ({"naps": 0}, "naps"),
         ({"fences": 0}, "fences"),
+        ({"exchanges": ["gpu.relaxed.", "sys.release."]}, "signals and records"),
         ({"rounds": {"64": 32}}, "a round of copies"),
         ({"rounds": {"64": 11, "128": 16, "U16": 1}}, "a round of copies"),
         ({"stores": 0}, "TMA stores"),
@@ -192,11 +194,12 @@ def test_each_rule_is_kept(change, fault):
         "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 1200,
         "barriers": [1, 1, 2, 2], "idle": [], "matrix_stores": 16,
         "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "looks": [4, 0], "naps": 2,
-        "fences": 1,
+        "fences": 1, "exchanges": ["sys.release."],
         "k_loops": [{"gmma": 4, "barriers": 3, "in_flight": 1}] * 2, "rounds": {"64": 11, "128": 16},
         "expected": {
             "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "k_loops": 2, "gmma": 4,
             "in_flight": 1, "shared": 1000, "looks": [4, 0], "naps": 2, "fences": 1,
+            "exchanges": ["sys.release."],
             "round": {"128": 16}, "barriers": [1, 1, 2, 2], "matrix_stores": 16, "narrow": True,
         },
     }  # fmt: skip

@@ -23,8 +23,8 @@ EARLY: gl.constexpr = gl.constexpr(4)
 def prefetch_ticket(words, queue, go):
     """Begin to add one to a queue's counter, if ``go`` is 1 and not 0. The answer, int64, is for `await_ticket`.
 
-    It is one lane's. Non-blocking: no copy of the answer either, so it is undefined if ``go`` is 0. The address seems to be each lane's
-    own, so that ptxas does not gather the lanes' adds first.
+    It is one lane's. Non-blocking: the answer is not copied either, so it is undefined if ``go`` is 0. The address
+    seems to be each lane's own, so that ptxas does not gather the lanes' adds first.
     """
     return gl.inline_asm_elementwise(
         """{

@@ -77,7 +77,7 @@ class CdnaAttentionArguments:
 
         def columns(parts: Any, how: Any, rows: int) -> Columns:
             lane = lane_bytes(rows, parts.width, tile.warps, arch) // 2 if self.direct else 0
-            return Columns(*parts, (how.vector, how.every, how.period), lane)
+            return Columns(parts.parts, parts.width, parts.rest, (how.vector, how.every, how.period), lane)
 
         return CdnaAttentionConfig(
             **config_fields(plan) | {"ROWS": ROWS * plan.warps, "BLOCK": tile.block},
