@@ -1,4 +1,4 @@
-"""What ranks do with torch's own tensor parallelism on our kernels: the shapes of torch's tests of it, and modules."""
+"""What ranks do with torch's tensor parallelism on tilestream: the shapes of torch's tests, and modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilestream import distributed as tsd
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The error's norm, of the numbers' own; infinite where shape or dtype differ."""
+    """The relative error in the Frobenius norm; infinite if shape or dtype differ."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
