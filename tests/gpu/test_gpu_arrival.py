@@ -19,7 +19,7 @@ import tilestream as ts
 from device_order import check_gates, check_order
 from error_rule import Maths, check
 from tilestream.arrival.flat import FlatArrival
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.runtime.streams import lend_to
 
 BF16 = torch.bfloat16
@@ -240,7 +240,7 @@ def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
             probe = Probe(37, 512, out.device)
             signals = FlatArrival.of(arrival).signals("matmul", out.device)
             launch = GemmLaunch(plan, Layout((0, *feed.tensor.stride()), (0, *b.stride()), (0, *out.stride())))
-            launch(feed.tensor, b, out, Epilogue(), Awaited(signals, None, 5.0, "matmul"), probe)
+            launch(GemmOperands(feed.tensor, b, out, Epilogue()), Awaited(signals, None, 5.0, "matmul"), probe)
             feed(*in_order(arrival), pause=0.0003)
             check(out, Maths(source.cuda(), b))
             logs = [probe.log(worker) for worker in range(37)]

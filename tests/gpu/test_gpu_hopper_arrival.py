@@ -23,7 +23,7 @@ from device_order import check_gates, check_order
 from error_rule import Maths, check
 from tilestream.arrival.device import Apart
 from tilestream.arrival.flat import Awaited, FlatArrival
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import GemmOperands
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.launch.launch import Probe
 from tilestream.runtime.properties import cuda_properties
@@ -305,7 +305,7 @@ def test_the_load_warp_looks_at_what_the_host_says(case):
         out.fill_(float("nan"))
         probe = Probe(run.plan.workers, 512, out.device)
         signals = FlatArrival.of(one.arrival).signals("matmul", out.device)
-        launch(one.tensor, run.operands["b"], out, Epilogue(), Awaited(signals, None, 5.0, "matmul"), probe)
+        launch(GemmOperands(one.tensor, run.operands["b"], out), Awaited(signals, None, 5.0, "matmul"), probe)
         one.feed(*one.order)
         assert torch.equal(out, run.want)
         logs = [probe.log(worker) for worker in range(run.plan.workers)]

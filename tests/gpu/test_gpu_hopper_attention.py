@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention_maths import Call, Case, call_of
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
@@ -45,7 +45,7 @@ def _hopper():
         pytest.skip("needs an H100 or H200")
 
 
-def operands_of(call: Call) -> tuple[Operands, Tensors, Settings]:
+def operands_of(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
     """As the op brings a call to its launch."""
     x, options = call.tensors, call.options
     causal = options.get("causal", False)
@@ -61,7 +61,7 @@ def operands_of(call: Call) -> tuple[Operands, Tensors, Settings]:
     out = torch.full((*x["q"].shape[:-1], x["v"].shape[-1]), math.nan, dtype=BF16, device="cuda")
     rows = out.shape[:-1]
     lse = torch.full(rows if len(rows) == 2 else (rows[0], rows[2], rows[1]), math.nan, device="cuda")
-    return Operands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
+    return AttentionOperands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
 
 
 def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list[AttentionPlan]:

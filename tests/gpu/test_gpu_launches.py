@@ -14,7 +14,7 @@ import torch
 import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.launch import Probe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch
@@ -51,7 +51,7 @@ def test_device_order_is_the_hosts(kind, workers, queues, backend):
         out = torch.full((m, n), float("nan"), dtype=a.dtype, device="cuda")
         probe = Probe(workers, 4096, a.device)
         launch = GemmLaunch(plan, Layout((0, *a.stride()), (0, *b.stride()), (0, *out.stride())))
-        launch(a, b, out, Epilogue(), probe=probe)
+        launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
         check_order(plan.schedule, [probe.log(worker) for worker in range(workers)])
         check(out, Maths(a, b))
 
@@ -170,20 +170,20 @@ def test_caches_hold_no_tensor_alive():
 
 
 def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
-    from tilestream.ops import again
+    from tilestream.launch.cache import launch_cache
 
     a, b = operands(300, 200, 104)
     bias = torch.randn(200, device="cuda", dtype=a.dtype)
     for _ in range(3):
         a.normal_()
         check(ts.matmul(a, b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
-    known = len(again._known)
+    known = len(launch_cache.of("call"))
     # What is not alike goes the long way: other strides, addresses, dtypes, workers.
     check(ts.matmul(a.t().contiguous().t(), b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
     shifted = torch.empty(300 * 104 + 1, device="cuda", dtype=a.dtype)[1:].view(300, 104).copy_(a)
     check(ts.matmul(shifted, b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
     check(ts.matmul(a, b, out_dtype=torch.float32), Maths(a, b, out_dtype=torch.float32))
-    assert len(again._known) == known + 3
+    assert len(launch_cache.of("call")) == known + 3
     # Whoever watches torch's dispatcher sees the op; autograd works.
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         ts.matmul(a, b, bias=bias, activation="relu")
@@ -197,7 +197,7 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
 
 @pytest.mark.parametrize("form", ["tensor", "row", "vector"])
 def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form):
-    from tilestream.ops import again
+    from tilestream.launch.cache import launch_cache
 
     def scales():
         row, column = torch.rand(300, 1, device="cuda"), torch.rand(1, 208, device="cuda")
@@ -213,14 +213,14 @@ def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form)
     a, b = (torch.randn(s, device="cuda").to(torch.float8_e4m3fn) for s in ((300, 128), (208, 128)))
     first = scales()
     call(a, b.t(), **first)
-    known = len(again._known)
+    known = len(launch_cache.of("call"))
     for _ in range(3):
         a.copy_(torch.randn(a.shape, device="cuda"))
         call(a, b.t(), **scales())
-    assert len(again._known) == known, "the same launch, other numbers"
+    assert len(launch_cache.of("call")) == known, "the same launch, other numbers"
     call(a, b.t(), **first, use_fast_accum=False)
     call(a, b.to(torch.float8_e5m2).t(), **first)
-    assert len(again._known) == known + 2
+    assert len(launch_cache.of("call")) == known + 2
     with pytest.raises(RuntimeError, match="matmul: scale_a requires a gradient"):
         ts.matmul(a, b.t(), scale_a=first["scale_a"].clone().requires_grad_(), scale_b=first["scale_b"])
 

@@ -111,7 +111,7 @@ REFUSED = [
     ),
     (
         {"dtype": "float32", "out_dtype": "float32"}, H100,
-        "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)",
+        "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or was not asked)",
     ),
     ({"out_dtype": "float64"}, H100, "its outputs are bfloat16, float16, float32, not float64"),
     ({"m": 0}, H100, "there is nothing to load"),

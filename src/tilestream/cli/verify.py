@@ -1,4 +1,4 @@
-"""``tilestream verify``: every interleaving of the protocols."""
+"""``tilestream verify``: explore every interleaving of the protocols."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tilestream.cli import ui
 
-#: Told how far it is: what has just been done, how many are, and how many there are.
+#: Reports progress: what was just done, how many are done, and how many there are.
 Tell = Callable[[str, int, int], None]
 PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 

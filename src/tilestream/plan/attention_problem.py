@@ -48,7 +48,7 @@ class AttentionProblem:
     heads_q, heads_kv
         Query heads, and heads of keys and values, which ``heads_q // heads_kv`` neighbouring query heads share.
     seqlen_q, seqlen_k
-        Rows of a sequence. Where sequences differ, those of the longest, or a bound of it: nobody asks the device.
+        Rows of a sequence. Where sequences differ, those of the longest, or a bound: the lengths are on the device.
     head_dim, head_dim_v
         Columns of queries and keys, and of values and output; 0: the same.
     dtype

@@ -82,7 +82,7 @@ class Plan(Candidate):
         )
 
     def explain(self) -> str:
-        """What was chosen, what was refused and why, and the floor, for people."""
+        """What was chosen, what was refused and why, and the floor."""
         return explain(self)
 
     def run(
@@ -104,7 +104,7 @@ class Plan(Candidate):
     ) -> torch.Tensor:
         """Run this plan on operands of its shape; arguments as for `tilestream.matmul`, nothing broadcast.
 
-        Eager, and without autograd: for benchmarks, and for those who choose the plan themselves.
+        Eager, and without autograd: for benchmarks, and for callers that choose the plan.
 
         Parameters
         ----------
@@ -151,7 +151,7 @@ def explain(plan: Plan) -> str:
     work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B"
     beside = []
     if plan.device.arch.startswith("gfx"):
-        beside = [("checked", "compiled and checked, not run: nobody has run this on an AMD GPU yet")]
+        beside = [("checked", "compiled and checked, not run on an AMD GPU yet")]
     head = f"matmul {shape}, {_dtypes(plan)} -> {problem.out_dtype}"
     return table(head, plan, chosen + _arrivals(plan), work, beside)
 
@@ -207,8 +207,8 @@ def _arrivals(plan: Plan) -> Lines:
     lines = lines or [("arrival", "none: no gate code runs")]
     operand, why = copied_operand(plan.problem, plan.backend)
     if operand != "none":
-        who = f"the first {plan.copiers} of {plan.workers} workers that run"
-        what = f"{operand} by the kernel: {who} copy until no piece is left, and then take tiles"
+        copiers = f"the first {plan.copiers} of {plan.workers} workers that run"
+        what = f"{operand} by the kernel: {copiers} copy until no piece is left, and then take tiles"
         lines.append(("copies", what))
     if why:
         lines.append(("copies", why))
@@ -217,9 +217,9 @@ def _arrivals(plan: Plan) -> Lines:
         size = f"of {chunks.rows_per_chunk}" if chunks.rows_per_chunk else "of uneven rows"
         what = f"rows in {chunks.count} chunks {size}, from chunk {publishes.pivot} on"
         begins = "; a launch that reads them here begins behind the first"
-        if publishes.own_words:  # which anybody may write: no stream waits for one
+        if publishes.own_words:  # any program may write those, so no stream waits for one
             begins = "; a launch that reads them here begins behind the last, since the words are your own (signals=)"
         if plan.backend == "cpu":
             begins = ""
-        lines.append(("publish", f"{what}; whoever completes a chunk signals it{begins}"))
+        lines.append(("publish", f"{what}; the worker that completes a chunk signals it{begins}"))
     return lines

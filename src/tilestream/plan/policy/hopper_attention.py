@@ -73,7 +73,7 @@ FEW_BLOCK_SECONDS, FEW_DIAGONAL_SECONDS = 1.5e-7, 4.5e-7
 MERGE_SECONDS = 4e-6
 #: How much of the memory's bandwidth a worker can have, in units of its fair part.
 MOST_OF_BANDWIDTH = 2.0
-#: Shares that a tile's keys are split into, at most; blocks of a share, at least, where nobody asks for shares.
+#: Shares that a tile's keys are split into, at most; blocks of a share, at least, where none are forced.
 MOST_SHARES, _LEAST_BLOCKS = 128, 2
 #: Shares where keys arrive, at most, and the bytes of scratch that they may take: written and read once more.
 ARRIVING_SHARES, SCRATCH_BYTES = 8, 320 * 2**20
@@ -172,7 +172,7 @@ def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
 
 
 def variant_of(problem: AttentionProblem, consumers: int) -> str:
-    """Whether consumers take turns, where nobody asks for it.
+    """Whether consumers take turns, where neither is forced.
 
     With sums of 256 columns they are as fast or up to 4 % faster in turns (H200).
     """

@@ -2,8 +2,8 @@
 
 What bounds a row of `TILES` stands beside it. The model has three terms, in seconds: a tile's multiply-adds at the rate
 its size reaches, a constant a tile (taking it, filling and emptying the ring, the epilogue), and the launch; the whole
-is never below the memory's floor. Rates were read off an H100; what matters is the order they put candidates in. CDNA 3
-and 4 have tiles (`CDNA`) and a model (`tilestream.plan.policy.cdna`) of their own.
+is never below the memory's floor. Rates were read off an H100; only the order of candidates matters. CDNA 3 and 4 have
+tiles (`CDNA`) and a model (`tilestream.plan.policy.cdna`) of their own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STRIP = 32
 #: Seconds a tile costs beside its multiply-adds, and a launch.
 TILE_SECONDS = 2e-6
 LAUNCH_SECONDS = 8e-6
-#: By how much the loop is slower in the kernel that can also split a tile.
+#: Slowdown of the loop in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
-#: By how much a tile takes longer in the kernel that draws tickets. On an H200 from nothing to 3 % with B as a Linear
-#: weight lies, 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json); a problem does not say which.
+#: A tile's slowdown in the kernel that draws tickets. On an H200 0 to 3 % with B as a Linear weight lies, 7 to 13 %
+#: with B row-major (benchmarks/results/h200/portable_gemm.json); a problem does not say which.
 QUEUE_LOSS = 1.05
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
@@ -221,15 +221,15 @@ def candidates(
             count, split = queues_of(problem, kind, forced.queues, raster, min(workers, max(1, grid.tiles)))
             schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
-                continue  # nobody asked for it, and there is nothing to split: a queue with a larger kernel
+                continue  # not forced, and nothing to split: a queue with a larger kernel
             seconds = _seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
 
 
 def by_model(problem: Problem, device: DeviceProperties) -> bool:
-    """Whether the cost model says if a queue is worth what it costs: on NVIDIA's GPUs, where that was measured.
+    """Whether the cost model weighs a queue against a static grid: on NVIDIA's GPUs, where both were measured.
 
-    Elsewhere, and where chunks arrive, whoever comes late decides, and not what an idle GPU would do.
+    Where chunks arrive, late chunks and workers decide, which a model of an idle GPU does not know.
     """
     return device.arch.startswith("sm_") and not problem.arriving
 

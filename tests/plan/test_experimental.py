@@ -1,4 +1,4 @@
-"""Which kernels nobody gets who does not ask: one rule for matmul and attention, and its switch. No torch."""
+"""Kernels that plans take only where they are asked for: one rule for matmul and attention, and its switch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from tilestream.core.chunks import Chunks
 from tilestream.core.gpu_specs import named
-from tilestream.plan import Problem, plan_problem
-from tilestream.plan import experimental as unrun
+from tilestream.plan import Problem, experimental, plan_problem
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import Incoming
@@ -17,7 +16,7 @@ from tilestream.plan.problem import Incoming
 MATMUL = Problem(8192, 8192, 8192, dtype="bfloat16")
 ATTENTION = AttentionProblem(4, 16, 16, 4096, 4096, 128)
 NARROW = replace(ATTENTION, dtype="float8_e4m3fn", scaled=True)
-CDNA = unrun.KERNELS["cdna"]
+CDNA = experimental.KERNELS["cdna"]
 ASKS = {"matmul": (plan_problem, MATMUL), "attention": (plan_attention, ATTENTION)}
 each = pytest.mark.parametrize("op", ASKS)
 on_amd = pytest.mark.parametrize("name", ["mi300x", "mi325x", "mi350x", "mi355x"])
@@ -29,14 +28,14 @@ def plan(op: str, name: str, **how):
 
 
 def forget() -> None:
-    unrun._of_environment.cache_clear()
+    experimental._of_environment.cache_clear()
     plan_problem.cache_clear()
     plan_attention.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _nobody_set_it(monkeypatch):
-    for kernel in unrun.KERNELS.values():
+    for kernel in experimental.KERNELS.values():
         monkeypatch.delenv(kernel.environment, raising=False)
     forget()
     yield
@@ -48,8 +47,8 @@ def _nobody_set_it(monkeypatch):
 def test_nobody_gets_it_who_does_not_ask(op, name):
     made = plan(op, name)
     assert made.backend == "portable"
-    assert [r.why for r in made.refused if r.what == "cdna"] == [unrun.to_ask("cdna")]
-    assert f"cdna: {unrun.to_ask('cdna')}" in made.explain()
+    assert [r.why for r in made.refused if r.what == "cdna"] == [experimental.opt_in("cdna")]
+    assert f"cdna: {experimental.opt_in('cdna')}" in made.explain()
     assert plan(op, name, backend="cdna").backend == "cdna"
 
 
@@ -95,7 +94,7 @@ def test_zero_and_nothing_are_no(op, text, monkeypatch):
 def test_a_switch_is_zero_or_one(op, text, monkeypatch):
     monkeypatch.setenv(CDNA.environment, text)
     forget()
-    with pytest.raises(ValueError, match=f"TILESTREAM_CDNA='{text}': it is 1 where the CDNA kernels"):
+    with pytest.raises(ValueError, match=f"TILESTREAM_CDNA='{text}': it is 1 to take the CDNA kernels"):
         plan(op, "mi300x")
 
 
@@ -107,7 +106,7 @@ each_hopper = pytest.mark.parametrize("name", ["h100", "h200"])
 def test_attention_on_hopper_has_run(name, problem):
     made = plan_attention(problem, device=named(name))
     assert made.backend == "hopper"
-    assert unrun.NOT_RUN not in made.explain()
+    assert experimental.NOT_RUN not in made.explain()
     assert plan_attention(problem, device=named(name), backend="portable").backend == "portable"
 
 
@@ -118,12 +117,12 @@ def test_8_bits_that_arrive_are_the_portable_kernels():
 
 def test_a_row_is_all_it_takes(monkeypatch):
     """What has not run can be any fast kernel: its row has it asked for."""
-    row = unrun.Unrun("TILESTREAM_SOME", "some kernels")
-    monkeypatch.setitem(unrun.KERNELS, "hopper", row)
+    row = experimental.Experimental("TILESTREAM_SOME", "some kernels")
+    monkeypatch.setitem(experimental.KERNELS, "hopper", row)
     forget()
     made = plan_attention(ATTENTION, device=named("h100"))
     assert made.backend == "portable"
-    assert f"hopper: {unrun.to_ask('hopper')}" in made.explain()
+    assert f"hopper: {experimental.opt_in('hopper')}" in made.explain()
     assert plan_attention(ATTENTION, device=named("h100"), backend="hopper").backend == "hopper"
     assert plan("attention", "mi300x").backend == "portable", "the other kernel's variable is its own"
     monkeypatch.setenv(row.environment, "1")
