@@ -99,7 +99,7 @@ class GatherQueue(CallQueue):
         """As of `CallQueue`; drops the arrivals of the old signals."""
         new = super().reserve(size, chunks)
         if new:
-            self._ask(None)  # while the keys of the old arrivals are known
+            self._check_expired(None)  # while the keys of the old arrivals are known
             self._arrivals.clear()
         return new
 
@@ -245,7 +245,7 @@ class GatherQueue(CallQueue):
                 to, source = target + x.at + there * x.row_bytes, x.address + first * x.row_bytes
                 copy_across(handle, to, source, rows * x.row_bytes)
 
-        def tell(op: gather.Tell) -> None:
+        def tell(op: gather.SignalPeer) -> None:
             stream_write(handle, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), op.epoch)
 
         def pull(op: gather.Pull) -> None:
@@ -262,7 +262,7 @@ class GatherQueue(CallQueue):
             gather.AwaitPost: lambda op: self._side.wait_event(self._posted),
             gather.Push: push,
             gather.Pushed: no_op,
-            gather.Tell: tell,
+            gather.SignalPeer: tell,
             gather.Flag: lambda op: stream_write(handle, self.flags.flag(op.peer, self._rank), op.epoch),
             gather.AwaitFlag: lambda op: stream_wait(handle, self.flags.flag(self._rank, op.peer), op.epoch),
             gather.Pull: pull,
@@ -287,7 +287,11 @@ class GatherQueue(CallQueue):
 
     def admit(self, epoch: int) -> int | None:
         """As of `CallQueue`."""
-        handlers: Handlers = {gather.AwaitKernel: self._await_rows, gather.Ask: self._ask, gather.Begin: self._begin}
+        handlers: Handlers = {
+            gather.AwaitKernel: self._await_rows,
+            gather.CheckExpired: self._check_expired,
+            gather.Begin: self._begin,
+        }
         return run_protocol(gather.begin(epoch), handlers)
 
     def _await_rows(self, op: gather.AwaitKernel) -> None:
@@ -328,7 +332,7 @@ class GatherQueue(CallQueue):
             elif late and waited > pending.seconds + _LOADING:
                 self.abort_group(self.describe_expiry())
                 error = pending.timeout(self.op, late[0], waited)
-            elif not self._ask(pending):  # a launched kernel has its own deadline, and reports
+            elif not self._check_expired(pending):  # a launched kernel has its own deadline, and reports
                 return
         if pending.missing is None:
             with self._lock:
@@ -340,7 +344,7 @@ class GatherQueue(CallQueue):
         for peer in gather.peers(self._rank, self._world):
             self.flags.release(peer, pending.epoch)
 
-    def _ask(self, op: object) -> int:
+    def _check_expired(self, op: object) -> int:
         newest, expired = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})
         if expired:
             self.abort_group(self.describe_expiry())
@@ -350,7 +354,7 @@ class GatherQueue(CallQueue):
     def why_expired(self, oldest: IssuedCall) -> str:
         """As of `CallQueue`: a kernel has reported its expiry, or the group is broken."""
         state = self._state()
-        return self.describe_expiry() if self._ask(oldest) or (state is not None and state.broken) else ""
+        return self.describe_expiry() if self._check_expired(oldest) or (state is not None and state.broken) else ""
 
 
 def _signals(arrival: Arrival) -> PeerSignals:

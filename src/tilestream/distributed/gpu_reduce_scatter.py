@@ -183,7 +183,7 @@ class ReduceScatterQueue(CallQueue):
         handlers: Handlers = {
             gather.AwaitPost: lambda op: side.wait_event(self._posted),
             reduce_scatter.AwaitPublished: published,
-            reduce_scatter.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
+            reduce_scatter.FlagPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
             reduce_scatter.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
             reduce_scatter.PullPart: pull, reduce_scatter.PulledPart: no_op,
             gather.Done: lambda op: events.record(events.call.side),

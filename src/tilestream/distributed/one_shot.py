@@ -68,7 +68,7 @@ class AllReduceQueue(ReduceScatterQueue):
             size = shape[0] * shape[1] * dtype.itemsize
             product(self.memory.slot(self._rank, op.slot)[:size].view(dtype).view(shape))
 
-        def heard(op: one_shot.Heard) -> None:
+        def heard(op: one_shot.AllFlagged) -> None:
             events.record(call.side)
             self.track(call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
 
@@ -76,9 +76,9 @@ class AllReduceQueue(ReduceScatterQueue):
             gather.AwaitCall: lambda op: self.await_call(calling),
             one_shot.Multiply: multiply,
             one_shot.Multiplied: lambda op: events.record(call.kernel),
-            one_shot.TellPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
-            one_shot.HearPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
-            one_shot.Heard: heard,
+            one_shot.FlagPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
+            one_shot.AwaitPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
+            one_shot.AllFlagged: heard,
             one_shot.AddSlots: lambda op: add_up(addresses[op.slot], self.void(calling), op.epoch),
             one_shot.Added: lambda op: events.record(call.end),
         }
