@@ -5,6 +5,7 @@ Values are small whole numbers, so every sum is exact, and an answer is right or
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ def launch(case: Case) -> Launch:
     if case.far:
         arguments.x, arguments.y = (o._replace(far=True) for o in (arguments.x, arguments.y))
         arguments.direct = False
-        arguments._constants = tuple((arguments._made(False) | {"FAR_OUT": True}).values())
+        arguments.config = dataclasses.replace(arguments._config(False), OFFSETS_64BIT=True)
     at = {name: None if memory is None else memory.start for name, memory in extra.items()}
     slots = schedule.slots
     counts = Memory(np.zeros(slots), INT32)

@@ -83,30 +83,24 @@ def test_no_tile_has_dropped_out(tmp_path):
 
 
 SEEDED = """
-import json, sys, hopper_gate as gate
-from tilestream.kernels.hopper import epilogue
-def changed(kernel, old, new):
-    assert old in kernel.src
-    kernel._unsafe_update_src(kernel.src.replace(old, new))
-made = next(c for c in gate.configurations("all") if c.name == sys.argv[2])
-options, filled = gate.fill(made.plan, made.layout)
-names = gate.gemm.arg_names
-given = dict(zip(names, filled))
-if sys.argv[1] == "registers":
-    given |= {"MATH_REGISTERS": 120}
-elif sys.argv[1] == "few registers":
-    given |= {"LOAD_REGISTERS": 24, "MATH_REGISTERS": 240}
-elif sys.argv[1] == "stages":
-    given |= {"STAGES": given["STAGES"] + 1}
-elif sys.argv[1] == "spills":
+import dataclasses, json, sys
+sys.path.append("../..")
+import hopper_gate as gate
+from mutants import engine, kernel_text
+seed, name = sys.argv[1:]
+made = next(c for c in gate.configurations("all") if c.name == name)
+options, (*filled, config) = gate.fill(made.plan, made.layout)
+fields = {
+    "registers": {"MATH_REGISTERS": 120}, "few registers": {"LOAD_REGISTERS": 24, "MATH_REGISTERS": 240},
+    "stages": {"STAGES": config.STAGES + 1},
+}
+config = dataclasses.replace(config, **fields.get(seed, {}))
+if seed == "spills":
     options |= {"maxnreg": 64}
-elif sys.argv[1] == "no turns":  # as it once was: barriers for turns, whoever takes any
-    changed(gate.gemm, 'if CONSUMERS == "ping_pong":  # no', "if True:  # no")
-elif sys.argv[1] == "scattered":  # out of a layout that the compiler does not see through
-    x = "gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))"
-    x = f"gl.inline_asm_elementwise('mov.b32 $0, $1;', '=r,r', [{x}], dtype=gl.float32, is_pure=False, pack=1)"
-    changed(epilogue.finish_strip, "    buffer.store(x.to(out_map.dtype))", f"    buffer.store({x}.to(out_map.dtype))")
-print(json.dumps(gate.report(made, *gate.build(options, tuple(given[name] for name in names)))))
+kernel = gate.gemm
+if seed in kernel_text.COMPILED:
+    kernel = engine.load(kernel_text.HOPPER_MODULES, kernel_text.COMPILED[seed])[kernel_text.GEMM].gemm
+print(json.dumps(gate.report(made, *gate.build(options, (*filled, config), kernel))))
 """
 
 
