@@ -34,8 +34,9 @@ def make_pool(**environment: str) -> Pool:
 
 
 class Pools:
-    """A pool for each world: torch counts a process's rendezvous of symmetric memory, whichever group they are of, and
-    finds nobody where the ranks of a group have counted otherwise.
+    """A pool for each world.
+
+    torch counts a process's rendezvous of symmetric memory over all groups; ranks with other counts do not meet.
     """
 
     def __init__(self) -> None:

@@ -22,8 +22,9 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def native(rank, world):
-    """torch's all-gather of copies, stream writes and `_async_input_mm`, whose product is ours: B both ways round, the
-    shard in symmetric memory or not. Returns the largest error.
+    """torch's all-gather of copies, stream writes and `_async_input_mm`, which runs on tilestream.
+
+    B in both layouts, the shard in symmetric memory or not. Returns the largest error.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -48,9 +49,9 @@ def native(rank, world):
 
 
 def patterns(rank, world):
-    """What torch's tests of its compiler's pass compile: each compiled on ours, beside itself as it is.
+    """The functions that torch's tests of its compiler's pass compile: each compiled on tilestream, against eager.
 
-    Returns what was compiled, its error, and the sites that ours reports of it.
+    Returns for each its name, its error, and the sites of the report.
     """
     group, said = dist.group.WORLD, []
     b, wide = random(3, 64, 32) / 8, random(4, 8 * world, 32) / 4
