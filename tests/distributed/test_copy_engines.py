@@ -566,6 +566,6 @@ def test_a_host_issues_nothing_after_the_watchdog_has_read_an_expiry():
 
         queue.abort_group = late
         with first.here():
-            assert queue._ask(None)
+            assert queue._check_expired(None)
         assert admitted == [None]
         assert first.state.broken
