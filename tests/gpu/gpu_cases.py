@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from error_rule import Maths
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = FP8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -107,6 +110,13 @@ class Case:
         }[self.scales]
         return {"scale_a": a, "scale_b": b}
 
+    def maths(self, operands: dict[str, torch.Tensor | None], **scales: torch.Tensor | None) -> Maths:
+        """What the answer is an answer to."""
+        return Maths(
+            **operands, **scales, alpha=self.alpha, beta=self.beta, activation=self.activation,
+            out_dtype=self.out_dtype, fast_accum=self.fast_accum,
+        )  # fmt: skip
+
     def output(self, device: str) -> torch.Tensor:
         """NaN, to be written."""
         full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
@@ -115,6 +125,11 @@ class Case:
             rows = torch.full((*full[:-1], 2 * full[-1] + 3), float("nan"), dtype=dtype, device=device)
             return rows[..., : 2 * full[-1] : 2]
         return torch.full(full, float("nan"), dtype=dtype, device=device)
+
+
+def by_name(case: Any) -> str:
+    """For parametrize's ``ids``."""
+    return case.name
 
 
 def _cases() -> list[Case]:

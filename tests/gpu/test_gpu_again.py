@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_runs import ON_HOPPER
 
-if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
+if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from hopper_cases import HopperCase

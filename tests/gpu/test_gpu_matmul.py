@@ -26,13 +26,7 @@ def run(case: Case) -> None:
         *operands.values(), case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule,
         case.workers or 0, out, *scales.values(), case.fast_accum,
     )  # fmt: skip
-    check(
-        out,
-        Maths(
-            **operands, alpha=case.alpha, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype,
-            **scales, fast_accum=case.fast_accum,
-        ),
-    )  # fmt: skip
+    check(out, case.maths(operands, **scales))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=lambda case: case.name)
