@@ -35,6 +35,10 @@ def nan(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return poison(torch.empty(shape, dtype=dtype, device="cuda"))
 
 
+def nan_like(x: torch.Tensor) -> torch.Tensor:
+    return poison(torch.empty_like(x))
+
+
 def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 

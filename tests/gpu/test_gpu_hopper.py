@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import replace
 
 import pytest
@@ -20,6 +19,7 @@ from hopper_cases import CASES, FEW, REPEATED, UNALIGNED, HopperCase, worker_cas
 import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check, errors, passes
+from streaming import run_together
 from tilestream.core.operands import Epilogue
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.launch.launch import Probe
@@ -338,9 +338,7 @@ def test_a_fresh_thread():
     plan, operands = plan_of(case), case.operands("cuda")
     want, found = launch(case, plan, operands), []
     torch.cuda.synchronize()
-    thread = threading.Thread(target=lambda: found.append(launch(case, plan, operands)))
-    thread.start()
-    thread.join()
+    run_together(1, lambda _: found.append(launch(case, plan, operands)))
     assert torch.equal(found[0], want)
 
 
