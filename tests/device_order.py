@@ -33,6 +33,7 @@ def follow(schedule: Schedule, worker: int, log: list[list[int]]) -> list[WorkIt
                     continue
                 kind, queue, answer = next(records)[:3]
                 assert (kind, queue) == ({Take: TOOK, Peek: PEEKED}[type(asked)], asked.queue), (asked, kind, queue)
+                assert answer >= 0, "a ticket, or a count of them, before the launch's first"
         except StopIteration as end:
             item, cursor = end.value
         kind, *values = next(records)

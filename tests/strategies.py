@@ -55,18 +55,19 @@ def schedules(draw, *kinds: str) -> Schedule:
     kind = draw(st.sampled_from(kinds))
     grid = draw(small_grids())
     raster = draw(rasters(grid))
-    workers = draw(st.integers(1, 9))
+    workers, first = draw(st.integers(1, 9)), draw(st.integers(0, 2))
     if kind == "stream_k":
-        return Schedule(kind, grid, raster, workers, shares=draw(st.integers(0, 12)))
+        return Schedule(kind, grid, raster, workers, shares=draw(st.integers(0, 12)), first_batch=first)
     if kind == "static":
-        return Schedule(kind, grid, raster, workers)
+        return Schedule(kind, grid, raster, workers, first_batch=first)
     splits = ["items"]
     if raster.order != "table":
         if not (raster.order == "chunk_major" and raster.transposed):
             splits.append("columns")
         if not (raster.order == "chunk_major" and not raster.transposed):
             splits.append("rows")
-    return Schedule(kind, grid, raster, workers, draw(st.integers(1, 11)), draw(st.sampled_from(splits)))
+    queues, split = draw(st.integers(1, 11)), draw(st.sampled_from(splits))
+    return Schedule(kind, grid, raster, workers, queues, split, first_batch=first)
 
 
 @st.composite

@@ -30,7 +30,9 @@ PURE = [
     "tilestream_tools.verify",
     "tilestream.arrival",
 ]
-PURE += [f"tilestream.distributed{name}" for name in ("", ".protocol", ".dispatch", ".shards", ".handshake")]
+PURE += ["tilestream.core.protocols.handshake", "tilestream.core.protocols.one_shot"]
+PURE += ["tilestream.core.protocols.reduce_scatter"]
+PURE += [f"tilestream.distributed{name}" for name in ("", ".dispatch", ".shards")]
 
 COMPILE_AND_IMPORT = """
 import importlib, pathlib, sys

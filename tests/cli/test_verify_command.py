@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from tilestream_tools import verify as checker
@@ -64,59 +66,19 @@ def test_a_violation_is_printed_with_its_counterexample_and_status_1(cli, monkey
     assert result.stderr == "tilestream: a property does not hold\n"
 
 
-def bug(name, kind, found):
-    result = checker.Result("ring", "a ring", 7, 0.1, found)
-
-    class Bug:
-        model, says = "ring", "something is wrong"
-
-        def find(self):
-            return result
-
-    Bug.name, Bug.kind = name, kind
-    return Bug()
-
-
-def test_seeded_bugs_found(cli, monkeypatch):
-    monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("one", "deadlock", VIOLATION),))
-    result = cli("verify", "--seeded", "--model", "ring")
-    assert result.exit_code == 0
-    assert "1 seeded bugs" in result.stdout
-    assert "all found" in result.stdout
-
-
-@pytest.mark.parametrize(("kind", "found"), [("deadlock", None), ("double work", VIOLATION)])
-def test_a_seeded_bug_not_found_or_found_as_another_is_status_1(cli, monkeypatch, kind, found):
-    monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("two", kind, found), bug("one", "deadlock", VIOLATION)))
-    result = cli("verify", "--seeded", "--model", "ring")
-    assert result.exit_code == 1
-    assert "1 not found" in result.stdout
-    assert result.stderr == "tilestream: a seeded bug was not found\n"
-
-
-@pytest.mark.parametrize("models", [("--model", "gather"), ("--model", "ring", "--model", "gather"), ()])
-def test_a_model_without_seeded_bugs_is_status_1(cli, monkeypatch, models):
-    monkeypatch.setattr(checker, "seeded_bugs", lambda: (bug("one", "deadlock", VIOLATION),))
-    result = cli("verify", "--seeded", *models)
-    assert result.exit_code == 1
-    assert "all found" not in result.stdout
-    assert "has no seeded bug, so nothing shows that it would find one" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("model", "one"), [("product", "pivot not in the signal"), ("attention", "turn not handed on")]
-)
-def test_real_seeded_bugs_of_a_model(cli, model, one):
-    result = cli("verify", "--seeded", "--model", model)
-    assert result.exit_code == 0, result.output
-    assert one in result.stdout
-
-
-@pytest.mark.parametrize("extra", [[], ["--seeded"]])
-def test_an_unknown_model_is_status_2(cli, extra):
-    result = cli("verify", "--quick", "--model", "cake", *extra)
+def test_an_unknown_model_is_status_2(cli):
+    result = cli("verify", "--quick", "--model", "cake")
     assert result.exit_code == 2
     assert "cake" in result.stderr
+
+
+def test_missing_tools_are_named(cli, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tilestream_tools", None)
+    result = cli("verify", "--quick")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "tilestream: this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream\n"
+    )
 
 
 def test_no_process_is_status_2(cli):

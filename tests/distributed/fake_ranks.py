@@ -12,11 +12,10 @@ import torch
 
 from fake_cuda import FakeCuda, Until
 from tilestream.core.errors import GroupBroken
-from tilestream.distributed import call_queue as turns
-from tilestream.distributed import copy_engines, protocol
-from tilestream.distributed import gpu_reduce_scatter as sums
-from tilestream.distributed.call_queue import Turns
-from tilestream.distributed.host_flags import LINE, RankWords
+from tilestream.core.protocols import gather
+from tilestream.distributed import call_queue, copy_engines, gpu_reduce_scatter
+from tilestream.distributed.call_queue import CallQueue
+from tilestream.distributed.host_flags import LINE, RankFlags
 
 
 class Memory:
@@ -24,9 +23,9 @@ class Memory:
 
     def __init__(self, ranks: int, slot_bytes: int, chunks: int = 0) -> None:
         self.slot_bytes, self.chunks = slot_bytes, chunks
-        self.signals = [torch.zeros(protocol.SLOTS * chunks, dtype=torch.int32) for _ in range(ranks)]
-        self.slots = [torch.full((protocol.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
-        self.words = torch.zeros(ranks * (ranks + 2) * LINE, dtype=torch.uint8)
+        self.signals = [torch.zeros(gather.SLOTS * chunks, dtype=torch.int32) for _ in range(ranks)]
+        self.slots = [torch.full((gather.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
+        self.flags = torch.zeros(ranks * (ranks + 2) * LINE, dtype=torch.uint8)
         self.ranks = ranks
 
     def of(self, rank: int) -> types.SimpleNamespace:
@@ -40,15 +39,15 @@ class Memory:
             assert 0 <= chunk < self.chunks
             return self.signals[of].data_ptr() + 4 * (self.chunks * number + chunk)
 
-        words = RankWords(self.words.data_ptr(), self.words.data_ptr(), rank, self.ranks)
+        flags = RankFlags(self.flags.data_ptr(), self.flags.data_ptr(), rank, self.ranks)
         return types.SimpleNamespace(
             slot_bytes=self.slot_bytes, chunks=self.chunks, signals=signals, signal=signal, slot=slot,
-            address=lambda of, number: slot(of, number).data_ptr(), words=words,
+            address=lambda of, number: slot(of, number).data_ptr(), flags=flags,
         )  # fmt: skip
 
 
-class Member:
-    """As `members.Member`, as far as a gatherer asks."""
+class GroupState:
+    """As `group_state.GroupState`, as far as a gatherer asks."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.name, self.why = rank, world, "tp", None
@@ -82,26 +81,26 @@ def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
             yield stream
         stream.run()
 
-    for module in (turns, copy_engines, sums):
+    for module in (call_queue, copy_engines, gpu_reduce_scatter):
         for name, does in (
             ("stream_write", write), ("stream_wait", wait), ("copy_across", cuda._copy), ("copy_in", cuda._copy),
             ("aside", at_once),
         ):  # fmt: skip
             patch.setattr(module, name, does, raising=False)
     # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
-    for module in (turns,):
+    for module in (call_queue,):
         patch.setattr(module, "lend_to", lambda borrower, device: cuda.stream())
-    patch.setattr(turns, "LOOK_SECONDS", 0.01)
+    patch.setattr(call_queue, "POLL_SECONDS", 0.01)
     # While the host sleeps the device runs.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
-    for module in (copy_engines, sums, turns):
+    for module in (copy_engines, gpu_reduce_scatter, call_queue):
         patch.setattr(module, "time", clock)
 
 
-def look(turns_of: Turns) -> None:
+def look(queue: CallQueue) -> None:
     """The watchdog, as often as it takes to be sure."""
-    for _ in range(sums.LOOKS + 1):
-        turns_of.look()
+    for _ in range(gpu_reduce_scatter.POLLS + 1):
+        queue.poll()
 
 
 def refused_once(
@@ -118,5 +117,5 @@ def refused_once(
     second.call(shape)  # the caller tries again
     cuda.run()
     for rank in ranks:
-        assert not rank.member.broken
+        assert not rank.state.broken
         assert rank.results[1].equal(rank.expected(1))

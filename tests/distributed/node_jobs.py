@@ -57,8 +57,8 @@ def overlaps(rank, world, nodes, folder):
     local = world // nodes
     run = all_gather.run
 
-    def told(member, *args, **how):
-        result = run(member, *args, **how)
+    def told(state, *args, **how):
+        result = run(state, *args, **how)
         done.append(time.monotonic())
         (Path(folder) / f"{rank} {len(done)}").touch()
         return result
@@ -148,15 +148,15 @@ def layers(rank, world, nodes):
 
 def exchanges(rank, world):
     """Two tensors a step, and one without elements, step by step; got in another order than they were put."""
-    from tilestream.distributed.group_state import member_of
-    from tilestream.distributed.internode import _ByNccl
+    from tilestream.distributed.group_state import state_of
+    from tilestream.distributed.internode import _NcclSteps
 
     def sent(source, step):
         first = torch.full((2, 3), 10.0 * source + step).t()
         return [first, torch.empty(0, 4), torch.full((5,), 10 * source + step, dtype=torch.bfloat16)]
 
     for _ in range(3):
-        steps = _ByNccl(member_of("test", None))
+        steps = _NcclSteps(state_of("test", None))
         for step in range(1, world):
             steps.put(step, sent(rank, step))
         for step in reversed(range(1, world)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestream.distributed import collective
-from tilestream.distributed.gathered import Whole
+from tilestream.distributed.gathered import ScaledRows
 
 
 class Work:
@@ -45,12 +45,12 @@ class Group:
 @pytest.mark.parametrize("work", [None, Work()], ids=["no work", "work"])
 def test_on_the_callers_stream(monkeypatch, work):
     monkeypatch.setattr(collective, "agree", lambda *_: None)
-    member = SimpleNamespace(group=Group(work), world=2)
+    state = SimpleNamespace(group=Group(work), world=2)
     x = torch.arange(12.0).view(1, 3, 4)
-    whole = Whole(torch.zeros(1, 2, 3, 4), None)
-    collective.gather_whole(member, None, Whole(x, None), whole)
+    whole = ScaledRows(torch.zeros(1, 2, 3, 4), None)
+    collective.all_gather(state, ScaledRows(x, None), whole)
     assert torch.equal(whole.data, torch.stack([x, x], 1))
-    assert torch.equal(collective.sum_of_parts(member, torch.stack([x, x + 1])), x * 2)
-    assert torch.equal(collective.reduced(member, x.clone()), x * 2)
-    assert member.group.asked == [False] * 3
+    assert torch.equal(collective.reduce_scatter(state, torch.stack([x, x + 1])), x * 2)
+    assert torch.equal(collective.all_reduce(state, x.clone()), x * 2)
+    assert state.group.asked == [False] * 3
     assert work is None or work.waited == 3

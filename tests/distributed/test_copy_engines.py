@@ -10,16 +10,16 @@ import weakref
 
 import pytest
 import torch
-from fake_gathers import report, world
+from fake_gather_ranks import report, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilestream.arrival.device
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
-from tilestream.distributed import call_queue as turns
-from tilestream.distributed import copy_engines, dispatch, protocol
-from tilestream.distributed.gathered import Whole
+from tilestream.core.protocols import gather
+from tilestream.distributed import call_queue, copy_engines, dispatch
+from tilestream.distributed.gathered import ScaledRows
 from tilestream.distributed.shards import Shards
 
 #: Of each world, shapes whose chunks are others' from call to call.
@@ -53,8 +53,8 @@ def test_every_call_reads_its_own_epoch_whatever_the_order_of_streams(data, size
         for rank in ranks:
             for call in range(1, len(calls) + 1):
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
-            rank.look()
-            assert not rank.member.broken, "a watchdog saw what is not there"
+            rank.poll()
+            assert not rank.state.broken, "a watchdog saw what is not there"
 
 
 @given(data=st.data(), size=st.sampled_from((2, 3)))
@@ -66,13 +66,13 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
         for _ in range(data.draw(st.integers(5, 80))):
             rank = data.draw(st.sampled_from(ranks))
             what = data.draw(st.integers(0, 9))
-            if what <= 1 and rank.room() and not rank.member.broken:
+            if what <= 1 and rank.room() and not rank.state.broken:
                 with contextlib.suppress(GroupBroken):  # what it asks before it issues
                     rank.call(shapes[len(rank.shapes) % len(shapes)], **how)
             elif what == 2 and rank.shapes:
                 rank.over.add(data.draw(st.integers(1, len(rank.shapes))))  # a deadline has passed, if it still waits
             elif what == 3:
-                rank.look()
+                rank.poll()
             else:
                 rank.run(what, data.draw(st.integers(1, 4)))
         for rank in ranks:  # at last every deadline passes, and every watchdog looks
@@ -80,7 +80,7 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
         for _ in range(8):
             cuda.run()
             for rank in ranks:
-                rank.look()
+                rank.poll()
         for rank in ranks:
             assert rank.idle, "stuck"
             for call, result in rank.results.items():
@@ -88,10 +88,10 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
             expired = any(result is None for result in rank.results.values())
             with contextlib.suppress(ArrivalTimeout, GroupBroken):
                 rank.channel.check()
-            assert rank.member.broken or not expired, "who has given up knows that the group is broken"
-        if any(rank.member.broken for rank in ranks):
+            assert rank.state.broken or not expired, "who has given up knows that the group is broken"
+        if any(rank.state.broken for rank in ranks):
             cuda.run()
-            assert all(rank.member.broken or rank.gatherer.words.aborted() for rank in ranks), "all are told"
+            assert all(rank.state.broken or rank.gatherer.flags.aborted() for rank in ranks), "all are told"
 
 
 def test_one_set_of_signals_for_all_slots_would_be_mistaken():
@@ -114,7 +114,7 @@ def test_one_set_of_signals_for_all_slots_would_be_mistaken():
             assert ranks[0].results[1].equal(ranks[0].expected(1))
             return ranks[2].results.get(1)
 
-    assert hands_in(protocol.SLOTS) is None, "it waits for rank 1's rows"
+    assert hands_in(gather.SLOTS) is None, "it waits for rank 1's rows"
     assert hands_in(1)[0, 1].isnan().all(), "rank 0's signal of the next call is taken for rank 1's"
 
 
@@ -154,7 +154,7 @@ def test_what_is_pulled_is_the_text():
         first.side.run()
         first.calling.run()
         first.side.run()
-        assert [rank.gatherer.words.told() for rank in ranks] == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+        assert [rank.gatherer.flags.peer_flags() for rank in ranks] == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
         assert [word.value for word in signals] == [0] * 4, "its peers have not told"
         third.calling.run()
         third.side.run()
@@ -192,7 +192,7 @@ def test_a_shard_that_is_read_where_the_caller_has_it_is_copied_nowhere(shards):
             rank.call(shards)
         cuda.run()
         for rank in ranks:
-            slot = rank.gatherer._slot(rank.rank, 1, shards, Whole(rank.tensor, None)).data
+            slot = rank.gatherer._slot(rank.rank, 1, shards, ScaledRows(rank.tensor, None)).data
             assert slot[:, rank.rank].view(torch.uint8).eq(255).all()
             assert slot[:, 1 - rank.rank].equal(rank.expected(1)[:, 1 - rank.rank])
             assert rank.results[1].equal(rank.expected(1))
@@ -223,7 +223,7 @@ def test_a_callers_tensor_is_not_kept(fails):
 def test_new_slots_are_made_when_the_old_ones_are_quiet(monkeypatch):
     with world(2) as (cuda, (first, second)):
         met, grown = [], []
-        monkeypatch.setattr(turns, "meet", lambda member, device: met.append(member.rank))
+        monkeypatch.setattr(call_queue, "barrier", lambda state, device: met.append(state.rank))
         memory = first.gatherer.memory
         memory.grow = lambda size, chunks: grown.append((size, chunks))
         for rank in (first, second):
@@ -322,11 +322,11 @@ def test_the_host_asks_what_the_device_has_reported_before_it_goes_on():
         first.call(SHARDS[2][0])
         first.over |= {1, 2}
         cuda.run()
-        assert not first.member.broken
+        assert not first.state.broken
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
             first.call(SHARDS[2][0])
         cuda.run()
-        assert second.gatherer.words.aborted()
+        assert second.gatherer.flags.aborted()
 
 
 def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended():
@@ -360,9 +360,9 @@ def test_half_a_call_breaks_the_group_on_all_ranks(monkeypatch, what, way):
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHARDS[2][0])
         cuda.run()
-        first.look()
+        first.poll()
         cuda.run()
-        assert second.gatherer.words.aborted()
+        assert second.gatherer.flags.aborted()
         assert first.idle
 
 
@@ -373,12 +373,12 @@ def test_half_a_pull_that_waits_for_a_peer_is_let_go(monkeypatch):
             first.call(SHARDS[2][0], ways=["pull"])
         cuda.run()
         assert not first.idle, "its side stream is at the peer's flag, and the calling stream waits for it"
-        first.look()
+        first.poll()
         cuda.run()
         assert first.idle
 
 
-def let_go(cuda, rank, patience=1.0):
+def release(cuda, rank, peer_seconds=1.0):
     """The driver, which loads a kernel when the side stream is done, and the watchdog meanwhile."""
 
     def loads() -> None:
@@ -388,11 +388,11 @@ def let_go(cuda, rank, patience=1.0):
             for module in (tilestream.arrival.device, copy_engines):  # a driver that loads does nothing else
                 for name in ("stream_write", "aside"):
                     patch.setattr(module, name, lambda *_: pytest.fail("it asks the driver"), raising=False)
-            rank.gatherer.look()
+            rank.gatherer.poll()
             cuda.run()
             assert not rank.side.query(), "the deadline has not passed"
-            rank.gatherer._opening.begun -= 1.0 + patience
-            rank.gatherer.look()
+            rank.gatherer._pending.begun -= 1.0 + peer_seconds
+            rank.gatherer.poll()
         cuda.run()
         assert rank.side.query(), "waits for ever"
 
@@ -406,7 +406,7 @@ def test_a_kernel_that_cannot_be_loaded_while_a_stream_waits_for_a_peer_does_not
             rank.call(shards, ways=["pull"])
         cuda.run()
         whole = torch.zeros(shards.shape)
-        first.call(shards, whole, ways=["pull"], loads=let_go(cuda, first))  # and the second does not
+        first.call(shards, whole, ways=["pull"], loads=release(cuda, first))  # and the second does not
         cuda.run()
         theirs = torch.zeros(shards.total, dtype=torch.bool)
         for part in shards.of_rank(1):
@@ -422,10 +422,10 @@ def test_a_kernel_that_cannot_be_loaded_while_a_stream_waits_for_a_peer_does_not
         first.channel.check()  # once
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting"):
             first.call(shards)
-        first.look()
+        first.poll()
         cuda.run()
         assert first.idle
-        assert second.gatherer.words.aborted()
+        assert second.gatherer.flags.aborted()
 
 
 def test_a_kernel_is_loaded_when_a_peer_has_given_up():
@@ -433,10 +433,10 @@ def test_a_kernel_is_loaded_when_a_peer_has_given_up():
         shards = SHARDS[2][0]
 
         def loads() -> None:
-            second.gatherer.give_up("out of patience")
+            second.gatherer.abort_group("out of patience")
             cuda.run()
             with first.here():
-                first.gatherer.look()
+                first.gatherer.poll()
             cuda.run()
             assert first.side.query()
 
@@ -453,15 +453,15 @@ def test_a_host_that_takes_its_time_gives_nobody_up():
         def loads() -> None:
             second.call(shards, ways=["pull"])
             cuda.run()
-            first.gatherer._opening.begun -= 100.0  # it compiles
-            first.look()
+            first.gatherer._pending.begun -= 100.0  # it compiles
+            first.poll()
 
         first.call(shards, ways=["pull"], loads=loads)
         cuda.run()
-        assert not first.member.broken
+        assert not first.state.broken
         assert first.results[1].equal(first.expected(1))
         assert first.outs[0].isfinite().all()
-        assert first.gatherer._opening is None
+        assert first.gatherer._pending is None
 
 
 def test_a_call_without_a_kernel_is_waited_for_by_the_host():
@@ -499,7 +499,7 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels(ways):
         cuda.run()
         assert first.results[2] is None
         assert 3 not in first.results
-        first.look()
+        first.poll()
         cuda.run()
         assert first.results[3] is None, "of the third call the deadline has not passed: it was overruled"
         assert first.idle
@@ -512,7 +512,7 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels(ways):
         assert second.results[2].equal(second.expected(2))
         if second.idle:  # it has pulled all of the third call, too, and hears of it in the next one
             second.call(SHARDS[2][0], ways=ways)
-        second.look()
+        second.poll()
         cuda.run()
         assert second.idle
         with pytest.raises(GroupBroken, match="a peer has given up waiting"):
@@ -525,7 +525,7 @@ def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
         first.call(shards)
         signals = next(iter(first.gatherer._arrivals.values()))._signals
         report(first.channel, signals, 3)
-        assert not first.member.broken
+        assert not first.state.broken
         with pytest.raises(ArrivalTimeout) as raised:
             first.channel.check()
         assert (raised.value.rank, raised.value.chunk) == (0, 3)
@@ -533,15 +533,15 @@ def test_a_record_of_an_expiry_names_the_rank_and_whose_part_is_missing():
             "all_gather_matmul: rank 1's part of a_shard's chunk 3 did not arrive within the deadline of 1 s: rank 0, "
             "worker 5 waited 1.000 s"
         )
-        assert first.member.broken, "with the first news of it"
+        assert first.state.broken, "with the first news of it"
 
 
 def test_a_late_rank_is_not_taken_for_a_lost_one():
     with world(2) as (cuda, (first, second)):
         first.call(SHARDS[2][0])
         cuda.run()
-        first.look()
-        assert not first.member.broken
+        first.poll()
+        assert not first.state.broken
         second.call(SHARDS[2][0])
         cuda.run()
         assert first.results[1].equal(first.expected(1))
@@ -580,15 +580,15 @@ def test_a_host_that_asks_while_the_watchdog_has_just_heard_issues_nothing():
         first.over.add(1)
         cuda.run()
         gatherer, begun = first.gatherer, []
-        give_up = gatherer.give_up
+        abort_group = gatherer.abort_group
 
         def late(why: str) -> None:
-            gatherer.give_up = give_up
-            begun.append(gatherer.begun(3))
-            give_up(why)
+            gatherer.abort_group = abort_group
+            begun.append(gatherer.admit(3))
+            abort_group(why)
 
-        gatherer.give_up = late
+        gatherer.abort_group = late
         with first.here():
             assert gatherer._ask(None)
         assert begun == [None]
-        assert first.member.broken
+        assert first.state.broken

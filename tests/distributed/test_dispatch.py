@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilestream.distributed import dispatch
-from tilestream.distributed import plan as plans
+from tilestream.distributed import dispatch, planner
 from tilestream.distributed.dispatch import Case, decide
-from tilestream.distributed.plan import DistributedPlan, in_one_queue, make_plan
+from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.planner import make_plan, without_pulls
+from tilestream.distributed.request import Request
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -29,7 +30,7 @@ RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
 def measured_rows():
     """Of the kept records: the case, what each form took, and by which name the record has it."""
     for world in (2, 4, 8):
-        record = json.loads((RECORDS / f"gpu_all_gather_x{world}_h200.json").read_text(encoding="utf-8"))
+        record = json.loads((RECORDS / "h200" / f"all_gather_x{world}.json").read_text(encoding="utf-8"))
         for row in record["rows"]:
             case = Case(row["op"], row["rows"], row["n"], row["k"], row["width"], world, "bfloat16", 2, "sm_90")
             yield case, row["ms"]
@@ -113,7 +114,7 @@ def test_every_shape_has_a_decision_and_always_the_same(m, n, k, world, device, 
 @pytest.mark.parametrize(("rows", "chunks"), [(4096, 4), (4098, 3), (4097, 1), (0, 4), (2, 2)])
 def test_chunks_of_one_size_are_as_many_as_divide_the_rows(rows, chunks):
     decision = dispatch.Decision(True, 4, "measured, say", measured=True)
-    assert decision.alike(rows) == replace(decision, chunks=chunks)
+    assert decision.with_equal_chunks(rows) == replace(decision, chunks=chunks)
 
 
 def test_a_trial_overrules_the_table_and_no_caller():
@@ -164,10 +165,10 @@ def test_small_shards_are_pushed_and_large_ones_pulled_where_nobody_has_measured
 
 def test_nothing_is_pulled_where_all_streams_share_a_queue():
     pulled, pushed = (decide(gather(m, 5000, 8192, 2, "float16"), "fused") for m in (8192, 64))
-    assert in_one_queue(pulled) == replace(
+    assert without_pulls(pulled) == replace(
         pulled, way="push", why='the caller asks for form="fused"; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1'
     )
-    assert in_one_queue(pushed) == pushed
+    assert without_pulls(pushed) == pushed
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_plan_on_gpus_says_which_way_and_the_ranks_compare_it(m, says, own):
     assert f"\n  own shard read {own}" in plan.explain()
     assert f"way {decision.way}" in plan.explain()
     other = replace(plan, agreed={**plan.agreed, "way": "another"})
-    assert other.greeting != plan.greeting
+    assert other.handshake != plan.handshake
     assert "\n  way " not in replace(plan, transport="gloo", agreed={"chunks": 1}).explain()
 
 
@@ -195,11 +196,13 @@ def test_more_columns_never_make_overlap_less_worth_its_handshake(op):
 
 def planned(patch, op, form="fused", unreachable="", rank=0):
     """A plan of two ranks that reach each other, or do not; as on GPUs."""
-    reached = ("collective", (plans.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
-    patch.setattr(plans, "_transport", lambda member, x, last: reached)
-    patch.setattr(plans, "_device_class", lambda device: "sm_90")
-    member = types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
-    return make_plan(op, member, (4096, 8192), 0, torch.empty(0, dtype=torch.bfloat16), 3584, 8192, form, {"a": "rows"})
+    reached = ("collective", (planner.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
+    patch.setattr(planner, "_transport", lambda state, x, last: reached)
+    patch.setattr(planner, "_device_class", lambda device: "sm_90")
+    state = types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
+    a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
+    request = Request(op, a, [b], [None], ["none"], None, [None], form=form)
+    return make_plan(state, request, (4096, 8192), 8192, {"a": "rows"})
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
@@ -212,7 +215,7 @@ def test_no_stream_waits_for_a_peer_where_all_share_a_queue(monkeypatch, op):
     assert not plan.fused
     assert plan.transport == "collective"
     assert "refused   fused: CUDA_DEVICE_MAX_CONNECTIONS is 1" in plan.explain()
-    assert plan.greeting != free.greeting, "a rank of another environment is told so"
+    assert plan.handshake != free.handshake, "a rank of another environment is told so"
     unfused = planned(monkeypatch, op, "unfused")
     assert unfused.decision.why == 'the caller asks for form="unfused"'
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -243,7 +246,7 @@ def test_nodes_need_not_reach_inside_alike(monkeypatch, op):
     """From a node's first call on it knows that its GPUs do not reach each other; others' do."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     here, there = planned(monkeypatch, op), planned(monkeypatch, op, unreachable="rank 0: no peer access")
-    assert here.greeting != there.greeting
-    assert here.between_nodes.greeting == there.between_nodes.greeting
+    assert here.handshake != there.handshake
+    assert here.between_nodes.handshake == there.between_nodes.handshake
     other = replace(here, agreed={**here.agreed, "a": "other rows"})
-    assert other.between_nodes.greeting != here.between_nodes.greeting
+    assert other.between_nodes.handshake != here.between_nodes.handshake

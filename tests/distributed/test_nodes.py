@@ -12,8 +12,7 @@ import node_jobs
 import pytest
 import torch
 
-from tilestream.distributed import hierarchy
-from tilestream.distributed import internode as between
+from tilestream.distributed import hierarchy, internode
 from tilestream.distributed.dispatch import table
 from tilestream.distributed.nodes import NIC, NVLINK, NodeModel, columns_to_hide, model
 
@@ -104,25 +103,25 @@ def test_what_nccl_exchanges_is_of_the_node_so_many_steps_before(ranks):
 def test_half_a_call_by_nccl_breaks_the_group(monkeypatch):
     """What was sent already would be taken for the next call's."""
     broken = []
-    member = types.SimpleNamespace(rank=0, world=2, backend=lambda device: "nccl", break_=broken.append)
+    state = types.SimpleNamespace(rank=0, world=2, backend=lambda device: "nccl", break_=broken.append)
     plan = types.SimpleNamespace(case=types.SimpleNamespace(op="all_gather_matmul"))
-    monkeypatch.setattr(between, "agree", lambda *args: None)
+    monkeypatch.setattr(internode, "agree", lambda *args: None)
     like = [types.SimpleNamespace(device=torch.device("cuda"))]
 
     def compute(steps):
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError):
-        between.over_nodes(member, plan, like, 1.0, compute)
+        internode.exchange_between_nodes(state, plan, like, 1.0, compute)
     assert broken == ["all_gather_matmul on rank 0: MemoryError: no room"]
 
 
 def test_nodes_compare_what_no_node_decides_by_itself(monkeypatch):
     compared = []
-    monkeypatch.setattr(hierarchy, "over_nodes", lambda member, plan, *rest: compared.append(plan))
+    monkeypatch.setattr(hierarchy, "exchange_between_nodes", lambda state, plan, *rest: compared.append(plan))
     plan = types.SimpleNamespace(between_nodes="of all nodes")
-    member = types.SimpleNamespace(call=threading.Lock)
-    hierarchy.Hierarchy(member, member).call(plan, [], 0.0, lambda steps: None)
+    state = types.SimpleNamespace(call=threading.Lock)
+    hierarchy.NodeMesh(state, state).call(plan, [], 0.0, lambda steps: None)
     assert compared == ["of all nodes"]
 
 

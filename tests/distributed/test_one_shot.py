@@ -8,15 +8,15 @@ import types
 
 import pytest
 import torch
-from fake_ranks import Member, Memory, look, pretend, refused_once
+from fake_ranks import GroupState, Memory, look, pretend, refused_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
-from tilestream.distributed import gpu_reduce_scatter as sums
-from tilestream.distributed import one_shot, protocol
-from tilestream.distributed.one_shot import Reducer
+from tilestream.core.protocols import gather
+from tilestream.distributed import gpu_reduce_scatter, one_shot
+from tilestream.distributed.one_shot import AllReduceQueue
 from tilestream.kernels.portable import add
 
 #: Rows and columns of a partial sum.
@@ -28,12 +28,12 @@ class Rank:
 
     def __init__(self, cuda: FakeCuda, memory: Memory, rank: int, streams: int) -> None:
         self.cuda, self.rank, self.world = cuda, rank, memory.ranks
-        self.member = Member(rank, memory.ranks)
+        self.state = GroupState(rank, memory.ranks)
         self.calling = [cuda.stream() for _ in range(streams)]
         self.shapes: list[tuple[int, int]] = []
         self.results: dict[int, torch.Tensor | None] = {}
         with cuda.on(self.calling[0]):
-            self.reducer = Reducer(self.member, DEVICE, memory.of(rank))
+            self.reducer = AllReduceQueue(self.state, DEVICE, memory.of(rank))
         self.reducer._watchdog.wake = lambda: None  # the test looks
 
     def product(self, rank: int, call: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Rank:
         rows, columns = self.shapes[call - 1]
         return torch.arange(rows * columns).view(rows, columns) + 1000.0 * rank + 10000.0 * call
 
-    def call(self, shape: tuple[int, int], patience: float = 0.0) -> None:
+    def call(self, shape: tuple[int, int], peer_seconds: float = 0.0) -> None:
         """The next call, on the next stream."""
         self.shapes.append(shape)
         number = len(self.shapes)
@@ -67,12 +67,12 @@ class Rank:
             stream.give(round_once)
 
         with self.cuda.on(stream):
-            self.reducer.reduce(shape, torch.float32, multiply, add_up, patience)
+            self.reducer.reduce(shape, torch.float32, multiply, add_up, peer_seconds)
 
     @property
     def room(self) -> bool:
         """Whether the host of a real rank would go on."""
-        return len(self.reducer._underway()) <= protocol.AHEAD and not self.member.broken
+        return len(self.reducer._under_way()) <= gather.AHEAD and not self.state.broken
 
     def expected(self, call: int) -> torch.Tensor:
         return torch.stack([self.product(r, call) for r in range(self.world)]).sum(0)
@@ -83,9 +83,9 @@ def world(ranks: int, streams: int = 1):
     with fake_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
         pretend(cuda, patch)
         for name in ("stream_write", "stream_wait"):
-            patch.setattr(one_shot, name, getattr(sums, name))
+            patch.setattr(one_shot, name, getattr(gpu_reduce_scatter, name))
         posted: list[BaseException] = []
-        patch.setattr(sums, "channel", lambda device: types.SimpleNamespace(post=posted.append))
+        patch.setattr(gpu_reduce_scatter, "channel", lambda device: types.SimpleNamespace(post=posted.append))
         memory = Memory(ranks, 64)
         yield cuda, [Rank(cuda, memory, rank, streams) for rank in range(ranks)], posted
 
@@ -110,7 +110,7 @@ def test_every_sum_is_of_its_own_epoch_whatever_the_order_of_streams(data, ranks
             for call in range(1, len(calls) + 1):
                 assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
             look(rank.reducer)
-            assert not rank.member.broken, "a watchdog saw what is not there"
+            assert not rank.state.broken, "a watchdog saw what is not there"
         assert not posted
 
 
@@ -124,7 +124,7 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
             if what <= 2 and rank.room:
                 rank.call(SHAPES[0])
             elif what == 3:
-                look(rank.reducer)  # its patience is over at once
+                look(rank.reducer)  # the peers' time is over at once
             else:
                 rank.calling[0].run(data.draw(st.integers(1, 6)))
         for _ in range(8):
@@ -136,8 +136,8 @@ def test_whoever_gives_up_whenever_no_number_is_wrong_and_nobody_is_stuck(data, 
             for call in range(1, len(rank.shapes) + 1):
                 result = rank.results[call]
                 assert result is None or result.equal(rank.expected(call)), (rank.rank, call)
-        if any(rank.member.broken for rank in all_ranks):
-            assert all(rank.member.broken or rank.reducer.words.aborted() for rank in all_ranks), "all are told"
+        if any(rank.state.broken for rank in all_ranks):
+            assert all(rank.state.broken or rank.reducer.flags.aborted() for rank in all_ranks), "all are told"
 
 
 def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told():
@@ -155,19 +155,19 @@ def test_who_has_given_up_says_whose_part_is_missing_and_a_peer_that_it_was_told
         assert "rank 2's part of the sum" in str(error)
         with pytest.raises(GroupBroken, match="matmul_all_reduce: rank 0 has given up waiting for a peer"):
             first.call(SHAPES[0])
-        second.reducer.look()
+        second.reducer.poll()
         cuda.run()
         assert second.results == {1: None}
         assert isinstance(posted.pop(), GroupBroken)
-        assert third.reducer.words.aborted()
+        assert third.reducer.flags.aborted()
 
 
 def test_patience_counts_from_the_end_of_the_matmul():
     with world(2) as (cuda, (first, _), posted):
-        first.call(SHAPES[0], patience=1e6)
+        first.call(SHAPES[0], peer_seconds=1e6)
         cuda.run()
         look(first.reducer)
-        assert not first.member.broken
+        assert not first.state.broken
         assert not posted
 
 
@@ -179,7 +179,7 @@ def test_half_a_call_breaks_the_group_on_all_ranks_and_leaves_nothing_stuck(monk
         monkeypatch.undo()
         with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
             first.call(SHAPES[0])
-        assert second.reducer.words.aborted()
+        assert second.reducer.flags.aborted()
         cuda.run()
         assert first.calling[0].query()
 
@@ -197,13 +197,13 @@ def test_half_a_call_that_waits_for_a_peer_is_let_go(monkeypatch):
 
         monkeypatch.setattr(one_shot, "stream_wait", once)
         with pytest.raises(RuntimeError, match="no driver"):
-            first.call(SHAPES[0], patience=1e6)
+            first.call(SHAPES[0], peer_seconds=1e6)
         cuda.run()
         assert not first.calling[0].query(), "it is at the peer's flag"
         look(first.reducer)
         cuda.run()
         assert first.calling[0].query(), "at once: nobody sends anything any more"
-        assert second.reducer.words.aborted()
+        assert second.reducer.flags.aborted()
 
 
 def test_the_watchdog_sees_a_call_whose_sum_is_being_launched():
@@ -242,9 +242,9 @@ def test_a_bias_of_any_strides_is_read_as_it_is(monkeypatch):
     biases = [whole[::2], whole.view(8, 2)[:, 1], whole[:1].expand(8), whole[:8]]
     for bias in biases:
         with world(2) as (cuda, (first, _), _), cuda.on(first.calling[0]):
-            first.member.reducer = first.reducer
+            first.state.queue = lambda kind, device: first.reducer
             one_shot.matmul_reduce(
-                first.member, None, (1, 8), torch.float32, lambda out: None, False, bias, 0.0, DEVICE
+                first.state, None, (1, 8), torch.float32, lambda out: None, False, bias, 0.0, DEVICE
             )  # fmt: skip
         given, has = read.pop()
         assert has

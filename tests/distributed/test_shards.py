@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilestream.distributed.handshake import GREETING_BYTES, differ, greeting
+from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference, encode
 from tilestream.distributed.shards import Shards
 
 shards = st.builds(
@@ -49,20 +49,20 @@ def test_arrivals_have_the_same_chunks_and_begin_with_the_own_rank(of, data):
     assert arrival.pivot == next(of.of_rank(rank)).chunk
 
 
-def test_a_greeting_says_what_two_ranks_differ_in():
-    mine = greeting({"op": "all_gather_matmul", "a_shard": [4, 8], "columns": 6})
-    assert len(mine) == GREETING_BYTES
-    assert differ("op", mine, 0, mine, 1) is None
-    theirs = greeting({"op": "all_gather_matmul", "a_shard": [5, 8], "form": "fused"})
-    said = str(differ("all_gather_matmul", mine, 0, theirs, 3))
+def test_a_handshake_says_what_two_ranks_differ_in():
+    mine = encode({"op": "all_gather_matmul", "a_shard": [4, 8], "columns": 6})
+    assert len(mine) == HANDSHAKE_BYTES
+    assert difference("op", mine, 0, mine, 1) is None
+    theirs = encode({"op": "all_gather_matmul", "a_shard": [5, 8], "form": "fused"})
+    said = str(difference("all_gather_matmul", mine, 0, theirs, 3))
     assert said == (
         "all_gather_matmul: ranks 0 and 3 differ in a_shard: [4, 8] on rank 0, [5, 8] on rank 3; columns: 6 on rank 0, "
         "None on rank 3; form: None on rank 0, fused on rank 3. All ranks of a group make the same calls"
     )
-    assert "is no greeting of tilestream" in str(differ("op", mine, 0, b"x" * GREETING_BYTES, 1))
+    assert "sent no handshake of tilestream" in str(difference("op", mine, 0, b"x" * HANDSHAKE_BYTES, 1))
     assert json.loads(mine)["columns"] == "6"
 
 
-def test_a_greeting_that_would_be_cut_off_is_refused():
-    with pytest.raises(ValueError, match=f"bytes of {GREETING_BYTES}"):
-        greeting({"a_shard": "x" * GREETING_BYTES})
+def test_a_handshake_that_would_be_cut_off_is_refused():
+    with pytest.raises(ValueError, match=f"bytes of {HANDSHAKE_BYTES}"):
+        encode({"a_shard": "x" * HANDSHAKE_BYTES})

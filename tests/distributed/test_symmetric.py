@@ -8,15 +8,14 @@ import types
 import pytest
 import torch
 
-from tilestream.distributed import host_flags as words
-from tilestream.distributed import symmetric
+from tilestream.distributed import host_flags, symmetric
 
 BF16 = torch.empty(2, 2, dtype=torch.bfloat16)
 GPU = torch.device("cuda", 0)
 
 
-def member(world=2, unreachable=""):
-    return types.SimpleNamespace(world=world, rank=0, unreachable=unreachable, words=None)
+def state(world=2, unreachable=""):
+    return types.SimpleNamespace(world=world, rank=0, unreachable=unreachable, host_flags=None)
 
 
 @pytest.fixture
@@ -24,13 +23,13 @@ def machine(monkeypatch):
     """A machine whose other ranks say what the test tells them to, and agree with this one's verdict."""
     said = []
 
-    def exchange(member, mine, device):
+    def exchange(state, mine, device):
         if b"\n" in mine:
             return [mine, *(x.encode() for x in said)]
-        return [mine] * member.world
+        return [mine] * state.world
 
     monkeypatch.setattr(symmetric, "exchange_bytes", exchange)
-    monkeypatch.setattr(words, "map_host_memory", lambda address, size: address)
+    monkeypatch.setattr(host_flags, "map_host_memory", lambda address, size: address)
     monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="gpu-a"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -42,10 +41,10 @@ def machine(monkeypatch):
 
 def test_gpus_of_one_host_reach_each_other(machine):
     machine.append("here\n1\ngpu-b")
-    of = member()
-    assert symmetric.set_up(of, GPU) == ""
-    assert symmetric.refuse(of, BF16) == ""
-    assert of.words.of("all_gather_matmul").told() == [0, 0]
+    of = state()
+    assert symmetric.connect(of, GPU) == ""
+    assert symmetric.why_not(of, BF16) == ""
+    assert of.host_flags.of("all_gather_matmul").peer_flags() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -57,21 +56,21 @@ def test_gpus_of_one_host_reach_each_other(machine):
 )
 def test_what_keeps_them_apart_is_said_and_kept(machine, other, why):
     machine.append(other)
-    of = member()
-    assert why in symmetric.set_up(of, GPU)
-    assert why in symmetric.refuse(of, BF16)
+    of = state()
+    assert why in symmetric.connect(of, GPU)
+    assert why in symmetric.why_not(of, BF16)
 
 
 def test_ranks_may_share_a_gpu_where_torch_is_told_so(machine, monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     machine.append("here\n0\ngpu-a")
-    assert symmetric.set_up(member(), GPU) == ""
+    assert symmetric.connect(state(), GPU) == ""
 
 
 def test_no_peer_access(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: False)
     machine.append("here\n1\ngpu-b")
-    assert symmetric.set_up(member(), GPU) == "rank 0: no peer access from GPU 0 to 1"
+    assert symmetric.connect(state(), GPU) == "rank 0: no peer access from GPU 0 to 1"
 
 
 def test_what_one_rank_cannot_do_none_does(machine, monkeypatch):
@@ -79,29 +78,29 @@ def test_what_one_rank_cannot_do_none_does(machine, monkeypatch):
     before = symmetric.exchange_bytes
     monkeypatch.setattr(
         symmetric, "exchange_bytes",
-        lambda member, mine, device: before(member, mine, device) if b"\n" in mine else [mine, b"no peer access"],
+        lambda state, mine, device: before(state, mine, device) if b"\n" in mine else [mine, b"no peer access"],
     )  # fmt: skip
-    assert symmetric.set_up(member(), GPU) == "rank 1: no peer access"
+    assert symmetric.connect(state(), GPU) == "rank 1: no peer access"
 
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("offer", OSError("no space")), ("GroupWords", OSError("no file")), ("GroupWords", RuntimeError("code 1"))],
+    [("offer", OSError("no space")), ("GroupFlags", OSError("no file")), ("GroupFlags", RuntimeError("code 1"))],
 )
 def test_without_memory_of_the_host_they_are_apart(machine, monkeypatch, name, error):
     machine.append("here\n1\ngpu-b")
-    monkeypatch.setattr(words, name, lambda *_: (_ for _ in ()).throw(error))
-    assert symmetric.set_up(member(), GPU) == f"rank 0: no memory of the host that processes share: {error}"
+    monkeypatch.setattr(host_flags, name, lambda *_: (_ for _ in ()).throw(error))
+    assert symmetric.connect(state(), GPU) == f"rank 0: no memory of the host that processes share: {error}"
 
 
 def test_reasons_that_need_no_message(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert "torch.float32: operands of 16 and 8 bits" in symmetric.refuse(member(), BF16.float())
-    assert symmetric.refuse(member(unreachable="2 hosts"), BF16) == "2 hosts"
+    assert "torch.float32: operands of 16 and 8 bits" in symmetric.why_not(state(), BF16.float())
+    assert symmetric.why_not(state(unreachable="2 hosts"), BF16) == "2 hosts"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "a CUDA graph is being captured" in symmetric.refuse(member(), BF16)
+    assert "a CUDA graph is being captured" in symmetric.why_not(state(), BF16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "on ROCm" in symmetric.refuse(member(), BF16)
+    assert "on ROCm" in symmetric.why_not(state(), BF16)
 
 
 def test_signals_stand_behind_all_slots_one_set_a_slot(monkeypatch):
@@ -110,7 +109,7 @@ def test_signals_stand_behind_all_slots_one_set_a_slot(monkeypatch):
 
     memory = [torch.zeros(64 << 20, dtype=torch.uint8) for _ in range(2)]
     monkeypatch.setattr(symmetric.PeerMemory, "_shared", shared)
-    of = types.SimpleNamespace(name="tp", rank=0, world=2, words=types.SimpleNamespace(of=lambda op: None))
+    of = types.SimpleNamespace(name="tp", rank=0, world=2, host_flags=types.SimpleNamespace(of=lambda op: None))
     own = symmetric.PeerMemory(of, torch.device("cpu"), "all_gather_matmul")
     own.grow(3 << 20, 1500)
     assert own.slot_bytes >= 3 << 20

@@ -203,7 +203,7 @@ def run(kernel: Any, case: HopperCase) -> None:
     arguments = Arguments(plan, layout)
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
     a, b = operands["a"], operands["b"]
-    x, y = (b, a) if plan.swapped else (a, b)
+    x, y = (b, a) if plan.swap_ab else (a, b)
     parts = (descriptor(part, y) for part in arguments.y)
     maps = (descriptor(arguments.x, x), None, *parts, descriptor(arguments.out, out))
     filled = arguments.fill((*maps, out, *[None] * 9, 0, 0, 1.0, 1.0))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
+from tilestream.core.protocols.gather import SLOTS
 from tilestream.distributed.dispatch import trial
-from tilestream.distributed.group_state import member_of
-from tilestream.distributed.protocol import SLOTS
+from tilestream.distributed.group_state import groups_of, state_of
 from tilestream.runtime.properties import cuda_properties
 from tilestream_tools.sweep.contention import Neighbour
 
@@ -45,15 +45,14 @@ def told(call) -> str:
     return "nothing"
 
 
-def poison() -> None:
-    """NaN in the slots, while nobody is at a call."""
-    member = member_of("test", None)
+def poison(group=None) -> None:
+    """Fill the slots with NaN while no rank is in a call; of a mesh, those of each node."""
+    state = state_of("test", groups_of("test", group)[-1])
     torch.cuda.synchronize()
     dist.barrier()
-    for turns in (member.gatherer, member.scatterer):
-        if turns is not None and turns.memory.slot_bytes:
-            for slot in range(SLOTS):
-                turns.memory.slot(member.rank, slot).view(BF16).fill_(float("nan"))
+    for queue in state.queues.values():
+        for slot in range(SLOTS if queue.memory.slot_bytes else 0):
+            queue.memory.slot(state.rank, slot).view(BF16).fill_(float("nan"))
     torch.cuda.synchronize()
     dist.barrier()
 
@@ -376,16 +375,16 @@ def forgets(rank, world):
     tsd.all_gather_matmul(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
     tsd.matmul_reduce_scatter(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
     torch.cuda.synchronize()
-    member, weakly = weakref.ref(member_of("test", group)), weakref.ref(group)
+    state, weakly = weakref.ref(state_of("test", group)), weakref.ref(group)
     dist.barrier()
     dist.destroy_process_group(group)
     del group
     end = time.monotonic() + 10
-    while (member() is not None or watchdogs() - before) and time.monotonic() < end:
+    while (state() is not None or watchdogs() - before) and time.monotonic() < end:
         gc.collect()
         time.sleep(0.05)
     held = [] if weakly() is None else [str(type(x)) + str(x)[:200] for x in gc.get_referrers(weakly())]
-    return member() is None, len(watchdogs() - before), held
+    return state() is None, len(watchdogs() - before), held
 
 
 def torch_compiles(rank, world):

@@ -22,6 +22,7 @@ from tilestream.core.schedule import Kind
 from tilestream.launch.portable.arguments import Layout
 from tilestream.ops import gpu
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
+from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper
@@ -190,16 +191,17 @@ class HopperCase:
             problem, self.workers, self.schedule, self.tile, self.order, self.queues, self.shares, device=device,
             backend="hopper", variant=self.variant, stages=self.stages, registers=self.registers,
         )  # fmt: skip
-        if self.swapped not in (None, plan.swapped):
+        if self.swapped not in (None, plan.swap_ab):
             found = hopper.candidates(
-                problem, device, self.workers or device.workers, kinds=(self.schedule,), tile=self.tile,
-                order=None if isinstance(self.order, str) else self.order, queues=self.queues, shares=self.shares,
-                variant=self.variant, stages=self.stages, registers=self.registers,
+                problem, device, self.workers or device.workers, kinds=(self.schedule,), forced=Forced(
+                    self.tile, None if isinstance(self.order, str) else self.order, self.queues, self.shares,
+                    self.variant, self.stages, self.registers,
+                ),
             )  # fmt: skip
-            found = [one for one in found if one.swapped == self.swapped]
+            found = [one for one in found if one.swap_ab == self.swapped]
             if not found:
                 raise NotImplementedError(f"no such tile for {self.name}")
-            best = min(found, key=lambda one: one.seconds)
+            best = min(found, key=lambda one: one.predicted)
             if self.rows or self.columns:
                 best, _ = in_arrival_order(problem, "hopper", best, False, None, self.queues)
             plan = of_candidate(problem, device, "hopper", best, "a test's")

@@ -6,31 +6,16 @@ import time
 
 import torch
 import torch.distributed as dist
-from distributed_jobs import random
+from distributed_jobs import poison, random
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream import distributed as tsd
-from tilestream.distributed.group_state import groups_of, member_of
-from tilestream.distributed.protocol import SLOTS
 
 
 def mesh_of(world: int, nodes: int) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(world).view(nodes, -1), mesh_dim_names=("node", "local"))
-
-
-def poison(mesh: DeviceMesh) -> None:
-    """NaN in the slots of each node, while nobody is at a call."""
-    member = member_of("test", groups_of("test", mesh)[-1])
-    torch.cuda.synchronize()
-    dist.barrier()
-    for turns in (member.gatherer, member.scatterer):
-        if turns is not None and turns.memory.slot_bytes:
-            for slot in range(SLOTS):
-                turns.memory.slot(member.rank, slot).view(torch.bfloat16).fill_(float("nan"))
-    torch.cuda.synchronize()
-    dist.barrier()
 
 
 def gathers(rank, world, nodes, cases):

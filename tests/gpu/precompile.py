@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import hopper_gate
+from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from gate import Pointer, gate_arguments
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
-from gemm_shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue
@@ -132,7 +132,7 @@ def of_matmul_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of `test_gpu_arrival` and `test_gpu_demo`, and of benchmarks/gpu_stream.py."""
+    """Of `test_gpu_arrival` and `test_gpu_demo`, and of `benchmarks/arrival/stream.py`."""
     for kind, backend in itertools.product((*KINDS, "auto"), (None, "portable")):
         for chunking in (*UNIFORM, "ragged"):
             rows = Chunks(BOUNDS) if chunking == "ragged" else Chunks.uniform(M, UNIFORM[chunking])
@@ -155,7 +155,7 @@ def of_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_copy_tests(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of `test_gpu_copy_items`, and of benchmarks/gpu_stream.py."""
+    """Of `test_gpu_copy_items`, and of `benchmarks/arrival/stream.py`."""
     rows, columns = Chunks.uniform(M, UNIFORM["uniform"]), Chunks.uniform(N, 256)
     by_kernel, weight = {"copied": (16, 0)}, {"copied": (0, 16)}
     for backend in (None, "portable"):
@@ -221,7 +221,7 @@ def of_hopper_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of benchmarks/gpu_matmul.py and benchmarks/gpu_gemm.py: what `tilestream` picks there, and the search space."""
+    """Of the GEMM sections: what `tilestream` picks there, and the search space."""
     for kind, layout in itertools.product((*KINDS, "auto"), ("nn", "nt")):
         for size in (2048, 4096, 8192):
             yield job(device, Case(size, size, size, layout=layout, schedule=kind))
@@ -238,15 +238,14 @@ def of_benchmarks(device: DeviceProperties) -> Iterator[Job | None]:
 
 
 def of_distributed(device: DeviceProperties) -> Iterator[Job | None]:
-    """Of `test_gpu_publish`, of `test_gpu_distributed`, most, and of benchmarks/gpu_all_gather.py.
+    """Of `test_gpu_publish`, of `test_gpu_distributed`, most, and of benchmarks/distributed/all_gather.py.
 
     Between as many ranks as there are GPUs.
     """
     import gather_jobs
     import test_gpu_publish as publish
     import torch
-
-    import gpu_all_gather as bench
+    from benchmarks.distributed import all_gather as bench
 
     world = max(2, torch.cuda.device_count())
     for rows, n, k, layout in (

@@ -1,7 +1,7 @@
 """Compile what attention's GPU tests and benchmark launch, of both kernels, on all cores at once: see `precompile`.
 
 ``python tests/gpu/precompile_attention.py [part of a test's name ...]``; ``benchmark``: what
-benchmarks/gpu_attention.py and gpu_attention_fp8.py launch. Nothing but time depends on this.
+benchmarks/attention launches in its sections `variants` and `fp8`. Nothing but time depends on this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -78,9 +78,9 @@ def of_tests(device: DeviceProperties, parts: list[str]) -> Iterator[Job]:
 
 
 def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
-    """Of benchmarks/gpu_attention.py: every candidate, with and without turns; of gpu_attention_fp8.py both kernels."""
-    import gpu_attention_fp8
-    from gpu_attention import SHAPES, problem_of_shape
+    """Of benchmarks/attention: every candidate, with and without turns; in 8 bits both kernels."""
+    from benchmarks.attention import fp8 as gpu_attention_fp8
+    from benchmarks.attention.bench import SHAPES, problem_of_shape
 
     for shape in SHAPES:
         for variant in ("turns", "apart"):

@@ -7,24 +7,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from distributed_jobs import raised, random, told
+from distributed_jobs import poison, raised, random, told
 
 import tilestream as ts
 from tilestream import distributed as tsd
-from tilestream.distributed.group_state import member_of
-from tilestream.distributed.protocol import SLOTS
-
-
-def poison() -> None:
-    """NaN in the slots, while nobody is at a call."""
-    reducer = member_of("test", None).reducer
-    torch.cuda.synchronize()
-    dist.barrier()
-    if reducer is not None and reducer.memory.slot_bytes:
-        for slot in range(SLOTS):
-            reducer.memory.slot(reducer._rank, slot).view(torch.bfloat16).fill_(float("nan"))
-    torch.cuda.synchronize()
-    dist.barrier()
 
 
 def reduces(rank, world, cases):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from hopper_cases import BF16, E4M3, FEW, FULL, HopperCase, ways
 
 from attention_maths import Case, call_of
-from tilestream.plan import experimental as unrun
+from tilestream.plan import experimental
 
 
 def cases() -> Iterator[HopperCase]:
@@ -68,7 +68,7 @@ def attend(case: Case, more: dict[str, Any]) -> None:
     import tilestream as ts
     from tilestream.ops import attention_again, attention_gpu
 
-    for kernel in unrun.KERNELS.values():
+    for kernel in experimental.KERNELS.values():
         os.environ[kernel.environment] = "1"  # what nobody has run is run here
     here = call_of(case)
     there = {name: _whole(t) for name, t in here.tensors.items()}

@@ -31,6 +31,7 @@ def test_a_dynamic_schedule_of_one_operand_has_it_by_itself(backend):
         assert not any(refusal.what == "arrival order" for refusal in plan.refused)
         assert plan.label.count("queues in arrival order") == 1
         assert "in arrival order, from the first queue whose chunks were seen: an atomic add an item" in plan.explain()
+        assert "candidates in the cost model" in plan.why
 
 
 def test_as_many_queues_as_chunks_where_tiles_are_whole_chunks_else_one_more_for_each_tile_across():

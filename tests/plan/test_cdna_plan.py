@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tilestream import Arrival, plan
-from tilestream.core.gpu_specs import KNOWN, PER_CYCLE, made, named
+from tilestream.core.gpu_specs import GPU_SPECS, PER_CYCLE, gpu_properties, named
 from tilestream.core.grid import Grid
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Schedule
@@ -201,7 +201,7 @@ def test_peaks_are_the_data_sheets(name, dtype, tflops):
 def test_devices_have_names():
     assert named("MI300X") == MI300X
     assert named("cpu") is None
-    for name in KNOWN:
+    for name in GPU_SPECS:
         device = named(name)
         assert device.arch in PER_CYCLE
         assert cdna.knows(device) == name.startswith("mi")
@@ -212,7 +212,7 @@ def test_devices_have_names():
 
 def test_a_partition_of_a_gpu_has_its_share():
     """What the driver says of a partition, one die: 38 units."""
-    part = made("AMD Instinct MI300X VF", "gfx942", 38, 2.1e9, 5.3e12 / 8, 65536)
+    part = gpu_properties("AMD Instinct MI300X VF", "gfx942", 38, 2.1e9, 5.3e12 / 8, 65536)
     assert (part.xcds, part.shader_engines) == (1, 4)
     assert part.sustained == MI300X.sustained
     assert part.cache_bandwidth == MI300X.cache_bandwidth / 8
@@ -220,7 +220,7 @@ def test_a_partition_of_a_gpu_has_its_share():
 
 
 def test_a_gpu_that_nobody_published_has_a_plan():
-    other = made("a GPU", "gfx90a", 104, 1.7e9, 1.6e12, 65536)
+    other = gpu_properties("a GPU", "gfx90a", 104, 1.7e9, 1.6e12, 65536)
     assert not cdna.knows(other)
     assert plan(4096, 4096, 4096, dtype="float16", device=other).workers == 104
     waits = plan(4096, 4096, 4096, dtype="float16", device=other, arrival=Arrival.uniform(1024, 4))

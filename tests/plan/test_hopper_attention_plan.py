@@ -196,7 +196,7 @@ def test_a_queue_or_none():
 
 def test_more_operations_cost_more():
     def seconds(**change):
-        return min(c.seconds for c in policy.candidates(replace(DENSE, **change), H100, 132, kind="dynamic"))
+        return min(c.predicted for c in policy.candidates(replace(DENSE, **change), H100, 132, kind="dynamic"))
 
     assert seconds(causal=True) < seconds() < seconds(seqlen_k=8192)
     assert seconds(window=(128, 0)) < seconds(causal=True)

@@ -15,6 +15,7 @@ from tilestream import Arrival, plan
 from tilestream.core.grid import Grid
 from tilestream.core.order import Raster
 from tilestream.plan import DeviceProperties, Problem, plan_problem, search_space, tma
+from tilestream.plan.candidate import Forced
 from tilestream.plan.policy import hopper
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming
 from tilestream.schedule import Schedule
@@ -30,8 +31,9 @@ KINDS = ("static", "dynamic", "stream_k")
 TILES = [pytest.param(row, id="-".join(map(str, row))) for row in hopper.TILES]
 
 
-def candidates(problem=None, workers=132, kinds=KINDS, **how):
-    return list(hopper.candidates(problem or Problem(4096, 4096, 4096, **BF16), H100, workers, kinds=kinds, **how))
+def candidates(problem=None, workers=132, kinds=KINDS, auto=False, **how):
+    problem = problem or Problem(4096, 4096, 4096, **BF16)
+    return list(hopper.candidates(problem, H100, workers, kinds=kinds, forced=Forced(**how), auto=auto))
 
 
 BF16 = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
@@ -109,7 +111,7 @@ REFUSED = [
     ),
     (
         {"dtype": "float32", "out_dtype": "float32"}, H100,
-        "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)",
+        "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or was not asked)",
     ),
     ({"out_dtype": "float64"}, H100, "its outputs are bfloat16, float16, float32, not float64"),
     ({"m": 0}, H100, "there is nothing to load"),
@@ -198,7 +200,7 @@ def test_what_arrives_is_its_too(how, layout):
         ]
         assert ready == sorted(ready), "in the order in which chunks arrive, the pivot's first"
     swapped = plan(16, 4096, 4096, dtype="bfloat16", device=H100, layout=layout, weight_arrival=Arrival.uniform(512, 8))
-    assert swapped.swapped
+    assert swapped.swap_ab
     assert swapped.schedule.raster.transposed, "B's columns are the tensor cores' rows, and still the output's columns"
 
 
@@ -213,7 +215,7 @@ def test_the_reason_why_a_tile_that_is_forced_is_not_cut():
         plan_problem(problem, None, "stream_k", device=H100, backend="hopper", **forced)
     assert plan_problem(problem, None, "dynamic", device=H100, **forced).backend == "hopper"
     # The same tile, the other way round, has an accumulator that is cut.
-    assert plan_problem(problem, None, "stream_k", device=H100, tile=(256, 128)).swapped
+    assert plan_problem(problem, None, "stream_k", device=H100, tile=(256, 128)).swap_ab
 
 
 def test_no_stream_k_where_both_operands_arrive():
@@ -251,7 +253,7 @@ def test_where_operands_arrive_the_load_warp_has_no_registers_for_all_of_it(row)
     )
 
     def kinds(problem):
-        made = hopper.candidates(problem, H100, 131, kinds=("dynamic", "stream_k"), variant=row.variant)
+        made = candidates(problem, 131, kinds=("dynamic", "stream_k"), variant=row.variant)
         return {c.schedule.kind for c in made if row[1:3] in (c.block[:2], c.block[1::-1])}
 
     several = len(hopper.widths(row.columns)) > 1
@@ -275,12 +277,12 @@ def test_a_tile_both_ways_round(row):
     for tile in {(row.rows, row.columns), (row.columns, row.rows)}:
         made = plan(1000, 1000, 1000, dtype="bfloat16", device=H100, variant=row.variant, tile=tile)
         assert made.tile == tile
-        ways = {(c.block[:2], c.swapped) for c in candidates(variant=row.variant, tile=tile)}
+        ways = {(c.block[:2], c.swap_ab) for c in candidates(variant=row.variant, tile=tile)}
         assert ((row.rows, row.columns), False) in ways or ((row.columns, row.rows), True) in ways
 
 
 def test_a_square_tile_has_one_way_round():
-    assert not any(c.swapped for c in candidates(variant="ping_pong", tile=(128, 128)))
+    assert not any(c.swap_ab for c in candidates(variant="ping_pong", tile=(128, 128)))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -445,7 +447,7 @@ def test_candidates_are_ways_that_can_be_run(problem, workers):
     assert {c.schedule.kind for c in found} == set(KINDS)
     out_size = ITEMSIZE[problem.out_dtype]
     for one in found:
-        rows, columns = one.block[1::-1] if one.swapped else one.block[:2]
+        rows, columns = one.block[1::-1] if one.swap_ab else one.block[:2]
         row = next(r for r in hopper.TILES if r[:3] == (one.variant, rows, columns))
         if problem.fp8 and not problem.fast_accum:
             row = row._replace(lines=1)
@@ -456,8 +458,8 @@ def test_candidates_are_ways_that_can_be_run(problem, workers):
         assert row.columns % one.strip == 0
         assert one.buffers == row.buffers(out_size)
         assert one.warps == 4
-        assert math.isfinite(one.seconds)
-        assert one.seconds > 0
+        assert math.isfinite(one.predicted)
+        assert one.predicted > 0
         schedule, grid = one.schedule, one.schedule.grid
         assert grid.num_m * one.block[0] >= problem.m > (grid.num_m - 1) * one.block[0]
         assert grid.num_n * one.block[1] >= problem.n > (grid.num_n - 1) * one.block[1]
@@ -472,7 +474,7 @@ def test_no_accumulator_takes_registers_that_something_else_needs(problem):
     precise = problem.dtype in FP8 and not problem.fast_accum
     for one in hopper.candidates(problem, H100, 132, kinds=KINDS):
         row = next(
-            r for r in hopper.TILES if r[:3] == (one.variant, *(one.block[1::-1] if one.swapped else one.block[:2]))
+            r for r in hopper.TILES if r[:3] == (one.variant, *(one.block[1::-1] if one.swap_ab else one.block[:2]))
         )
         assert row.registers <= 128 or problem.plain, "an epilogue"
         # Beside the accumulator a math loop holds the product of one of its parts.
@@ -542,7 +544,7 @@ def test_more_work_takes_longer(row, kind):
 
     def seconds(m, n, k):
         how = {"variant": row.variant, "tile": (row.rows, row.columns), "kinds": (kind,)}
-        return min(c.seconds for c in candidates(Problem(m, n, k, **BF16), **how))
+        return min(c.predicted for c in candidates(Problem(m, n, k, **BF16), **how))
 
     assert seconds(2048, 4096, 4096) < seconds(8192, 4096, 4096) < seconds(8192, 4096, 16384)
     assert seconds(2048, 4096, 4096) < seconds(2048, 16384, 4096)
@@ -550,17 +552,21 @@ def test_more_work_takes_longer(row, kind):
 
 def test_fewer_workers_take_longer():
     for kind in KINDS:
-        few, many = (min(c.seconds for c in candidates(workers=w, kinds=(kind,))) for w in (20, 132))
+        few, many = (min(c.predicted for c in candidates(workers=w, kinds=(kind,))) for w in (20, 132))
         assert many < few
 
 
 def test_memory_binds_where_there_is_little_to_compute():
     few = Problem(1, 8192, 8192, **BF16)
     least = few.bytes / H100.bandwidth
-    assert all(c.seconds > least for c in candidates(few))
+    assert all(c.predicted > least for c in candidates(few))
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth / 100)
-    found = [min(c.seconds for c in hopper.candidates(few, device, 132, kinds=KINDS)) for device in (H100, slow)]
+    found = [min(c.predicted for c in hopper.candidates(few, device, 132, kinds=KINDS)) for device in (H100, slow)]
     assert found[1] > 10 * found[0]
+    many = Problem(2048, 2048, 512, **BF16)
+    for one in hopper.candidates(many, slow, 132, kinds=("stream_k",)):
+        partials = 2 * 4 * one.schedule.slots * math.prod(one.tile)  # written, and read again
+        assert one.predicted > (many.bytes + partials) / slow.bandwidth, "stream_k's partial results are bytes, too"
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])
@@ -568,7 +574,7 @@ def test_few_rows_get_a_tile_of_few_rows(m):
     made = plan(m, 8192, 8192, dtype="bfloat16", device=H100, layout="nt")
     assert made.backend == "hopper"
     assert made.tile[0] <= 64
-    assert made.swapped == (made.tile[0] < 64)
+    assert made.swap_ab == (made.tile[0] < 64)
 
 
 def test_many_rows_get_a_large_tile():
@@ -721,7 +727,7 @@ def test_a_swapped_tile_of_two_parts_has_a_plain_epilogue():
     # Triton 3.9 keeps what another one is told on the stack: tests/kernels/hopper/hopper_gate.py.
     def tiles(plain, swapped):
         made = candidates(Problem(4096, 4096, 4096, plain=plain, **BF16))
-        return {one.block[:2] for one in made if one.swapped == swapped}
+        return {one.block[:2] for one in made if one.swap_ab == swapped}
 
     assert {(96, 256), (128, 256)} <= tiles(True, True)
     assert (96, 256) not in tiles(False, True)

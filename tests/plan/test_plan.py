@@ -238,7 +238,7 @@ class TestChoice:
             found = list(
                 candidates(made.problem, made.device, made.device.workers, kinds=("dynamic", "stream_k"), inline=True)
             )
-            assert made.predicted == min(c.seconds for c in found)
+            assert made.predicted == min(c.predicted for c in found)
             assert made.why == f"least of {len(found)} candidates in the cost model"
 
     def test_static_is_refused_with_a_reason(self):

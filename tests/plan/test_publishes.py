@@ -42,9 +42,9 @@ def test_what_is_counted_of_a_chunk_comes_to_its_end_once(m, n, rows):
         per_chunk, times = arguments._published
         halves, counts = arguments._halves, Counter()
         for item in plan.schedule.items():
-            pr, columns = (item.pn, item.pm) if plan.swapped else (item.pm, item.pn)
+            pr, columns = (item.pn, item.pm) if plan.swap_ab else (item.pm, item.pn)
             for half in range(halves):  # as `kernels.hopper.gemm.math_loop` publishes
-                if plan.swapped:
+                if plan.swap_ab:
                     width = sum(arguments.widths)
                     begin, count = columns * width, width
                 else:

@@ -1,6 +1,6 @@
-"""The command line: ``tilestream demo | verify | plan | isa | sweep | trace | doctor``.
+"""The command line: ``tilestream demo | verify | plan | isa | sweep | trace | tune | doctor``.
 
-Needs the extra ``cli``. Nothing here imports torch until a command computes something, so that ``--help`` is quick.
+Needs the extra ``cli``. A command imports torch only when it computes something, so ``--help`` is quick.
 """
 
 from __future__ import annotations

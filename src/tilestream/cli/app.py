@@ -11,7 +11,7 @@ from tilestream.cli import demo, doctor, isa, plan, sweep, trace, tune, ui, veri
 
 app = typer.Typer(
     name="tilestream",
-    help="Matmuls that start before their input is there: the demonstration, the checker, and what a plan would be.",
+    help="Matmuls that start before their input is there: the demonstration, the checker, and plans.",
     epilog="Bad input ends with one line and status 2; a wrong answer or a violation with status 1.",
     no_args_is_help=True,
     add_completion=False,

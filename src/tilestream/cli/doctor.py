@@ -1,4 +1,4 @@
-"""``tilestream doctor``: what is here, what can run, and what is missing."""
+"""``tilestream doctor``: versions and hardware found, backends that can run, extras that are missing."""
 
 import importlib.metadata
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilestream._version import __version__
 from tilestream.cli import ui
-from tilestream.plan.experimental import to_ask
+from tilestream.plan.experimental import opt_in
 
 #: Extras of the package, and what each is for.
 EXTRAS = (
@@ -21,10 +21,7 @@ BACKENDS = ("hopper", "cdna", "portable", "cpu")
 
 
 def doctor() -> None:
-    """Print what is here, and which backends can run.
-
-    Versions, this machine, the backends, the extras: what a bug report should hold.
-    """
+    """Print versions, this machine, the backends that can run, and the extras: what a bug report should hold."""
     console = ui.console()
     for title, rows in sections():
         console.print(f"[bold]{title}[/bold]")
@@ -87,7 +84,7 @@ def backend(name: str) -> str:
         fits, what = torch.version.hip is None and properties.major == 9, "Hopper"
     if not fits:
         return f"no: {properties.name} is no {what}"
-    why = to_ask(name)
+    why = opt_in(name)
     return f"yes: {why}" if why else "yes"
 
 

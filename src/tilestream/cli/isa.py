@@ -1,4 +1,4 @@
-"""``tilestream isa``: what the compiler made of a kernel, for a GPU that need not be here."""
+"""``tilestream isa``: compile a kernel for a GPU that need not be here, and report on its machine code."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,10 +35,10 @@ def isa(
     lds: Annotated[int | None, typer.Option(min=0, help="A file's: bytes of LDS given at launch.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Compile a kernel, with no GPU, and say what came of it.
+    """Compile a kernel without a GPU, and report on its machine code.
 
-    Registers, spills, LDS, occupancy; the main loop's instructions and waits; what an iteration should take by
-    published rates, beside its floor. Compiled and read, not run.
+    Registers, spills, LDS, occupancy; the main loop's instructions and waits; the time of an iteration by published
+    rates, beside its floor. Compiled and read, not run.
     """
     from tilestream.cli.plan import parsed_tile
     from tilestream_tools.isa import kernels, report

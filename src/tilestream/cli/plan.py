@@ -1,4 +1,4 @@
-"""``tilestream plan``: how a matmul would be run here, or on a GPU that is not here, and why."""
+"""``tilestream plan``: the plan of a matmul for this machine, or for a GPU that is not here, and its reasons."""
 
 from typing import Annotated
 
@@ -31,10 +31,7 @@ def plan(
     rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of so many.")] = None,
     pivot: Annotated[int, typer.Option(min=0, help="The chunk that arrives first.")] = 0,
 ) -> None:
-    """Print how a matmul would be run, and why.
-
-    A [M, K] @ B [K, N]: what was chosen, what was refused, and the floor: what no plan can go below.
-    """
+    """Print the plan of a matmul, A [M, K] @ B [K, N]: what was chosen, what was refused and why, and the floor."""
     import tilestream as ts
 
     arrival = None

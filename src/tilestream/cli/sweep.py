@@ -1,4 +1,4 @@
-"""``tilestream sweep``: throughput while somebody else holds a part of the device."""
+"""``tilestream sweep``: throughput while another program holds a part of the device."""
 
 from pathlib import Path
 from typing import Annotated
@@ -99,7 +99,7 @@ def sweep(
 
             runner = run.Runner(taker(by, device), device, rounds, told)
             runner.run(made, given, counts, todo, lambda: made.write(out))
-    except RuntimeError as error:  # something else runs on the GPU, or a rank failed
+    except RuntimeError as error:  # the GPU is not idle, or a rank failed
         if ui.state.debug:
             raise
         ui.fail(ui.one_line(error), ui.FAILED)

@@ -1,4 +1,4 @@
-"""``tilestream trace``: a saved trace in numbers, and drawn anew."""
+"""``tilestream trace``: a saved trace as a table, and as a picture."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +13,9 @@ def trace(
     png: Annotated[Path | None, typer.Option(help="Draw the timeline here (.png, .svg or .pdf).")] = None,
     launch: Annotated[int | None, typer.Option(min=0, help="Which launch to draw, from 0; default: the last.")] = None,
     width: Annotated[int, typer.Option(min=400, help="Pixels.")] = 1600,
-    height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: as the rows want.")] = None,
+    height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: by the number of rows.")] = None,
 ) -> None:
-    """Print and draw a saved trace.
-
-    What each worker did, and with --png the timeline.
-    """
+    """Print what each worker did in a saved trace, and with --png draw the timeline."""
     from rich import box
     from rich.table import Table
 

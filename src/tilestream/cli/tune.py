@@ -1,4 +1,4 @@
-"""``tilestream tune``: measure the likely plans of some shapes here, and have plans know what was found."""
+"""``tilestream tune``: measure the likely plans of some shapes here, for later plans to use."""
 
 import functools
 from typing import Annotated
@@ -18,8 +18,8 @@ def tune(
 ) -> None:
     """Measure the plans that the cost model thinks likely, and keep the fastest.
 
-    Optional: without it plans are the cost model's. Each plan's answer is checked. What is found is kept in a file of
-    yours, by device and versions; TILESTREAM_TUNED names another, and 0 has plans look at none.
+    Optional: without it the cost model chooses. Each plan's answer is checked. The fastest are kept in a file in your
+    cache folder, by device and versions; TILESTREAM_TUNED names another file, and 0 none.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, errors in one line, numbers for people."""
+"""What the commands share: consoles, errors in one line, numbers as text."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def guarded(command: Command) -> Command:
-    """Turn what bad input raises into one line on stderr and status 2, and a failed launch into status 1.
+    """Report errors of the input as one line on stderr and status 2, a failed launch as status 1.
 
-    With ``--debug`` the exception goes through. Other exceptions are bugs, and always do.
+    With ``--debug`` the exception is raised. Other exceptions are bugs, and are always raised.
     """
 
     @functools.wraps(command)
@@ -48,7 +48,7 @@ def guarded(command: Command) -> Command:
         try:
             return command(*args, **options)
         except BrokenPipeError:
-            raise  # `tilestream ... | head`: nobody is left to be told
+            raise  # `tilestream ... | head`: the reader has closed the pipe
         except (TilestreamError, ValueError, TypeError, OSError, EOFError, ImportError, NotImplementedError) as error:
             if state.debug:
                 raise
@@ -58,7 +58,7 @@ def guarded(command: Command) -> Command:
 
 
 def fail(message: str, status: int = BAD_INPUT) -> None:
-    """Say what is wrong, and end with ``status``."""
+    """Print an error, and exit with ``status``."""
     typer.echo(f"tilestream: {message}", err=True)
     raise typer.Exit(status)
 
@@ -68,12 +68,14 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, ModuleNotFoundError):
+        if (error.name or "").startswith("tilestream_tools"):
+            return "this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream"
         return f"{error.name} is missing: pip install 'tilestream[cli]'"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Bytes in the largest unit that fits."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.4g} {unit}"
@@ -82,5 +84,5 @@ def size(count: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for people, always in ms so that times compare at a glance."""
+    """A time, always in ms so that times compare at a glance."""
     return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.3f}"

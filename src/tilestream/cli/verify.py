@@ -1,4 +1,4 @@
-"""``tilestream verify``: every interleaving of the protocols, or every bug that was put in on purpose."""
+"""``tilestream verify``: explore every interleaving of the protocols."""
 
 import contextlib
 import os
@@ -13,16 +13,13 @@ from rich.table import Table
 
 from tilestream.cli import ui
 
-#: Told how far it is: what has just been done, how many are, and how many there are.
+#: Reports progress: what was just done, how many are done, and how many there are.
 Tell = Callable[[str, int, int], None]
 PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def verify(
     quick: Annotated[bool, typer.Option("--quick", help="A subset that takes under a minute.")] = False,
-    seeded: Annotated[
-        bool, typer.Option("--seeded", help="Instead: whether each bug that was put in on purpose is found.")
-    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
     model: Annotated[
         list[str] | None,
@@ -38,9 +35,8 @@ def verify(
     printed with the shortest way to it, and the status is 1.
     """
     console = ui.console()
-    passed = _seeded(console, model) if seeded else _sweep(console, quick, jobs or _cores(), model)
-    if not passed:
-        ui.fail("a seeded bug was not found" if seeded else "a property does not hold", ui.FAILED)
+    if not _sweep(console, quick, jobs or _cores(), model):
+        ui.fail("a property does not hold", ui.FAILED)
 
 
 def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -> bool:
@@ -75,36 +71,6 @@ def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -
     return report.ok
 
 
-def _seeded(console: Console, models: list[str] | None) -> bool:
-    from tilestream_tools import verify as checker
-
-    for name in models or ():
-        if name not in checker.MODELS:
-            raise ValueError(f"--model {name}; it is one of {', '.join(checker.MODELS)}")
-    every = checker.seeded_bugs()
-    for name in models or checker.MODELS:
-        if not any(bug.model == name for bug in every):  # of which nothing could be said
-            ui.fail(f"--seeded: {name} has no seeded bug, so nothing shows that it would find one", ui.FAILED)
-    bugs = [bug for bug in every if not models or bug.model in models]
-    table = _table("bug", "model", "found", "as", "steps", "states", "what is wrong")
-    missed = 0
-    began = time.perf_counter()
-    with _bar(console) as tell:
-        for done, bug in enumerate(bugs, 1):
-            result = bug.find()
-            found = result.violation
-            right = found is not None and found.kind == bug.kind
-            missed += not right
-            kind = found.kind if found is not None else f"nothing, not {bug.kind}"
-            steps = str(len(found.trace)) if found is not None else ""
-            table.add_row(bug.name, bug.model, _yes(right), kind, steps, f"{result.states:,}", bug.says)
-            tell(bug.name, done, len(bugs))
-    console.print(table)
-    verdict = f"[red]{missed} not found[/red]" if missed else "[green]all found[/green]"
-    console.print(f"{len(bugs)} seeded bugs in {time.perf_counter() - began:.1f} s: {verdict}")
-    return not missed
-
-
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Tell]:
     if not console.is_terminal:
@@ -132,7 +98,7 @@ def _lines(console: Console) -> Tell:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        number = name in ("configurations", "states", "CPU s", "steps")
+        number = name in ("configurations", "states", "CPU s")
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     return table
 

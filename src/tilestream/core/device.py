@@ -10,9 +10,9 @@ from pathlib import Path
 
 #: fp32 operations a cycle and core, two FMA pipes counted, by what the CPU says it has.
 _FLOPS_PER_CYCLE = (("avx512f", 64), ("avx2", 32), ("avx", 16), ("asimd", 16))
-#: Taken where the system does not say; a floor is a bound, so it is taken high.
+#: Where the system does not report a clock; high, since the floor is a bound.
 _ASSUMED_HZ = 4.0e9
-#: Memory bandwidth is not to be had from the system: an assumption, and named as one in `Floor`.
+#: The system does not report memory bandwidth: an assumption, and called one in the plan.
 _ASSUMED_BYTES_PER_CORE = 12e9
 _ASSUMED_BYTES = 400e9
 
@@ -44,11 +44,11 @@ class DeviceProperties:
     clock
         Cycles a second that the peaks are counted at; 0 where it is not known.
     sustained
-        Cycles a second that are left of it while the matrix units are busy, by kind of input, where that is published.
+        Cycles a second while the matrix units are busy, by kind of input, where that is published.
     xcds
-        Dies with an L2 each, to which the hardware deals out programs in turn.
+        Dies with an L2 each; the hardware assigns programs to them in turn.
     shader_engines
-        Parts of the device to which it deals out work groups, where one that waits for a place is not dealt again.
+        Parts of the device to which it assigns work groups in turn; one that waits for a place is not moved.
     l2, l2_bandwidth
         Bytes of one L2, and bytes a second that one gives to its workers; 0 where it is not known.
     cache_bandwidth
@@ -83,7 +83,7 @@ class DeviceProperties:
 
 @functools.cache
 def cpu_properties() -> DeviceProperties:
-    """The CPU of the machine we are on.
+    """The CPU of this machine.
 
     Cores are those that this process may use; peaks are nominal, from the flags and the clock that the system reports.
     """

@@ -1,10 +1,10 @@
-"""GPUs by name: a plan for one that is not here, and what the drivers do not say of one that is.
+"""GPUs by name: for plans without the device, and for the figures that drivers do not report.
 
 Sources: NVIDIA's data sheets of H100 and H200; AMD's data sheets of MI300X, MI325X, MI350X and MI355X, and its white
 papers of CDNA 3 and CDNA 4 (dies, L2, Infinity Cache). Operations a cycle times compute units times the clock give the
 data sheets' peaks: MI300X 304 x 2048 x 2.1 GHz = 1.307e15 of bfloat16, MI355X 256 x 4096 x 2.4 GHz = 2.517e15.
 
-The clock of an AMD GPU falls while its matrix units are busy, by half: AMD publishes it beside its own libraries'
+The clock of an AMD GPU falls by up to half while its matrix units are busy: AMD publishes it beside its own libraries'
 "max-achievable" rates (ROCm blogs, *Measuring Max-Achievable FLOPs, part 2*, 2025: hipBLASLt on normally distributed
 inputs; MI300X, MI325X). Of MI355X and MI350X it publishes none, and the clock here is the one that makes the model's
 rate a published one: of MI355X AMD's 1489 TFLOP/s of float16 with the matrix units busy 98.75 % of the main loop
@@ -28,23 +28,14 @@ PER_CYCLE = {
     "gfx942": (256, 2048, 1024, 4096),
     "gfx950": (256, 4096, 256, 8192),
 }
-#: Where none is published.
+#: Where no data sheet is known.
 _ASSUMED = (128, 512, 256, 512)
 
 
 class Dies(NamedTuple):
-    """How an AMD GPU is put together.
+    """A die of an AMD GPU: active compute units, shader engines, bytes of its L2 and bytes a cycle from it.
 
-    Attributes
-    ----------
-    workers
-        Compute units of a die that work.
-    shader_engines
-        Of a die.
-    l2, l2_bytes
-        Bytes of a die's L2, and bytes a cycle that it gives: 16 channels of 128.
-    cache
-        Bytes a second from the Infinity Cache, at most.
+    ``cache`` is the peak bandwidth of the Infinity Cache, in bytes a second.
     """
 
     workers: int
@@ -60,7 +51,9 @@ DIES = {
 }
 
 
-class _Known(NamedTuple):
+class GpuSpec(NamedTuple):
+    """A GPU by its data sheet; see `DeviceProperties`."""
+
     name: str
     arch: str
     workers: int
@@ -74,13 +67,13 @@ def _busy(float16: float, bfloat16: float, fp8: float) -> tuple[tuple[str, float
     return (("float16", float16), ("bfloat16", bfloat16), ("fp8", fp8))
 
 
-KNOWN = {
-    "h100": _Known("NVIDIA H100 SXM", "sm_90", 132, 1.83e9, 3.35e12, 232448),
-    "h200": _Known("NVIDIA H200 SXM", "sm_90", 132, 1.83e9, 4.8e12, 232448),
-    "mi300x": _Known("AMD Instinct MI300X", "gfx942", 304, 2.1e9, 5.3e12, 65536, _busy(1.115e9, 1.207e9, 1.230e9)),
-    "mi325x": _Known("AMD Instinct MI325X", "gfx942", 304, 2.1e9, 6.0e12, 65536, _busy(1.354e9, 1.447e9, 1.464e9)),
-    "mi350x": _Known("AMD Instinct MI350X", "gfx950", 256, 2.2e9, 8.0e12, 163840, _busy(1.23e9, 1.23e9, 1.23e9)),
-    "mi355x": _Known("AMD Instinct MI355X", "gfx950", 256, 2.4e9, 8.0e12, 163840, _busy(1.6e9, 1.6e9, 1.6e9)),
+GPU_SPECS = {
+    "h100": GpuSpec("NVIDIA H100 SXM", "sm_90", 132, 1.83e9, 3.35e12, 232448),
+    "h200": GpuSpec("NVIDIA H200 SXM", "sm_90", 132, 1.83e9, 4.8e12, 232448),
+    "mi300x": GpuSpec("AMD Instinct MI300X", "gfx942", 304, 2.1e9, 5.3e12, 65536, _busy(1.115e9, 1.207e9, 1.230e9)),
+    "mi325x": GpuSpec("AMD Instinct MI325X", "gfx942", 304, 2.1e9, 6.0e12, 65536, _busy(1.354e9, 1.447e9, 1.464e9)),
+    "mi350x": GpuSpec("AMD Instinct MI350X", "gfx950", 256, 2.2e9, 8.0e12, 163840, _busy(1.23e9, 1.23e9, 1.23e9)),
+    "mi355x": GpuSpec("AMD Instinct MI355X", "gfx950", 256, 2.4e9, 8.0e12, 163840, _busy(1.6e9, 1.6e9, 1.6e9)),
 }
 
 
@@ -91,23 +84,25 @@ def rates(arch: str, hertz: float) -> tuple[float, tuple[tuple[str, float], ...]
 
 
 def named(name: str) -> DeviceProperties | None:
-    """The GPU of this name (``"mi300x"``, ``"H100"``), without the GPU; None if it is none of `KNOWN`."""
-    known = KNOWN.get(name.lower())
+    """The GPU of this name (``"mi300x"``, ``"H100"``), without the GPU; None if it is none of `GPU_SPECS`."""
+    known = GPU_SPECS.get(name.lower())
     if known is None:
         return None
-    return made(known.name, known.arch, known.workers, known.hertz, known.bandwidth, known.shared, known.sustained)
+    return gpu_properties(
+        known.name, known.arch, known.workers, known.hertz, known.bandwidth, known.shared, known.sustained
+    )
 
 
-def published(name: str, arch: str, workers: int) -> float:
-    """Bytes a second from memory, of an AMD GPU whose name is known; 0 where it is not.
+def published_bandwidth(name: str, arch: str, workers: int) -> float:
+    """Bytes a second from the memory of an AMD GPU by its name; 0 where that is unknown.
 
-    The driver's memory clock is that of MI300's memory controller, a quarter of what goes over a pin.
+    MI300's driver reports the memory controller's clock, a quarter of the pins' rate.
     """
-    alike = (known for key, known in KNOWN.items() if known.arch == arch and key in name.lower())
+    alike = (known for key, known in GPU_SPECS.items() if known.arch == arch and key in name.lower())
     return next((known.bandwidth * workers / known.workers for known in alike if arch in DIES), 0.0)
 
 
-def made(
+def gpu_properties(
     name: str, arch: str, workers: int, hertz: float, bandwidth: float, shared: int,
     sustained: tuple[tuple[str, float], ...] | None = None,
 ) -> DeviceProperties:  # fmt: skip
@@ -116,13 +111,13 @@ def made(
     Parameters
     ----------
     sustained
-        See `DeviceProperties`; None: as published of the GPU of `KNOWN` whose name is in ``name``, or of its arch.
+        See `DeviceProperties`; None: as published of the GPU of `GPU_SPECS` whose name is in ``name``, or of its arch.
     """
     flops, tensor = rates(arch, hertz)
     dies = DIES.get(arch)
     if sustained is None:
-        alike = [known for key, known in KNOWN.items() if known.arch == arch and key in name.lower()]
-        alike += [known for known in KNOWN.values() if known.arch == arch]
+        alike = [known for key, known in GPU_SPECS.items() if known.arch == arch and key in name.lower()]
+        alike += [known for known in GPU_SPECS.values() if known.arch == arch]
         sustained = alike[0].sustained if alike else ()
     # A GPU may be partitioned into fewer dies, or sold with fewer.
     xcds = max(1, round(workers / dies.workers)) if dies else 1

@@ -2,9 +2,9 @@
 
 Every function here and in `raster`, `queues`, `ring`, `stream_k` and `swizzle` is a leaf in integers (``//``, ``%``,
 ``^``, ``min``, ``max``, comparisons), with all values in [0, 2**31) where Python's division and a device's agree. The
-same function objects are what a device compiles, through ``triton.jit(fn)`` or ``gluon.jit(fn)``: that is why none
-calls another, why each has one return, and why none is written with a Python feature those compilers lack. ``and`` is
-not lazy there: both sides are computed, and must be harmless.
+same function objects are compiled for devices, through ``triton.jit(fn)`` or ``gluon.jit(fn)``: so none calls another,
+each has one return, and none uses a Python feature that those compilers lack. ``and`` is not lazy there: both sides are
+computed, and must be harmless.
 """
 
 from __future__ import annotations

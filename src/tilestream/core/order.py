@@ -13,8 +13,8 @@ from tilestream.core.grid import INT31, Grid
 
 Order = Literal["row_major", "grouped", "chunk_major", "longest_first", "table"]
 
-#: What a caller may pass as his own order: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles themselves, as
-#: pairs ``(pm, pn)`` or as ids ``pm * num_n + pn``, in the order in which they shall be taken.
+#: A caller's own order: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles in order, as pairs ``(pm, pn)`` or
+#: as ids ``pm * num_n + pn``.
 TileOrder = Callable[[int, int, int], tuple[int, int]] | Sequence[int] | Sequence[tuple[int, int]]
 
 
@@ -97,7 +97,7 @@ def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
     Parameters
     ----------
     order
-        See `TileOrder`. A function is asked once for each position.
+        See `TileOrder`. A function is called once for each position.
 
     Raises
     ------

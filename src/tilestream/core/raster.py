@@ -69,7 +69,7 @@ def longest_first(t: int, num_m: int, num_n: int, group: int) -> tuple[int, int]
     """Tile at position ``t``: ``group`` columns at a time, and in each group the rows from the last to the first.
 
     For work that grows with the row (causal attention: rows are query blocks, columns are heads): the longest item of
-    a group is taken first, so that none is left for the end, and a group's heads share their K and V in L2.
+    a group comes first, so that none is left for the end, and a group's heads share their K and V in L2.
     ``group = num_n`` is longest first over everything.
     """
     per_group = group * num_m

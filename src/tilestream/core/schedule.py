@@ -1,9 +1,8 @@
 """`Schedule`: which worker does which work item next, and `take`, the protocol by which a worker finds out.
 
-`take` is a generator: it yields the operations on shared memory it needs (`Take`, `Peek`, `Ready`) and is sent their
-results. Whoever drives it decides what they mean. The CPU backend performs them on locked counters;
-`tilestream_tools.verify`
-performs them on every interleaving of several workers; tests perform them in any order they like. All run this text.
+`take` is a generator: it yields the operations on shared memory that it needs (`Take`, `Peek`, `Ready`) and is sent
+their results. The CPU backend performs them on locked counters, `tilestream_tools.verify` in every interleaving of
+several workers, tests in orders of their own. All run this text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Kind = Literal["static", "dynamic", "stream_k"]
 Split = Literal["items", "columns", "rows", "strides", "chunks"]
 
 #: Queues of a schedule that is split at its chunks, at most: a worker remembers those it has found empty in one word,
-#: and one register is what the load warp of the Hopper kernel has left for it.
+#: since the load warp of the Hopper kernel has one register for them.
 MOST_QUEUES = 32
 
 
@@ -55,15 +54,15 @@ class Ready(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a worker stands in the schedule: all it remembers from one `take` to the next.
+    """Where a worker is in the schedule: all that it remembers from one `take` to the next.
 
     Attributes
     ----------
     ticket
         ``static``: how many items this worker has taken.
     source
-        Where the worker takes from next: 0 for its own queue, ``q + 1`` for queue ``q``, from which it has stolen, and
-        one more than the number of queues where that was found empty, and it has to look.
+        Where the worker takes from next: 0 its own queue; ``q + 1`` queue ``q``, from which it has stolen; the number
+        of queues and one: none, it has to pick a victim.
     share, unit, unit_end
         ``stream_k``: the share in progress, and the units of it that are left; none where ``unit == unit_end``.
     queue, empty
@@ -81,13 +80,13 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order: pure integers, the same for every backend.
+    """Which worker does what, in which order: pure integers, the same for every backend.
 
     Parameters
     ----------
     kind
         ``static``: worker w of W takes positions w, w + W, ...: no shared state, and no help for a slow worker.
-        ``dynamic``: positions are tickets of queues. ``stream_k``: dynamic, with the last wave's tiles split along K.
+        ``dynamic``: positions are tickets of queues. ``stream_k``: dynamic, and the last wave's tiles split along K.
     grid, raster
         The tiles, and their order.
     workers
@@ -96,12 +95,11 @@ class Schedule:
     queues
         Number of queues (``dynamic``).
     split
-        What queues divide: the raster's positions, each queue having a run of them (``items``) or one in so many
-        (``strides``: with a queue a worker, what ``static`` would give that worker); or the tiles' columns or rows,
-        each queue then going through its stripe in the raster's order. Where chunks arrive, queues split the dimension
-        that does not, so that a late chunk idles nobody's queue. Or (``chunks``: *arrival order*) the positions where
-        the raster comes to tiles that read other chunks: then a worker takes from the first queue whose chunks it has
-        seen.
+        What queues divide. ``items``: runs of the raster's positions. ``strides``: one position in so many; with a
+        queue a worker, what ``static`` would give that worker. ``columns``, ``rows``: stripes of tiles, each in the
+        raster's order; where chunks arrive, of the dimension that does not, so that a late chunk leaves no queue idle.
+        ``chunks`` (*arrival order*): runs of positions whose tiles read the same chunks; a worker takes from the first
+        queue whose chunks it has seen.
     first_batch
         The batch to start from; the others follow in order and wrap around.
     shares
@@ -200,12 +198,12 @@ class Schedule:
 
     @functools.cached_property  # each launch asks
     def slots(self) -> int:
-        """Partial results that must have a place; see `stream_k.slot`."""
+        """Places for partial results; see `stream_k.slot`."""
         return self.num_shares + self.remainder - 1 if self.remainder else 0
 
     @functools.cached_property
     def most_tickets(self) -> int:
-        """Tickets that a queue hands out at most, void ones too: what its counter rises by in a launch."""
+        """Tickets that a queue hands out at most in a launch, void ones included."""
         return self.full_tiles + self.num_shares + self.workers
 
     def contributors(self, tile: int) -> range:
@@ -288,7 +286,7 @@ class Schedule:
         ), behind
 
     def items(self) -> Iterator[WorkItem]:
-        """Every work item once, in the schedule's order (queue by queue). For checks and reports, not for workers."""
+        """Every work item once, queue by queue: for checks and reports."""
         for queue in range(self.queues):
             for ticket in range(self.queue_size(queue)):
                 item, cursor = self.ticket(queue, ticket)
@@ -312,10 +310,10 @@ def take(
                               ticket = add(queue, 1); valid -> item
         until none is left anywhere:
                               read every other counter; ticket = add(the fullest, 1); valid -> item
-                              void: somebody was faster and that queue is empty for good; look again
+                              void: another worker was faster and that queue is empty for good; look again
 
-    Each pass of the last loop finds one more queue empty, so it ends. A queue that gave a worker a void ticket is one
-    that it sees empty from then on, so it draws one from each at most.
+    Each pass of the last loop finds one more queue empty, so it ends. A worker sees a queue that gave it a void ticket
+    empty from then on, so it draws one void ticket from each at most.
     """
     if cursor.unit < cursor.unit_end:
         item, behind = schedule._next_part(cursor.share, cursor.unit, cursor.unit_end)
@@ -360,9 +358,9 @@ def take_ready(schedule: Schedule, cursor: Cursor) -> Generator[Take | Ready, in
             ticket = add(queue, 1); valid -> item
             void: that queue is empty for good
 
-    A worker that is told that the launch is over, or that its deadline has passed, takes from the first queue that it
-    has not found empty: the gate of that item is where an expiry is found, recorded, and the item given up. So each
-    queue's items are taken once, whatever arrives, and each worker draws one void ticket from each queue at most.
+    If the launch is over, or its deadline has passed, the worker takes from the first queue that it has not found
+    empty: that item's gate finds and records the expiry, and gives the item up. So each queue's items are taken once,
+    whatever arrives, and each worker draws one void ticket from each queue at most.
     """
     queue, empty = cursor.queue, cursor.empty
     every = (1 << schedule.queues) - 1

@@ -1,14 +1,13 @@
 """Stream-K: full tiles first, the remainder split along K into equal shares (Osama et al., "Stream-K", PPoPP 2023).
 
-``tiles`` tiles over ``workers`` workers leave ``tiles % workers`` for a last, mostly empty wave. Those last tiles are
-laid end to end as *units* (one K step of one tile each) and cut into ``shares`` equal parts; a share is a ticket like
-a full tile. A share that crosses from one tile to the next is done as two work items.
+``tiles`` tiles over ``workers`` workers leave ``tiles % workers`` for a last, mostly empty wave. These tiles are laid
+end to end as *units* (one K step of one tile each) and cut into ``shares`` equal parts; a share is a ticket, as a full
+tile is. A share that crosses from one tile to the next makes two work items.
 
-Whoever does part of a tile writes a partial result to the slot that only (share, tile) determine, then counts. The
-last to arrive adds the partials in K order and restores the count, so the bits are the same each run, and nobody waits
-for anybody: a worker that was never scheduled holds up no other (invariant 10).
-
-This differs from the paper's kernel, in which the owner of a tile's first part spins until the others are done.
+Each contributor to a tile writes its partial result to a slot that only (share, tile) determine, then counts. The last
+one adds the partials in K order and restores the count. So the bits are the same each run, and no worker waits: one
+that was never scheduled delays no other (invariant 10). In the paper's kernel the owner of a tile's first part spins
+until the others are done.
 
 Leaves in the sense of `tilestream.core.integers`.
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 
 def remainder_tiles(tiles: int, workers: int) -> int:
-    """Tiles of the last, partly filled wave: what is left when each worker has taken as many full tiles as all can."""
+    """Tiles of the last, partly filled wave."""
     return tiles % workers
 
 

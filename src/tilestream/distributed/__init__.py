@@ -1,7 +1,4 @@
-"""Operations across GPUs, and across processes on the CPU, that overlap what they send with what they compute.
-
-The public names. The protocols of this package, which `tilestream_tools.verify` explores, import no torch.
-"""
+"""Matmuls that overlap with a collective, between GPUs, and between processes on the CPU: the public names."""
 
 from __future__ import annotations
 
@@ -11,24 +8,26 @@ from typing import TYPE_CHECKING, Any
 from tilestream.core.errors import GroupBroken
 
 if TYPE_CHECKING:
-    from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
-    from tilestream.distributed.all_reduce import matmul_all_reduce, plan_matmul_all_reduce
+    from tilestream.distributed.api import (
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        plan_all_gather_matmul,
+        plan_matmul_all_reduce,
+        plan_matmul_reduce_scatter,
+    )
     from tilestream.distributed.async_tp import AsyncTP, async_tp
     from tilestream.distributed.modules import ColumnParallelLinear, RowParallelLinear
-    from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
 
-_LAZY = {
-    "ColumnParallelLinear": "tilestream.distributed.modules",
-    "RowParallelLinear": "tilestream.distributed.modules",
-    "AsyncTP": "tilestream.distributed.async_tp",
-    "async_tp": "tilestream.distributed.async_tp",
-    "all_gather_matmul": "tilestream.distributed.all_gather",
-    "matmul_all_reduce": "tilestream.distributed.all_reduce",
-    "plan_matmul_all_reduce": "tilestream.distributed.all_reduce",
-    "matmul_reduce_scatter": "tilestream.distributed.reduce_scatter",
-    "plan_all_gather_matmul": "tilestream.distributed.all_gather",
-    "plan_matmul_reduce_scatter": "tilestream.distributed.reduce_scatter",
-}
+_MODULES = {
+    "tilestream.distributed.modules": ("ColumnParallelLinear", "RowParallelLinear"),
+    "tilestream.distributed.async_tp": ("AsyncTP", "async_tp"),
+    "tilestream.distributed.api": (
+        "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "plan_all_gather_matmul",
+        "plan_matmul_all_reduce", "plan_matmul_reduce_scatter",
+    ),
+}  # fmt: skip
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AsyncTP",

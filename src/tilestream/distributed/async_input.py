@@ -1,9 +1,9 @@
-"""torch's ``symm_mem._async_input_mm``, a product whose left operand arrives, on our matmul.
+"""torch's ``symm_mem._async_input_mm``, a matmul whose left operand arrives while it runs, on `tilestream.matmul`.
 
-torch's own all-gather + matmul (``TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP``) is copies, a stream write behind each, and
-this op. Its kernel is for Hopper, and waits without a bound; a ROCm build has none, and the CPU has none. While a
-handle of `tilestream.distributed.async_tp` is open the op is ours: the product waits for chunks as `tilestream.matmul`
-with ``arrival=`` does, with a bound on each wait.
+torch's own all-gather + matmul (``TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP``) consists of copies, a stream write behind
+each, and this op. torch's kernel exists only for Hopper, not for ROCm or the CPU, and waits without a bound. While a
+handle of `tilestream.distributed.async_tp` is open, the op waits for chunks as `tilestream.matmul` with ``arrival=``
+does, and each wait has a bound.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from tilestream.arrival import Arrival
 from tilestream.ops.matmul import matmul
 
-#: As it is registered.
+#: The name under which it is registered.
 NAME = "_async_input_mm"
 
 
 def register(library: torch.library.Library) -> None:
-    """Register the op in ``library``, of ``symm_mem``: for the CPU and for GPUs (ROCm's, too, are "CUDA" to torch)."""
+    """Register the op in ``library``, of ``symm_mem``, for the CPU and for GPUs (torch's key for ROCm is CUDA, too)."""
     for key in ("CPU", "CUDA", "Meta"):
         library.impl(NAME, async_input_mm, key, allow_override=True)
 
@@ -31,19 +31,19 @@ def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tens
     a, b
         ``[M, K]``, ``[K, N]``.
     a_chunk_signals
-        ``[chunks]`` of uint32 or int32, on ``a``'s device: not 0 once a chunk is there. Chunks are of ``M // chunks``
-        rows. Zeroed once all were seen: one call uses them, as torch's own caller does.
+        ``[chunks]`` of uint32 or int32, on ``a``'s device; nonzero once a chunk has arrived. Each chunk has
+        ``M // chunks`` rows. The call zeroes them at its end, so each call needs its own, as in torch's caller.
     a_chunk_pivot
-        The chunk to begin with.
+        The first chunk to be multiplied.
 
     Raises
     ------
     ValueError
-        If the chunks do not divide the rows, there is no such chunk, or the operands are no matrices of one K.
+        If the chunks do not divide the rows, the pivot is no chunk, or the operands are not matrices of one K.
     TypeError
-        If the signals are no words of 32 bits.
+        If the signals are not 32-bit integers.
     ArrivalTimeout
-        If a chunk does not come: on a GPU, by a later call (see `tilestream.check`).
+        If a chunk does not arrive; on a GPU, raised by a later call (see `tilestream.check`).
     """
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{NAME}: a has {a.dim()} and b {b.dim()} dimensions; both have 2")

@@ -1,9 +1,10 @@
-"""`async_tp`: torch's own fused tensor-parallel ops, for one group, on this package's.
+"""`async_tp`: run torch's fused tensor-parallel ops, for one group, on the ops of this package.
 
-torch's compiler fuses an all-gather and the matmuls behind it, and a matmul and the reduce-scatter behind it, into ops
-of its own (``symm_mem.fused_all_gather_matmul``, ``fused_matmul_reduce_scatter``, and a scaled form of each). They are
-registered anew, for the CPU too, where torch has none; calls with another group go where they went before. So is the
-product that its own all-gather is made of, which knows no group: see `tilestream.distributed.async_input`.
+torch's compiler fuses an all-gather with the matmuls behind it, and a matmul with the reduce-scatter behind it, into
+its own ops (``symm_mem.fused_all_gather_matmul``, ``fused_matmul_reduce_scatter``, and a scaled variant of each). This
+module registers other implementations, also for the CPU, where torch has none. Calls with another group still run
+torch's. The matmul in torch's own all-gather, which takes no group, is replaced by
+`tilestream.distributed.async_input`.
 """
 
 from __future__ import annotations
@@ -13,41 +14,44 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from tilestream.distributed import async_input
-from tilestream.distributed.all_gather import all_gather_matmul, plan_all_gather_matmul
-from tilestream.distributed.group_state import member_of, resolve
+from tilestream.distributed.api import (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    plan_all_gather_matmul,
+    plan_matmul_reduce_scatter,
+)
+from tilestream.distributed.group_state import resolve, state_of
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.reduce_scatter import matmul_reduce_scatter, plan_matmul_reduce_scatter
-
-if TYPE_CHECKING:
-    from tilestream.distributed.unfused_report import Place
+from tilestream.distributed.request import ReduceOp
+from tilestream.distributed.unfused_report import UnfusedCollective, UnfusedPass
 
 _KEYS = ("CPU", "CUDA", "Meta")
 
 
 @dataclass
 class Site:
-    """Calls of one sort: an op on shapes. Or collectives of one sort that torch's compiler has left as they were.
+    """Calls of one op on the same shapes; or collectives of one kind that torch's compiler has not fused.
 
     Attributes
     ----------
     op
-        torch's name of it.
+        torch's name of the op.
     what
         Shapes and dtype.
     calls
-        How many so far; of what was left, in how many places of compiled graphs.
+        The number of calls so far; of unfused collectives, the number of places in compiled graphs.
     fused
         Whether transfer and matmul overlap.
     why
         Why they do, or do not.
     left
-        Whether torch's compiler has left it, so that it is not called here.
+        Whether torch's compiler has left the collective unfused, so that it is not called here.
     """
 
     op: str
@@ -65,7 +69,7 @@ class Site:
 
 
 class AsyncTP:
-    """A group whose fused ops run on this package's. Made by `async_tp`; a context manager, which closes it."""
+    """A group whose fused ops run on this package. Made by `async_tp`; as a context manager it closes itself."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,9 +77,9 @@ class AsyncTP:
         self._lock = threading.Lock()
 
     def report(self) -> list[Site]:
-        """What was called so far, most calls first; behind it the collectives that torch's compiler has left, and why.
+        """The calls so far, most first; then the collectives that torch's compiler has left unfused, and why.
 
-        Of a graph that comes from the compiler's cache nobody knows what was left.
+        A graph from the compiler's cache is not reported.
         """
         with self._lock:
             return sorted(self._sites.values(), key=lambda site: (site.left, -site.calls))
@@ -83,24 +87,25 @@ class AsyncTP:
     def close(self) -> None:
         """Give the group's calls back to torch.
 
-        Graphs that were compiled meanwhile call the ops by name, and so torch's. Where a dimension behind the first is
-        gathered those lie otherwise in memory, and such a graph raises: compile it again (`torch._dynamo.reset`).
+        Graphs that were compiled meanwhile call the ops by name, so they now run torch's. Those return another memory
+        layout if a dimension after the first is gathered, and such a graph raises: compile it again
+        (`torch._dynamo.reset`).
         """
         _close(self._name, self)
 
     def _count(self, op: str, what: str, plan: Callable[[], DistributedPlan] | str) -> None:
-        """``plan``: makes it; or why there is none."""
+        """Count a call. ``plan`` makes its plan, or is the reason why it has none."""
         with self._lock:
             site = self._sites.get((op, what))
             if site is None:
-                fused, why = (False, plan) if isinstance(plan, str) else _said(plan())
+                fused, why = (False, plan) if isinstance(plan, str) else _form_and_reason(plan())
                 site = self._sites[op, what] = Site(op, what, 0, fused, why)
             site.calls += 1
 
-    def _leave(self, place: Place) -> None:
+    def _count_unfused(self, found: UnfusedCollective) -> None:
         with self._lock:
-            key = place.op, f"{place.what}: {place.why}"
-            site = self._sites.setdefault(key, Site(place.op, place.what, 0, False, place.why, left=True))
+            key = found.op, f"{found.what}: {found.why}"
+            site = self._sites.setdefault(key, Site(found.op, found.what, 0, False, found.why, left=True))
             site.calls += 1
 
     def __enter__(self) -> AsyncTP:
@@ -112,12 +117,11 @@ class AsyncTP:
         self.close()
 
 
-def _said(plan: DistributedPlan) -> tuple[bool, str]:
-    """Whether it is fused, and why, or why not."""
+def _form_and_reason(plan: DistributedPlan) -> tuple[bool, str]:
     return plan.fused, plan.decision.why if plan.fused else "; ".join(refusal.why for refusal in plan.refused)
 
 
-#: Why a sum is torch's product, and then the group's reduce-scatter.
+#: Why a reduce-scatter runs as torch's matmul, then the group's collective.
 _COLUMNS = "columns are scattered: a rank's part is no rows of the product, so it is done one after the other"
 
 _lock = threading.Lock()
@@ -127,20 +131,20 @@ _pass_before = False
 
 
 def async_tp(group: dist.ProcessGroup | None = None) -> AsyncTP:
-    """Run torch's fused tensor-parallel ops of ``group`` (None: the default one) on this package's, until closed.
+    """Run torch's fused tensor-parallel ops of ``group`` (None: the default group) on this package, until closed.
 
-    Also turns on the pass of torch's compiler that makes such ops of a model built with ``parallelize_module``, and
-    tells torch that the group has symmetric memory, without which that pass does nothing and says nothing.
+    Also enables the pass of torch's compiler that makes such ops from a model built with ``parallelize_module``, and
+    enables symmetric memory for the group, without which that pass silently does nothing.
 
     Returns
     -------
     AsyncTP
-        ``report()`` says what was called and how it ran, and what the compiler left; ``close()`` ends it.
+        ``report()`` lists the calls, how they ran, and what the compiler left unfused; ``close()`` ends it.
 
     Raises
     ------
     ValueError
-        If the group is already so, or is none that `all_gather_matmul` takes.
+        If the group is open already, or `all_gather_matmul` does not take it.
 
     Examples
     --------
@@ -149,45 +153,43 @@ def async_tp(group: dist.ProcessGroup | None = None) -> AsyncTP:
     ...     for site in tp.report():
     ...         print(site)
     """
-    member = member_of("async_tp", group)
+    state = state_of("async_tp", group)
     with _lock:
-        if member.name in _open:
-            raise ValueError(f"async_tp: group {member.name!r} is run by tilestream already; close() the first handle")
+        if state.name in _open:
+            raise ValueError(f"async_tp: group {state.name!r} is run by tilestream already; close() the first handle")
         if not _open:
             _install()
         from torch.distributed import _symmetric_memory as symmetric
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            symmetric.enable_symm_mem_for_group(member.name)
-        handle = _open[member.name] = AsyncTP(member.name)
+            symmetric.enable_symm_mem_for_group(state.name)
+        handle = _open[state.name] = AsyncTP(state.name)
     return handle
 
 
 def _install() -> None:
-    """Register our implementations over torch's, and turn the compiler's pass on."""
+    """Register the implementations over torch's, and enable the compiler's pass."""
     global _library, _pass_before
     import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory  # defines the ops
 
     _library = torch.library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden: it is what we are here for
+        warnings.simplefilter("ignore", UserWarning)  # of overriding a kernel, which is intended
         for op, function in _IMPLEMENTATIONS.items():
             for key in _KEYS:
                 _library.impl(op, function, key, allow_override=True)
         async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
-    from tilestream.distributed.unfused_report import Look
-
-    inductor.post_grad_custom_post_pass = Look(_tell, inductor.post_grad_custom_post_pass)
+    inductor.post_grad_custom_post_pass = UnfusedPass(_report_unfused, inductor.post_grad_custom_post_pass)
 
 
-def _tell(place: Place) -> None:
-    handle = _open.get(place.group)
+def _report_unfused(found: UnfusedCollective) -> None:
+    handle = _open.get(found.group)
     if handle is not None:
-        handle._leave(place)
+        handle._count_unfused(found)
 
 
 def _close(name: str, handle: AsyncTP) -> None:
@@ -199,29 +201,27 @@ def _close(name: str, handle: AsyncTP) -> None:
         if not _open and _library is not None:
             import torch._inductor.config as inductor
 
-            from tilestream.distributed.unfused_report import Look
-
             inductor._micro_pipeline_tp = _pass_before
-            look = inductor.post_grad_custom_post_pass
-            if isinstance(look, Look):  # else somebody has put another in its place, which is theirs
-                inductor.post_grad_custom_post_pass = look.before
+            installed = inductor.post_grad_custom_post_pass
+            if isinstance(installed, UnfusedPass):  # otherwise it was replaced after `_install`, and stays
+                inductor.post_grad_custom_post_pass = installed.before
             _library._destroy()
             _library = None
 
 
-def _theirs(name: str, x: torch.Tensor) -> Callable[..., Any]:
-    """Torch's own implementation: on a GPU the fused one, else that of plain collectives."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    found: Callable[..., Any] = getattr(symmetric, f"_{name}") if x.is_cuda else _plain(name)
-    return found
-
-
-def _plain(name: str) -> Callable[..., Any]:
-    """Torch's own, of plain collectives."""
+def _torch_fallback(name: str) -> Callable[..., Any]:
+    """Torch's own implementation, with plain collectives."""
     from torch.distributed import _symmetric_memory as symmetric
 
     found: Callable[..., Any] = getattr(symmetric, f"_{name}_fallback")
+    return found
+
+
+def _torch_implementation(name: str, x: torch.Tensor) -> Callable[..., Any]:
+    """Torch's own implementation: the fused one on a GPU, otherwise that with plain collectives."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    found: Callable[..., Any] = getattr(symmetric, f"_{name}") if x.is_cuda else _torch_fallback(name)
     return found
 
 
@@ -229,30 +229,34 @@ def _shapes(a: torch.Tensor, bs: Sequence[torch.Tensor], dim: int) -> str:
     return f"{list(a.shape)} @ {', '.join(str(list(b.shape)) for b in bs)}, dim {dim}, {a.dtype}".replace("torch.", "")
 
 
-def _whole(a: torch.Tensor, dim: int, group: str) -> list[int]:
+def _gathered_shape(a: torch.Tensor, dim: int, group: str) -> list[int]:
     shape = list(a.shape)
     shape[dim] *= resolve(group).size()
+    return shape
+
+
+def _part_shape(shape: list[int], dim: int, group: str) -> list[int]:
+    shape[dim] //= resolve(group).size()
     return shape
 
 
 def _gather(
     a: torch.Tensor, bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    handle = _open.get(group_name)
+    name, handle = "fused_all_gather_matmul", _open.get(group_name)
     if handle is None:
-        theirs: tuple[torch.Tensor | None, list[torch.Tensor]] = _theirs("fused_all_gather_matmul", a)(
+        theirs: tuple[torch.Tensor | None, list[torch.Tensor]] = _torch_implementation(name, a)(
             a, bs, gather_dim, group_name, return_A=return_A
         )
         return theirs
     if a.is_meta:
-        shape = _whole(a, gather_dim, group_name)
+        shape = _gathered_shape(a, gather_dim, group_name)
         outs = [a.new_empty((*shape[:-1], b.shape[1])) for b in bs]
         return a.new_empty(shape) if return_A else None, outs
     group = resolve(group_name)
     handle._count(
-        "fused_all_gather_matmul", _shapes(a, bs, gather_dim),
-        lambda: plan_all_gather_matmul(a, bs, gather_dim=gather_dim, group=group),
-    )  # fmt: skip
+        name, _shapes(a, bs, gather_dim), lambda: plan_all_gather_matmul(a, bs, gather_dim=gather_dim, group=group)
+    )
     result: Any = all_gather_matmul(a, list(bs), gather_dim=gather_dim, group=group, return_a=return_A)
     return result if return_A else (None, result)
 
@@ -262,26 +266,26 @@ def _scaled_gather(
     group_name: str, biases: list[torch.Tensor | None], result_scales: list[torch.Tensor | None],
     out_dtypes: list[torch.dtype | None], use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    handle = _open.get(group_name)
+    name, handle = "fused_all_gather_scaled_matmul", _open.get(group_name)
     from torch.distributed import _symmetric_memory as symmetric
 
-    # A schema's list of dtypes brings them as numbers. None would be a result of 8 bits.
+    # A schema passes a list of dtypes as numbers. None would be a result of 8 bits.
     dtypes = symmetric._maybe_convert_scalar_types_to_dtypes(out_dtypes)
     if handle is None or None in dtypes or any(x is not None for x in result_scales):
-        theirs: tuple[torch.Tensor, list[torch.Tensor]] = _theirs("fused_all_gather_scaled_matmul", a)(
+        theirs: tuple[torch.Tensor, list[torch.Tensor]] = _torch_implementation(name, a)(
             a, bs, a_scale, b_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
         )
         return theirs
-    whole = _whole(a, gather_dim, group_name)
+    shape = _gathered_shape(a, gather_dim, group_name)
     if a.is_meta:
-        outs = [a.new_empty((*whole[:-1], b.shape[1]), dtype=x) for b, x in zip(bs, dtypes, strict=True)]
-        return a.new_empty(whole), outs
+        outs = [a.new_empty((*shape[:-1], b.shape[1]), dtype=x) for b, x in zip(bs, dtypes, strict=True)]
+        return a.new_empty(shape), outs
     group = resolve(group_name)
     scale = a_scale
-    if a_scale.numel() > 1 and list(a_scale.shape[:-1]) == whole[:-1] != list(a.shape[:-1]):
-        scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # each rank has all rows' scales: its own travel
+    if a_scale.numel() > 1 and list(a_scale.shape[:-1]) == shape[:-1] != list(a.shape[:-1]):
+        scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # of all rows; this rank's are gathered
     handle._count(
-        "fused_all_gather_scaled_matmul", _shapes(a, bs, gather_dim),
+        name, _shapes(a, bs, gather_dim),
         lambda: plan_all_gather_matmul(a, bs, gather_dim=gather_dim, group=group, scale_a=scale),
     )  # fmt: skip
     each = list(zip(bs, biases, b_scales, dtypes, use_fast_accum, strict=True))
@@ -298,35 +302,20 @@ def _scaled_gather(
 
 
 def _scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
-    handle = _open.get(group_name)
+    name, handle = "fused_matmul_reduce_scatter", _open.get(group_name)
     if handle is None:
-        theirs: torch.Tensor = _theirs("fused_matmul_reduce_scatter", a)(a, b, reduce_op, scatter_dim, group_name)
+        theirs: torch.Tensor = _torch_implementation(name, a)(a, b, reduce_op, scatter_dim, group_name)
         return theirs
     if a.is_meta:
-        return a.new_empty(_part([*a.shape[:-1], b.shape[1]], scatter_dim, group_name))
-    if _is_last(a.dim(), scatter_dim):
-        handle._count("fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim), _COLUMNS)
-        columns: torch.Tensor = _plain("fused_matmul_reduce_scatter")(a, b, reduce_op, scatter_dim, group_name)
+        return a.new_empty(_part_shape([*a.shape[:-1], b.shape[1]], scatter_dim, group_name))
+    shapes = _shapes(a, [b], scatter_dim)
+    if scatter_dim % a.dim() == a.dim() - 1:
+        handle._count(name, shapes, _COLUMNS)
+        columns: torch.Tensor = _torch_fallback(name)(a, b, reduce_op, scatter_dim, group_name)
         return columns
-    group = resolve(group_name)
-    handle._count(
-        "fused_matmul_reduce_scatter", _shapes(a, [b], scatter_dim),
-        lambda: plan_matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, group=group),
-    )  # fmt: skip
-    return matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, reduce_op=_reduction(reduce_op), group=group)
-
-
-def _is_last(dims: int, dim: int) -> bool:
-    return dim % dims == dims - 1
-
-
-def _reduction(op: str) -> Literal["sum", "avg"]:
-    return cast(Literal["sum", "avg"], op)  # what it may be is checked there
-
-
-def _part(shape: list[int], dim: int, group: str) -> list[int]:
-    shape[dim] //= resolve(group).size()
-    return shape
+    group, reduction = resolve(group_name), cast(ReduceOp, reduce_op)  # checked by the op
+    handle._count(name, shapes, lambda: plan_matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, group=group))
+    return matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, reduce_op=reduction, group=group)
 
 
 def _scaled_scatter(
@@ -335,34 +324,31 @@ def _scaled_scatter(
     bias: torch.Tensor | None = None, result_scale: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    handle = _open.get(group_name)
+    name, handle, dim = "fused_scaled_matmul_reduce_scatter", _open.get(group_name), orig_scatter_dim
+    given = (
+        a, b, a_scale, b_scale, reduce_op, dim, scatter_dim_after_maybe_reshape, group_name, output_shape, bias,
+        result_scale, out_dtype, use_fast_accum,
+    )  # fmt: skip
     if handle is None or result_scale is not None or output_shape is None or out_dtype is None:
-        theirs: torch.Tensor = _theirs("fused_scaled_matmul_reduce_scatter", a)(
-            a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name,
-            output_shape, bias, result_scale, out_dtype, use_fast_accum,
-        )  # fmt: skip
+        theirs: torch.Tensor = _torch_implementation(name, a)(*given)
         return theirs
     if a.is_meta:
-        return a.new_empty(_part([*output_shape[:-1], b.shape[1]], orig_scatter_dim, group_name), dtype=out_dtype)
-    if _is_last(len(output_shape), orig_scatter_dim):
-        handle._count("fused_scaled_matmul_reduce_scatter", _shapes(a, [b], orig_scatter_dim), _COLUMNS)
-        columns: torch.Tensor = _plain("fused_scaled_matmul_reduce_scatter")(
-            a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name,
-            output_shape, bias, result_scale, out_dtype, use_fast_accum,
-        )  # fmt: skip
+        return a.new_empty(_part_shape([*output_shape[:-1], b.shape[1]], dim, group_name), dtype=out_dtype)
+    if dim % len(output_shape) == len(output_shape) - 1:
+        handle._count(name, _shapes(a, [b], dim), _COLUMNS)
+        columns: torch.Tensor = _torch_fallback(name)(*given)
         return columns
-    group = resolve(group_name)
+    group, reduction = resolve(group_name), cast(ReduceOp, reduce_op)  # checked by the op
     rows = a.reshape(*output_shape[:-1], a.shape[-1])
     scale = a_scale if a_scale.numel() == 1 else a_scale.reshape(*output_shape[:-1], 1)
     if bias is not None and reduce_op == "sum":
-        bias = bias * group.size()  # theirs is a part of each rank's product
+        bias = bias * group.size()  # torch adds it to each rank's product
     handle._count(
-        "fused_scaled_matmul_reduce_scatter", _shapes(rows, [b], orig_scatter_dim),
-        lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=orig_scatter_dim, group=group),
-    )  # fmt: skip
+        name, _shapes(rows, [b], dim), lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group)
+    )
     return matmul_reduce_scatter(
-        rows, b, scatter_dim=orig_scatter_dim, reduce_op=_reduction(reduce_op), group=group, bias=bias, scale_a=scale,
-        scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
+        rows, b, scatter_dim=dim, reduce_op=reduction, group=group, bias=bias, scale_a=scale, scale_b=b_scale,
+        out_dtype=out_dtype, use_fast_accum=use_fast_accum,
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
-"""`Turns`: what calls of a group on a GPU have in common, whatever they send: epochs, what is under way, the watchdog.
+"""`CallQueue`: the calls of one op of a group on one GPU: epochs, calls under way, the watchdog.
 
-The texts that are performed, and why they are right, are in `tilestream.distributed.protocol` and, of sums, in
-`tilestream.distributed.sum_protocol`.
+The protocols that the queues perform are in `tilestream.core.protocols`, with the reasons why they are correct.
 """
 
 from __future__ import annotations
@@ -15,35 +14,51 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilestream.distributed import protocol as p
-from tilestream.distributed.collective import meet
-from tilestream.distributed.group_state import Member
+from tilestream.core.protocols.gather import (
+    Abort,
+    AwaitDone,
+    AwaitKernel,
+    Begin,
+    Break,
+    Notice,
+    Oldest,
+    Overrule,
+    Release,
+    Turn,
+    peers,
+    watch,
+)
+from tilestream.distributed.collective import barrier
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
 from tilestream.runtime.streams import lend_to
 
-#: Seconds between two looks of the watchdog, while a call is under way.
-LOOK_SECONDS = 0.05
-#: Seconds that the driver is given to end a kernel before its deadline.
+#: Seconds between two polls of the watchdog while a call is under way.
+POLL_SECONDS = 0.05
+#: Seconds that the driver gets to end a kernel before its deadline.
 _OVERRULE_SECONDS = 0.5
 
+#: What performs each operation of a protocol, by its type.
+Handlers = dict[type, Callable[[Any], Any]]
 
-class Underway(NamedTuple):
+
+class IssuedCall(NamedTuple):
     """A call that was issued.
 
     Attributes
     ----------
     epoch
-        Of the protocol.
+        Its epoch in the protocol.
     overrule
-        Says to the call that what is missing will not come.
+        Tells the call that its missing chunks will not come.
     kernel, side, end
-        After its kernel, after its other streams, and after all of it.
-    told
-        What the flag of a peer is at least that has told all of this call.
-    patience
-        Of a sum: seconds that are waited for peers once the kernel has ended. A gather's kernel waits itself.
+        Recorded behind its kernel, behind its other streams, and behind all of it.
+    flag_value
+        A peer's flag is at least this once that peer has signalled all of this call.
+    peer_seconds
+        Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
     """
 
     epoch: int
@@ -51,32 +66,32 @@ class Underway(NamedTuple):
     kernel: torch.cuda.Event
     side: torch.cuda.Event
     end: torch.cuda.Event
-    told: int
-    patience: float = 0.0
+    flag_value: int
+    peer_seconds: float = 0.0
 
 
-class Turns:
-    """A member's calls of one op on one GPU. Hold the member's call.
+class CallQueue:
+    """A group's calls of one op on one GPU. Hold the group's call.
 
     Parameters
     ----------
     memory
-        What the ranks share; made, by all of them, where it is None.
+        The memory that the ranks share; if None, it is made (collectively, when it first grows).
     """
 
     #: The op, for messages.
     op = ""
 
-    def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
-        self._rank, self._world, self.device = member.rank, member.world, device
-        self._member = weakref.ref(member)
-        self.memory = memory or PeerMemory(member, device, self.op)
-        self.words = self.memory.words
-        channel(device)  # the watchdog reports by it, and makes nothing on the GPU
+    def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
+        self._rank, self._world, self.device = state.rank, state.world, device
+        self._state = weakref.ref(state)
+        self.memory = memory or PeerMemory(state, device, self.op)
+        self.flags = self.memory.flags
+        channel(device)  # made here: the watchdog uses it, and must allocate nothing on the GPU
         self._side = lend_to(self, device)
         self._epoch = 0
-        self._calls: list[Underway] = []
-        self._last: Underway | None = None
+        self._calls: list[IssuedCall] = []
+        self._last: IssuedCall | None = None
         self._lock = threading.Lock()  # of `_calls`
         self._posted = torch.cuda.Event()
         self._watchdog = Watchdog(self)
@@ -84,167 +99,168 @@ class Turns:
     # The host ------------------------------------------------------------------------------------------------------
 
     def check_gpu(self, what: str, device: torch.device) -> None:
-        """Raise unless an operand is where this group's calls are."""
+        """Raise unless an operand is on the queue's GPU."""
         if device != self.device:
             raise ValueError(
                 f"{self.op}: {what} is on {device}; this group's calls are on {self.device}: a rank has one GPU"
             )
 
     def begin(self) -> int:
-        """The epoch of a new call, once at most `protocol.AHEAD` are under way."""
-        epoch = self.begun(self._epoch + 1)
-        member = self._member()
-        if epoch is None or member is None:
-            assert member is not None
-            member.check()
-            raise AssertionError("a call was refused though the group is whole")
+        """The epoch of a new call, once at most `AHEAD` calls are under way."""
+        epoch = self.admit(self._epoch + 1)
+        if epoch is None:
+            state = self._state()
+            assert state is not None
+            state.check()
+            raise AssertionError("the call was refused, but the group is not broken")
         self._epoch = epoch
         return epoch
 
-    def begun(self, epoch: int) -> int | None:
-        """The text of what the host does before call ``epoch``, performed: the epoch, or None."""
+    def admit(self, epoch: int) -> int | None:
+        """Perform the host's part of the protocol before call ``epoch``: the epoch, or None if the group is broken."""
         raise NotImplementedError
 
-    def _begin(self, op: p.Begin) -> int:
-        member = self._member()
-        return int(member is not None and not member.broken)
+    def _begin(self, op: Begin) -> int:
+        state = self._state()
+        return int(state is not None and not state.broken)
 
-    def await_kernel(self, op: p.AwaitKernel) -> None:
-        """Wait for the kernels up to ``op.epoch``: they have deadlines of their own, or wait for nobody."""
-        for call in self._underway():
+    def await_kernel(self, op: AwaitKernel) -> None:
+        """Wait for the kernels up to ``op.epoch``: they have deadlines, or wait for no peer."""
+        for call in self._under_way():
             if call.epoch <= op.epoch:
                 call.kernel.synchronize()
 
-    def _underway(self) -> list[Underway]:
-        """Calls whose other streams are not done; the others are forgotten."""
+    def _under_way(self) -> list[IssuedCall]:
+        """Calls whose other streams have work left; the others are dropped."""
         with self._lock:
             self._calls = [call for call in self._calls if not call.side.query()]
             return list(self._calls)
 
-    def issued(self, call: Underway) -> None:
-        """A call has been issued, all of it."""
+    def track(self, call: IssuedCall) -> None:
+        """Watch a call that has been issued completely."""
         self._last = call
         with self._lock:
             self._calls.append(call)
         self._watchdog.wake()
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """Have slots of at least ``size`` bytes, and ``chunks`` signals for each. All ranks do it at the same call.
+        """Have slots of at least ``size`` bytes with ``chunks`` signals each. Collective, at the same call.
 
         Returns
         -------
         bool
-            Whether they are new ones.
+            Whether the slots are new.
         """
-        member, memory = self._member(), self.memory
-        if member is None or (memory.slot_bytes >= size and memory.chunks >= chunks):
+        state, memory = self._state(), self.memory
+        if state is None or (memory.slot_bytes >= size and memory.chunks >= chunks):
             return False
-        self.quiet()
-        meet(member, self.device)  # nobody writes to the old slots, or pulls from them
+        self.drain()
+        barrier(state, self.device)  # no rank writes to the old slots, or pulls from them
         memory.grow(max(size, memory.slot_bytes), max(chunks, memory.chunks))
         return True
 
-    def quiet(self) -> None:
-        """Wait until nothing is under way here."""
-        for call in self._underway():
+    def drain(self) -> None:
+        """Wait until no call is under way here."""
+        for call in self._under_way():
             call.kernel.synchronize()
             call.side.synchronize()
 
     def await_call(self, calling: torch.cuda.Stream) -> None:
-        """Have the calling stream wait for the call before, which may have come from another stream."""
+        """Make the calling stream wait for the previous call, which may have another calling stream."""
         if self._last is not None:
             calling.wait_event(self._last.end)
             if self._last.side is not self._last.end:
                 calling.wait_event(self._last.side)
 
     def post(self, calling: torch.cuda.Stream) -> None:
-        """Let whoever waits for `_posted` begin when the calling stream is here."""
+        """Let the side stream begin when the calling stream is here."""
         self._posted.record(calling)
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
-    def expired(self, call: Underway | None = None) -> str:
-        """What is said where this rank has given up waiting for its peers, in ``call`` (None: in one that is over)."""
+    def describe_expiry(self, call: IssuedCall | None = None) -> str:
+        """Why the group is broken if this rank gives up on ``call`` (None: on an earlier call)."""
         return f"{self.op}: rank {self._rank} has given up waiting for a peer"
 
-    def give_up(self, why: str) -> None:
-        """Break the group, here and on all peers, unless it is."""
-        member = self._member()
-        if member is not None and not member.broken:
-            perform = self._watching(member, why)
-            perform[p.Break](p.Break())
-            for peer in p.peers(self._rank, self._world):
-                perform[p.Abort](p.Abort(peer))
+    def abort_group(self, why: str) -> None:
+        """Break the group here and set all peers' abort flags, unless it is broken."""
+        state = self._state()
+        if state is not None and not state.broken:
+            handlers = self._watch_handlers(state, why)
+            handlers[Break](Break())
+            for peer in peers(self._rank, self._world):
+                handlers[Abort](Abort(peer))
 
-    def _half(self, error: BaseException) -> None:
-        """Half a call has been issued: what the peers wait for may never come."""
-        self.give_up(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
+    def _abort_half_issued(self, error: BaseException) -> None:
+        """Break the group after a call was issued in part: peers may wait for the rest."""
+        self.abort_group(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
 
-    def gave_up(self, oldest: Underway) -> str:
-        """Why this rank has given up waiting; empty where it has not. ``oldest``: the oldest call under way."""
+    def why_expired(self, oldest: IssuedCall) -> str:
+        """Why this rank gives up; empty if it does not. ``oldest``: the oldest call under way."""
         raise NotImplementedError
 
-    def look(self) -> bool:
-        """One look of the watchdog; whether there is anything to look at."""
-        calls = self._underway()
-        member = self._member()
-        if not calls or member is None:
+    def poll(self) -> bool:
+        """One poll of the watchdog; returns whether a call is under way."""
+        calls = self._under_way()
+        state = self._state()
+        if not calls or state is None:
             return bool(calls)
-        why = f"{self.op}: a peer has given up waiting" if self.words.aborted() else self.gave_up(calls[0])
+        why = f"{self.op}: a peer has given up waiting" if self.flags.aborted() else self.why_expired(calls[0])
         if why:
-            answer(p.watch(self._rank, self._world), self._watching(member, why))
+            run_protocol(watch(self._rank, self._world), self._watch_handlers(state, why))
         return True
 
-    def _watching(self, member: Member, why: str) -> dict[type, Callable[[Any], Any]]:
-        """What the operations of `watch` are."""
+    def _watch_handlers(self, state: GroupState, why: str) -> Handlers:
+        """The operations of `watch`."""
 
-        def overrule(op: p.Overrule) -> None:
+        def overrule(op: Overrule) -> None:
             if call := self.call_of(op.epoch):
-                _bounded(functools.partial(call.overrule, member.break_(why)))  # which says why it was broken first
+                error = state.break_(why)  # names the first reason, if the group was broken before
+                _run_bounded(functools.partial(call.overrule, error))
 
-        def await_kernel(op: p.AwaitKernel) -> None:
-            # By asking: who waits for an event in the driver may wait for a kernel that it loads, too.
-            while any(call.epoch <= op.epoch and not call.kernel.query() for call in self._underway()):
+        def await_kernel(op: AwaitKernel) -> None:
+            # Polls: a wait for an event blocks in the driver, which may be loading a kernel.
+            while any(call.epoch <= op.epoch and not call.kernel.query() for call in self._under_way()):
                 time.sleep(0.001)
 
-        def release(op: p.Release) -> None:
+        def release(op: Release) -> None:
             if call := self.call_of(op.epoch):
-                for peer in p.peers(self._rank, self._world):
-                    self.words.let_go(peer, call.told)
+                for peer in peers(self._rank, self._world):
+                    self.flags.release(peer, call.flag_value)
 
-        def await_done(op: p.AwaitDone) -> int:
-            end = time.perf_counter() + LOOK_SECONDS
+        def await_done(op: AwaitDone) -> int:
+            end = time.perf_counter() + POLL_SECONDS
             while (call := self.call_of(op.epoch)) is not None and time.perf_counter() < end:
                 time.sleep(0.001)
             return int(call is None)
 
         return {
-            p.Notice: lambda op: 1,
-            p.Break: lambda op: member.break_(why),
-            p.Abort: lambda op: self.words.abort(op.peer),
-            p.Oldest: lambda op: min((call.epoch for call in self._underway()), default=0),
-            p.Overrule: overrule, p.AwaitKernel: await_kernel, p.Release: release, p.AwaitDone: await_done,
+            Notice: lambda op: 1,
+            Break: lambda op: state.break_(why),
+            Abort: lambda op: self.flags.abort(op.peer),
+            Oldest: lambda op: min((call.epoch for call in self._under_way()), default=0),
+            Overrule: overrule, AwaitKernel: await_kernel, Release: release, AwaitDone: await_done,
         }  # fmt: skip
 
-    def call_of(self, epoch: int) -> Underway | None:
-        """A call that is under way."""
-        return next((call for call in self._underway() if call.epoch == epoch), None)
+    def call_of(self, epoch: int) -> IssuedCall | None:
+        """The call of this epoch, if it is under way."""
+        return next((call for call in self._under_way() if call.epoch == epoch), None)
 
 
 class Watchdog:
-    """The thread that looks after a member's calls. Without any it does not keep them alive."""
+    """The thread that polls a queue while calls are under way. It does not keep an idle queue alive."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._of = weakref.ref(turns)
-        self._something = threading.Event()
+    def __init__(self, queue: CallQueue) -> None:
+        self._queue = weakref.ref(queue)
+        self._wake = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
-        weakref.finalize(turns, self._something.set)
+        weakref.finalize(queue, self._wake.set)
         shutdown.register(self)
 
     def wake(self) -> None:
         """A call has been issued."""
-        self._something.set()
+        self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tilestream-watchdog", daemon=True)
             self._thread.start()
@@ -252,47 +268,46 @@ class Watchdog:
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.shutdown`."""
         self._stopped = True
-        self._something.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout)
 
     def _run(self) -> None:
         while not self._stopped:
-            self._something.wait()
-            turns = self._of()
-            if turns is None:
+            self._wake.wait()
+            queue = self._queue()
+            if queue is None:
                 return
-            self._something.clear()
+            self._wake.clear()
             while not self._stopped:
-                # First this: beside the thread that has just issued the call, a look would cost that one its time.
-                time.sleep(LOOK_SECONDS)
-                if not turns.look():
+                # Sleep first: a poll right after the wake-up would compete with the thread that issues the call.
+                time.sleep(POLL_SECONDS)
+                if not queue.poll():
                     break
-            del turns
+            del queue
 
 
-def _bounded(overrule: Callable[[], None]) -> None:
-    """Overrule a call, as far as that is possible.
+def _run_bounded(overrule: Callable[[], None]) -> None:
+    """Overrule a call, unless the driver blocks.
 
-    It may need the driver, which may be waiting for the very stream that is to be let go next (see
-    `tilestream.distributed.host_flags`). Then it is left to a thread of its own: the kernel that it would have ended
-    ends by its own deadline.
+    The driver may be waiting for the very stream that is to be released next (see `tilestream.distributed.host_flags`).
+    Then the overrule is left to its thread, and the kernel ends by its own deadline.
     """
     thread = threading.Thread(target=overrule, name="tilestream-overrule", daemon=True)
     thread.start()
     thread.join(_OVERRULE_SECONDS)
 
 
-def answer(text: p.Turn, perform: dict[type, Callable[[Any], Any]]) -> int | None:
-    """Perform what a text yields; returns what it does."""
+def run_protocol(text: Turn, handlers: Handlers) -> int | None:
+    """Perform each operation that a protocol yields; returns what the protocol returns."""
     try:
         op = next(text)
         while True:
-            op = text.send(perform[type(op)](op))
+            op = text.send(handlers[type(op)](op))
     except StopIteration as end:
         result: int | None = end.value
         return result
 
 
-def nothing(op: object) -> None:
-    """What the order of a stream gives."""
+def no_op(op: object) -> None:
+    """An operation that the order of its stream implies."""

@@ -1,6 +1,6 @@
-"""What nothing overlaps: a collective of the group's own backend, then the matmul; or the other way round.
+"""Unfused fallback: the group's own collectives, before the matmul or behind it; and the handshake of each new call.
 
-By the group's own methods: what `torch.distributed` calls them changes from version to version.
+Calls the methods of the process group: the functions of `torch.distributed` change from version to version.
 """
 
 from __future__ import annotations
@@ -12,115 +12,111 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
-from tilestream.distributed.gathered import Whole
-from tilestream.distributed.group_state import Member
-from tilestream.distributed.handshake import GREETING_BYTES, differ
+from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
+from tilestream.distributed.gathered import ScaledRows
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 
 
-def agree(member: Member, plan: DistributedPlan, device: torch.device) -> None:
-    """Compare what the ranks call, once for each sort of call (invariant 11).
+def agree(state: GroupState, plan: DistributedPlan, device: torch.device) -> None:
+    """Compare what the ranks call, once for each kind of call (invariant 11).
 
     Raises
     ------
     ValueError
-        On every rank, where they differ.
+        On every rank, if they differ.
     """
-    mine = plan.greeting
-    if mine in member.agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return  # under capture nothing can be heard: whoever warms up before has compared
-    for peer, theirs in enumerate(exchange_bytes(member, mine, device)):
-        error = differ(plan.case.op, mine.rstrip(), member.rank, theirs, peer)
+    mine = plan.handshake
+    if mine in state.agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return  # a capture cannot wait for peers: the warm-up call has compared
+    for peer, theirs in enumerate(exchange_bytes(state, mine, device)):
+        error = difference(plan.case.op, mine.rstrip(), state.rank, theirs, peer)
         if error is not None:
             raise error
-    member.agreed.add(mine)
+    state.agreed.add(mine)
 
 
-def exchange_bytes(member: Member, mine: bytes, device: torch.device) -> list[bytes]:
-    """What each rank has said, at most `GREETING_BYTES`, without the blanks at its end. Waits for all.
+def exchange_bytes(state: GroupState, mine: bytes, device: torch.device) -> list[bytes]:
+    """All-gather at most `HANDSHAKE_BYTES` bytes; trailing blanks are cut off. Blocks the host until all ranks call.
 
-    By the CPU where the group has gloo: then no GPU is waited for.
+    Runs on the CPU if the group has gloo; then it does not wait for a GPU.
     """
-    device = torch.device("cpu") if member.backend("cpu") == "gloo" else device
-    said = torch.frombuffer(bytearray(mine.ljust(GREETING_BYTES)), dtype=torch.uint8).to(device)
-    heard = torch.empty(member.world * GREETING_BYTES, dtype=torch.uint8, device=device)
+    device = torch.device("cpu") if state.backend("cpu") == "gloo" else device
+    sent = torch.frombuffer(bytearray(mine.ljust(HANDSHAKE_BYTES)), dtype=torch.uint8).to(device)
+    received = torch.empty(state.world * HANDSHAKE_BYTES, dtype=torch.uint8, device=device)
     try:
-        member.group._allgather_base(heard, said).wait()
+        state.group._allgather_base(received, sent).wait()
     except RuntimeError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise member.break_(f"ranks could not compare their calls: {reason}") from error
-    everybody = bytes(heard.tolist())
-    return [everybody[i * GREETING_BYTES : (i + 1) * GREETING_BYTES].rstrip() for i in range(member.world)]
+        raise state.break_(f"ranks could not compare their calls: {first_line(error)}") from error
+    data = bytes(received.tolist())
+    return [data[i * HANDSHAKE_BYTES : (i + 1) * HANDSHAKE_BYTES].rstrip() for i in range(state.world)]
 
 
-def meet(member: Member, device: torch.device) -> None:
+def barrier(state: GroupState, device: torch.device) -> None:
     """Wait until all ranks are here."""
-    exchange_bytes(member, b"here", device)
+    exchange_bytes(state, b"here", device)
 
 
-def gather_whole(member: Member, plan: DistributedPlan, shard: Whole, whole: Whole) -> None:
-    """Fill ``whole`` by the group's all-gather."""
-    agree(member, plan, shard.data.device)
-    for mine, all_ in zip(shard, whole, strict=True):
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().split("\n")[0]
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as bytes: not every backend knows dtypes of 8 bits."""
+    return x.view(-1).view(torch.uint8)
+
+
+def all_gather(state: GroupState, shard: ScaledRows, gathered: ScaledRows) -> None:
+    """Fill ``gathered`` from all ranks' shards."""
+    for mine, all_ in zip(shard, gathered, strict=True):
         if mine is None or all_ is None or not all_.numel():
             continue
         batches, world, rows, width = all_.shape
         into = all_ if batches == 1 else all_.new_empty(world, batches, rows, width)
-        _gather(into, mine.contiguous(), member)
+        _gather(into, mine.contiguous(), state)
         if batches != 1:
             all_.copy_(into.transpose(0, 1))
 
 
-def _gather(into: torch.Tensor, mine: torch.Tensor, member: Member) -> None:
-    # As bytes: not every backend knows dtypes of 8 bits.
-    sent, got = (x.view(-1).view(torch.uint8) for x in (mine, into))
-    if _by_the_cpu(member, mine):
-        through = torch.empty(got.shape, dtype=got.dtype)
-        member.group._allgather_base(through, sent.cpu()).wait()
-        got.copy_(through)
-    else:
-        _on_this_stream(member.group._allgather_base, got, sent, options=AllgatherOptions())
-
-
-def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:
-    # Else NCCL takes a stream of its own, and two events between it and ours: 4 us of a call, on an H200.
-    options.asyncOp = False
-    work = collective(*operands, options)
-    if work is not None:  # NCCL has none then
-        work.wait()
-
-
-def _by_the_cpu(member: Member, x: torch.Tensor) -> bool:
-    """Whether a GPU's tensor goes through the CPU: gloo has no such collectives for it."""
-    return x.is_cuda and member.backend("cuda") == "gloo"
-
-
-def reduce_parts(member: Member, plan: DistributedPlan, parts: torch.Tensor) -> torch.Tensor:
-    """``[world, ...]`` on each rank to the sum over all ranks of this rank's part, by the group's reduce-scatter."""
-    agree(member, plan, parts.device)
-    return sum_of_parts(member, parts)
-
-
-def all_reduce(member: Member, plan: DistributedPlan, x: torch.Tensor) -> torch.Tensor:
-    """The sum of ``x`` over all ranks, by the group's all-reduce, into ``x`` where that can be."""
-    agree(member, plan, x.device)
-    return reduced(member, x.contiguous())
-
-
-def reduced(member: Member, x: torch.Tensor) -> torch.Tensor:
-    """As `all_reduce`, between ranks that know that they agree."""
-    if not x.numel() or member.world == 1:
+def all_reduce(state: GroupState, x: torch.Tensor) -> torch.Tensor:
+    """The sum of ``x`` over all ranks, in place if ``x`` is contiguous and its backend can."""
+    x = x.contiguous()
+    if not x.numel() or state.world == 1:
         return x
-    sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _by_the_cpu(member, x) else x
-    _on_this_stream(member.group.allreduce, [sent], options=AllreduceOptions())
+    sent = x.to("cpu", torch.promote_types(x.dtype, torch.float32)) if _via_cpu(state, x) else x
+    _on_this_stream(state.group.allreduce, [sent], options=AllreduceOptions())
     return sent.to(x)
 
 
-def sum_of_parts(member: Member, parts: torch.Tensor) -> torch.Tensor:
-    """As `reduce_parts`, between ranks that know that they agree."""
+def reduce_scatter(state: GroupState, parts: torch.Tensor) -> torch.Tensor:
+    """From ``[world, ...]`` on each rank, the sum over all ranks of this rank's part."""
     if not parts.numel():
         return parts.new_empty(parts.shape[1:])
-    sent = parts.cpu() if _by_the_cpu(member, parts) else parts
+    sent = parts.cpu() if _via_cpu(state, parts) else parts
     out = sent.new_empty(parts.shape[1:])
-    _on_this_stream(member.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
+    _on_this_stream(state.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
     return out.to(parts.device)
+
+
+def _gather(into: torch.Tensor, mine: torch.Tensor, state: GroupState) -> None:
+    sent, received = as_bytes(mine), as_bytes(into)
+    if _via_cpu(state, mine):
+        staged = torch.empty(received.shape, dtype=received.dtype)
+        state.group._allgather_base(staged, sent.cpu()).wait()
+        received.copy_(staged)
+    else:
+        _on_this_stream(state.group._allgather_base, received, sent, options=AllgatherOptions())
+
+
+def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:
+    # Otherwise NCCL runs on its own stream, with two events between it and ours: 4 us a call on an H200.
+    options.asyncOp = False
+    work = collective(*operands, options)
+    if work is not None:  # NCCL returns none then
+        work.wait()
+
+
+def _via_cpu(state: GroupState, x: torch.Tensor) -> bool:
+    """Whether a GPU tensor is staged on the CPU: gloo has no such collectives on GPUs."""
+    return x.is_cuda and state.backend("cuda") == "gloo"

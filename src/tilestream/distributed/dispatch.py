@@ -1,11 +1,11 @@
 """Fused or not, in how many chunks, pushed or pulled: what all ranks of a group must decide alike (invariant 11).
 
-A pure function of what they all know, and of the table that ships with the package: entries that were measured, by
-shape class, and rates. Where no entry speaks of a class a model decides, from rates, and says so.
+The decision is a pure function of what all ranks know, and of the table that ships with the package: measured entries,
+by shape class, and rates. If no entry matches, a model decides from the rates, and the reason says so.
 
-The model: unfused costs transfer + matmul, one after the other; fused the longer of the two, where behind the transfer
-there is a tile still to do, and the matmul is a little slower. Each has a latency of its own. Shards that are pushed
-come after a shorter one than those that are pulled (no handshake), and disturb the matmul more.
+The model: unfused costs transfer + matmul. Fused costs the longer of the two, where one tile follows the transfer, and
+the matmul is a little slower. Each form has its own latency. A push has a lower latency than a pull (no handshake), and
+slows the matmul more.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tilestream.distributed.protocol import Way
+from tilestream.core.protocols.gather import Way
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Form = Literal["auto", "fused", "unfused"]
-#: What a caller may ask for as ``form=``.
+#: The values of ``form=``.
 FORMS: tuple[Form, ...] = get_args(Form)
 #: How shards travel.
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -33,21 +33,21 @@ _FILE = Path(__file__).with_name("table.json")
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks of a call know alike.
+    """What all ranks of a call know.
 
     Attributes
     ----------
     rows, n, k
-        Rows of one rank's shard (of the output's, for a scatter), leading dimensions counted; columns of all B
+        Rows of one rank's shard (of the output's, for a scatter), including leading dimensions; columns of all B
         together; the length of the sums that one rank computes.
     width
-        Elements of a row that travels: K of a gather, N of a scatter.
+        Elements of a row that travels: K for a gather, N for a scatter.
     world
         Ranks.
     dtype, itemsize
-        Of what travels.
+        Of the elements that travel.
     device
-        ``"cpu"``, or what a GPU's code is compiled for: ``"sm_90"``.
+        ``"cpu"``, or a GPU's architecture: ``"sm_90"``.
     """
 
     op: Op
@@ -62,34 +62,34 @@ class Case:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank has for each other."""
+        """Bytes that one rank sends to each peer."""
         return self.rows * self.width * self.itemsize
 
     @property
     def shape_class(self) -> tuple[int, int, int]:
-        """Rows, N and K, each to the nearest power of two, as its exponent."""
+        """Rows, N and K: the exponents of the nearest powers of two."""
         rows, n, k = (round(math.log2(max(x, 1))) for x in (self.rows * self.world, self.n, self.k))
         return rows, n, k
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What `decide` says.
+    """The result of `decide`.
 
     Attributes
     ----------
     fused
         Whether the transfer and the matmul overlap.
     chunks
-        Chunks of a shard, at least 1.
+        Chunks of a shard; at least 1.
     why
-        For people.
+        The reason, in words.
     measured
-        Whether an entry of the table says so; else the model, or the caller.
+        Whether an entry of the table decides; otherwise the model, or the caller.
     way
-        Of a gather on GPUs: how the shards travel.
+        How the shards of a gather on GPUs travel.
     library
-        Of an all-reduce that is not fused: whether torch's own matmul was measured to be the faster one there.
+        Whether torch's matmul was measured to be the faster one for an unfused all-reduce.
     """
 
     fused: bool
@@ -99,8 +99,8 @@ class Decision:
     way: Way = "push"
     library: bool = False
 
-    def alike(self, rows: int) -> Decision:
-        """The same, in as many chunks at most, all with as many of ``rows``."""
+    def with_equal_chunks(self, rows: int) -> Decision:
+        """The same with equal chunks of ``rows``, at most as many as before."""
         return replace(self, chunks=next(x for x in range(self.chunks, 0, -1) if rows % x == 0))
 
 
@@ -113,7 +113,7 @@ def table() -> dict[str, Any]:
 
 @functools.cache
 def table_hash() -> str:
-    """What two ranks with the same table have alike."""
+    """A hash of the table; ranks compare it."""
     return hashlib.sha256(json.dumps(table(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -122,9 +122,9 @@ _trial: tuple[bool, int, Way | None] | None = None
 
 @contextlib.contextmanager
 def trial(fused: bool, chunks: int, way: Way | None = None) -> Iterator[None]:
-    """Inside, ``form="auto"`` is this, on each rank alike: how a benchmark measures what the table shall say.
+    """Override ``form="auto"`` inside the block, on each rank alike: benchmarks measure the table's entries by it.
 
-    ``way`` None: as it would be otherwise.
+    ``way`` None: not overridden.
     """
     global _trial
     before, _trial = _trial, (fused, chunks, way)
@@ -135,15 +135,15 @@ def trial(fused: bool, chunks: int, way: Way | None = None) -> Iterator[None]:
 
 
 def on_trial() -> tuple[bool, int, Way | None] | None:
-    """What `trial` says; None outside."""
+    """The override of `trial`; None outside."""
     return _trial
 
 
 def decide(case: Case, form: Form = "auto") -> Decision:
-    """Fused or not, in how many chunks a shard, pushed or pulled. Depends on its arguments and the table alone."""
+    """Fused or not, in how many chunks a shard, pushed or pulled; a function of its arguments and the table alone."""
     rates = table()["rates"].get(case.device)
-    chunks, entry = _chunks(case, rates), next((x for x in table()["entries"] if _speaks_of(x, case)), None)
-    # A sum's parts are always pulled.
+    chunks, entry = _chunks(case, rates), next((x for x in table()["entries"] if _matches(x, case)), None)
+    # The parts of a reduce-scatter are always pulled.
     ways = WAYS if case.op == "all_gather_matmul" else WAYS[1:]
     costs = {} if rates is None else {way: _seconds(case, rates, way) for way in ways if way in rates["slower"]}
     way = min(costs, key=costs.__getitem__, default=WAYS[0]) if entry is None else entry.get("way", WAYS[1])
@@ -165,7 +165,7 @@ def decide(case: Case, form: Form = "auto") -> Decision:
     return Decision(wins, chunks if wins else 1, why, way=way)
 
 
-def _speaks_of(entry: dict[str, Any], case: Case) -> bool:
+def _matches(entry: dict[str, Any], case: Case) -> bool:
     other = replace(case, **{name: entry[name] for name in ("op", "rows", "n", "k", "world", "dtype", "device")})
     same = (other.op, other.world, other.dtype, other.device) == (case.op, case.world, case.dtype, case.device)
     return same and other.shape_class == case.shape_class
@@ -178,13 +178,13 @@ def _chunks(case: Case, rates: dict[str, Any] | None) -> int:
 
 
 def _seconds(case: Case, rates: dict[str, Any], way: Way | None = None) -> float:
-    """What a call costs by the model: fused, the shards travelling this way; None: unfused."""
+    """Modelled seconds of a call: fused, with shards that travel this way; None: unfused."""
     flops: float = rates["flops"] * (2 if case.itemsize == 1 else 1)
-    # A gather's matmul has the rows of all ranks, and so has a scatter's, before they are added.
+    # The matmul has the rows of all ranks: gathered, or before they are scattered.
     matmul = 2.0 * case.rows * case.world * case.n * case.k / flops
     name = way or "unfused"
     transfer = (case.world - 1) * case.shard_bytes / _nearest(rates["gather"][name], case.world)
-    # Of a sum each part is waited for, told of and pulled, one after the other, but most of that beside the matmul.
+    # The parts of a sum are awaited, flagged and pulled one after the other, most of that beside the matmul.
     kind = "sum" if way and case.op == "matmul_reduce_scatter" and "sum" in rates["latency"] else name
     latency = _nearest(rates["latency"][kind], case.world)
     if way is None:
@@ -195,5 +195,5 @@ def _seconds(case: Case, rates: dict[str, Any], way: Way | None = None) -> float
 
 
 def _nearest(by_world: dict[str, float], world: int) -> float:
-    """Of the number of ranks that is the nearest of those that are known."""
+    """The rate of the nearest known number of ranks."""
     return by_world[min(by_world, key=lambda known: abs(int(known) - world))]

@@ -1,16 +1,16 @@
-"""Messages of one call between the ranks of a gloo group: all peers at once, none held up by another.
+"""The messages of one call between the ranks of a gloo group: with all peers at once, each in its own thread.
 
 ::
 
-    calling thread:   greet every peer; start a thread a peer
-    a peer's thread:  their greeting; not like ours: fail, and exchange nothing with that peer
-                      post all receives; send, as there is something to send; as each receive is done: landed
+    calling thread:   send the handshake to every peer; start a thread for each
+    a peer's thread:  receive its handshake; if it differs: fail, and exchange nothing with that peer
+                      post all receives; send, as data become ready; as each receive completes: landed
 
-Both ranks of a pair see that their greetings differ, and neither posts data: so nobody hangs, all connections are as
-they were, and the group works on. A rank that differs from one differs from that one at both ends; so if not all ranks
-call alike, each of them raises.
+Both ranks of a pair see that their handshakes differ, and neither posts data. So no rank hangs, all connections stay
+usable, and so does the group. A rank that differs from one peer differs from that peer at both ends: if not all ranks
+make the same call, each of them raises.
 
-A wait of gloo's that times out closes every connection of the group: that is how one who gives up tells all others
+A gloo wait that times out closes every connection of the group. That is how a rank that gives up reaches all others
 (`close`), and why the group is broken then (invariants 5 and 6).
 """
 
@@ -21,113 +21,141 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, GroupBroken, TilestreamError
-from tilestream.distributed.group_state import Member
-from tilestream.distributed.handshake import GREETING_BYTES, differ
+from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
+from tilestream.distributed.collective import as_bytes, first_line
+from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.plan import DistributedPlan
 from tilestream.runtime import shutdown
 
-#: Messages of ours; of greetings; and of nobody: what is waited for in order to time out.
-_DATA, _GREETING, _NOTHING = 0x74731, 0x74732, 0x74733
-#: Seconds that gloo waits longer than the call's deadline: who waits for the chunk shall be the one who raises.
-_LONGER = 0.25
+T = TypeVar("T")
+
+#: Tags: of data, of handshakes, and of a message that no rank sends, which is awaited in order to time out.
+_DATA, _HANDSHAKE, _NEVER_SENT = 0x74731, 0x74732, 0x74733
+#: Seconds that gloo waits beyond the call's deadline, so that the wait for the chunk raises first.
+_EXTRA_SECONDS = 0.25
+
+
+def ignore() -> None:
+    """``landed`` of a tensor that others follow."""
 
 
 class Receive(NamedTuple):
-    """Where a message goes, and what is done when it is there."""
+    """Where a message goes, and what to call when it has arrived."""
 
     into: torch.Tensor
-    landed: Callable[[], None]
+    landed: Callable[[], None] = ignore
 
 
 class Traffic(Protocol):
     """What a call exchanges."""
 
     def incoming(self, peer: int) -> Sequence[Receive]:
-        """What comes from ``peer``, in order."""
+        """What ``peer`` sends, in order."""
 
     def outgoing(self, peer: int) -> Iterable[torch.Tensor]:
-        """What goes to ``peer``, in the order in which it receives; may wait for what is not computed yet."""
+        """What is sent to ``peer``, in the order in which it receives; may wait for data that are not computed yet."""
 
     def failed(self, peer: int, error: BaseException) -> None:
         """Nothing more will come from ``peer``."""
 
 
 class Exchange:
-    """See the module. `start`, then `finish` or `close`: no thread outlives the call.
+    """One call's exchange; see the module. `run` it: no thread outlives the call.
 
     Parameters
     ----------
-    op
-        For messages.
-    greeting
-        Of this rank: see `tilestream.distributed.handshake`.
+    plan
+        Its handshake is compared, and its op named in messages.
     seconds
-        Until everything must be there.
+        The deadline of the whole exchange.
     """
 
-    def __init__(self, op: str, member: Member, greeting: bytes, traffic: Traffic, seconds: float) -> None:
-        self._op, self._member, self._greeting, self._traffic = op, member, greeting, traffic
-        self._group = member.group
+    def __init__(self, state: GroupState, plan: DistributedPlan, traffic: Traffic, seconds: float) -> None:
+        self._op, self._state, self._mine, self._traffic = plan.case.op, state, plan.handshake, traffic
+        self._group = state.group
         self._begin, self._seconds = time.perf_counter(), seconds
-        self._end = self._begin + seconds + _LONGER
+        self._end = self._begin + seconds + _EXTRA_SECONDS
         self._landed: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
-        self._ours: dict[int, Any] = {}
-        self._theirs: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._said = torch.frombuffer(bytearray(greeting), dtype=torch.uint8)
+        self._sends: dict[int, Any] = {}
+        self._receives: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._message = torch.frombuffer(bytearray(self._mine), dtype=torch.uint8)
         self._lock = threading.Lock()
         self.errors: dict[int, BaseException] = {}
 
-    def start(self) -> None:
-        """Greet everybody, and go on in threads."""
-        shutdown.register(self)
-        peers = [(self._member.rank + x) % self._member.world for x in range(1, self._member.world)]
-        try:
-            for peer in peers:
-                into = torch.empty(GREETING_BYTES, dtype=torch.uint8)
-                self._theirs[peer] = into, self._group.recv([into], peer, _GREETING)
-                self._ours[peer] = self._group.send([self._said], peer, _GREETING)
-        except RuntimeError as error:  # a connection that is closed already
-            raise self._member.break_(_first_line(error)) from error
-        for peer in peers:
-            thread = threading.Thread(target=self._run, args=(peer,), name=f"tilestream-peer-{peer}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def finish(self) -> None:
-        """Wait until everything is exchanged; bounded, since every wait in the threads is.
+    def run(self, compute: Callable[[], T]) -> T:
+        """``compute()``, during which the exchange runs.
 
         Raises
         ------
         GroupBroken, ArrivalTimeout, ValueError
-            What the exchange with a peer ended with: the first rank's, a difference before a loss. Then nobody may
-            go on with this group but after `close`.
+            How the exchange with a peer ended. Except for a difference between the ranks' calls, the group is broken.
         """
-        self.join()
+        try:
+            self._start()
+            result = compute()
+            self.finish()
+        except BaseException as error:
+            if isinstance(error, ValueError):  # a peer's call differs; the exchange with the others completes
+                self._join()
+                lost = next((e for e in self.errors.values() if isinstance(e, TilestreamError)), None)
+                if lost is None:
+                    raise
+                error = lost
+            self._state.break_(error.reason if isinstance(error, GroupBroken) else f"{type(error).__name__}: {error}")
+            self._close()
+            raise
+        return result
+
+    def finish(self) -> None:
+        """Wait until everything is exchanged; bounded, like every wait in the threads.
+
+        Raises
+        ------
+        GroupBroken, ArrivalTimeout, ValueError
+            How the exchange with a peer ended: a difference before a loss, the lowest rank first.
+        """
+        self._join()
         for peer in sorted(self.errors, key=lambda peer: (isinstance(self.errors[peer], TilestreamError), peer)):
             raise self.errors[peer]
-
-    def join(self) -> None:
-        """Wait for the threads."""
-        for thread in self._threads:
-            thread.join()
-
-    def close(self) -> None:
-        """Give up: close every connection of the group, so that all ranks know, and wait for the threads."""
-        if self._member.world > 1:
-            peer = (self._member.rank + 1) % self._member.world
-            with contextlib.suppress(RuntimeError):  # it times out, or the connections are closed already
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOTHING).wait(timedelta(milliseconds=1))
-        self.join()
 
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.shutdown`."""
         for thread in self._threads:
             thread.join(timeout)
+
+    def _start(self) -> None:
+        """Send the handshake to every peer, and start the threads."""
+        shutdown.register(self)
+        peers = [(self._state.rank + x) % self._state.world for x in range(1, self._state.world)]
+        try:
+            for peer in peers:
+                into = torch.empty(HANDSHAKE_BYTES, dtype=torch.uint8)
+                self._receives[peer] = into, self._group.recv([into], peer, _HANDSHAKE)
+                self._sends[peer] = self._group.send([self._message], peer, _HANDSHAKE)
+        except RuntimeError as error:  # a connection that is closed already
+            raise self._state.break_(first_line(error)) from error
+        for peer in peers:
+            thread = threading.Thread(target=self._run, args=(peer,), name=f"tilestream-peer-{peer}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _close(self) -> None:
+        """Give up: close every connection of the group, so that all ranks notice, and wait for the threads."""
+        if self._state.world > 1:
+            peer = (self._state.rank + 1) % self._state.world
+            with contextlib.suppress(RuntimeError):  # it times out, or the connections are closed already
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._join()
 
     def _run(self, peer: int) -> None:
         try:
@@ -142,19 +170,17 @@ class Exchange:
 
     def _lost(self, peer: int, error: BaseException) -> BaseException:
         if time.perf_counter() < self._end - 0.05:  # gloo counts in whole milliseconds
-            return GroupBroken(self._member.name, f"{self._op}: lost rank {peer}: {_first_line(error)}")
-        waited, me = time.perf_counter() - self._begin, self._member.rank
-        return ArrivalTimeout(
-            self._op, 0, self._landed.get(peer, 0), NO_ITEM, waited, self._seconds, me, f"rank {peer}'s part"
-        )
+            return GroupBroken(self._state.name, f"{self._op}: lost rank {peer}: {first_line(error)}")
+        waited, chunk, whose = time.perf_counter() - self._begin, self._landed.get(peer, 0), f"rank {peer}'s part"
+        return ArrivalTimeout(self._op, 0, chunk, NO_ITEM, waited, self._seconds, self._state.rank, whose)
 
     def _exchange(self, peer: int) -> None:
-        theirs, greeted = self._theirs[peer]
-        self._wait(greeted)
-        error = differ(self._op, self._greeting, self._member.rank, bytes(theirs.tolist()), peer)
+        theirs, received = self._receives[peer]
+        self._wait(received)
+        error = difference(self._op, self._mine, self._state.rank, bytes(theirs.tolist()), peer)
         if error is None:
             receives = [(receive, self._receive(receive.into, peer)) for receive in self._traffic.incoming(peer)]
-            sends = [self._group.send([_bytes(x)], peer, _DATA) for x in self._traffic.outgoing(peer) if x.numel()]
+            sends = [self._group.send([as_bytes(x)], peer, _DATA) for x in self._traffic.outgoing(peer) if x.numel()]
             for receive, work in receives:
                 if work is not None:
                     self._wait(work)
@@ -162,22 +188,13 @@ class Exchange:
                 self._landed[peer] = self._landed.get(peer, 0) + 1
             for work in sends:
                 self._wait(work)
-        self._wait(self._ours[peer])
+        self._wait(self._sends[peer])
         if error is not None:
             raise error
 
     def _receive(self, into: torch.Tensor, peer: int) -> Any:
-        return self._group.recv([_bytes(into)], peer, _DATA) if into.numel() else None
+        return self._group.recv([as_bytes(into)], peer, _DATA) if into.numel() else None
 
     def _wait(self, work: Any) -> None:
         left = self._end - time.perf_counter()
         work.wait(timedelta(seconds=max(left, 0.001)))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: gloo sends those of any dtype, those of 8 bits too."""
-    return x.view(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

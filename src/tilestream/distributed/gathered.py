@@ -1,4 +1,4 @@
-"""What ranks gather, and what is computed of it."""
+"""Gathered rows, with their scales, and the products that are computed from them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 
-#: ``product(a, scale_a, arrival, deadline)``: what is computed of a whole, ``[rows, K]``; without ``arrival`` it is
-#: there.
+#: ``product(a, scale_a, arrival, deadline)`` multiplies the gathered rows ``a`` (``[rows, K]``); without ``arrival``
+#: all of them have arrived.
 Product = Callable[[torch.Tensor, "torch.Tensor | None", "Arrival | None", float], torch.Tensor]
 
 
-class Whole(NamedTuple):
-    """What is gathered: ``[batches, world, rows, width]``, and a scale a row, float32, where there are scales.
+class ScaledRows(NamedTuple):
+    """Rows, and one float32 scale a row where there are scales.
 
-    A shard of it is ``[batches, rows, width]``, and so are its scales.
+    All ranks' rows have shape ``[batches, world, rows, width]``; one rank's shard has ``[batches, rows, width]``.
     """
 
     data: torch.Tensor

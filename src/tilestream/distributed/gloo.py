@@ -1,15 +1,15 @@
-"""All-gather + matmul and matmul + reduce-scatter on the CPU, over a gloo group: what has arrived is computed with.
+"""All-gather + matmul and matmul + reduce-scatter on the CPU, over a gloo group, overlapped with its messages.
 
 Gather::
 
-    threads, one a peer:   their chunk lands in the whole; signal it; the next one
+    threads, one a peer:   its chunk lands among the gathered rows; signal it; the next one
     persistent workers:    schedule, gate, load, math, epilogue; a tile begins when its rows' chunks are signalled
-    raster:                from the own shard on, which is there from the beginning
+    raster:                begins with the own shard, which is there from the beginning
 
-Scatter::
+Reduce-scatter::
 
     workers:               the part of the output that belongs to the next rank first, the own one last
-    threads, one a peer:   send each part as soon as it is computed; receive theirs
+    threads, one a peer:   send each part as soon as it is computed; receive the peer's
     calling thread:        add the parts of all ranks in float32, in the order of the ranks: the same bits each time
 """
 
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.core.errors import ArrivalTimeout, GroupBroken, TilestreamError
+from tilestream.core.errors import ArrivalTimeout
 from tilestream.distributed.exchange import Exchange, Receive
-from tilestream.distributed.gathered import Product, Whole
-from tilestream.distributed.group_state import Member
+from tilestream.distributed.gathered import Product, ScaledRows
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Shards
 
@@ -33,11 +33,13 @@ from tilestream.distributed.shards import Part, Shards
 class _Gathering:
     """`Traffic`: each rank's shard goes to all others, a chunk at a time."""
 
-    def __init__(self, rank: int, shards: Shards, whole: Whole, arrival: Arrival) -> None:
-        self._rank, self._shards, self._whole, self._arrival = rank, shards, whole, arrival
+    def __init__(self, rank: int, shards: Shards, gathered: ScaledRows, arrival: Arrival) -> None:
+        self._rank, self._shards, self._gathered, self._arrival = rank, shards, gathered, arrival
 
     def _tensors(self, rank: int, part: Part) -> list[torch.Tensor]:
-        tensors = [self._whole.data] if self._whole.scales is None else [self._whole.scales, self._whole.data]
+        """A chunk: its scales, then its rows."""
+        rows = self._gathered
+        tensors = [rows.data] if rows.scales is None else [rows.scales, rows.data]
         return [x[part.batch, rank, part.begin : part.end] for x in tensors]
 
     def incoming(self, peer: int) -> Sequence[Receive]:
@@ -45,7 +47,7 @@ class _Gathering:
         receives = []
         for part in self._shards.of_rank(peer):
             *before, last = self._tensors(peer, part)
-            receives += [Receive(x, _nothing) for x in before]
+            receives += [Receive(x) for x in before]
             receives.append(Receive(last, lambda chunk=part.chunk: self._arrival.signal(chunk)))  # type: ignore[misc]
         return receives
 
@@ -58,42 +60,33 @@ class _Gathering:
         self._arrival.fail(error)
 
 
-def _nothing() -> None:
-    """What is done when a scale has landed: its rows come next."""
-
-
 def gather_matmul(
-    member: Member,
-    plan: DistributedPlan,
-    shards: Shards,
-    shard: Whole,
-    whole: Whole,
-    products: Sequence[Product],
-    seconds: float,
-) -> list[torch.Tensor]:
-    """Gather ``shard`` (``[batches, rows, width]``) into ``whole``, and compute ``products`` of it meanwhile.
+    state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, gathered: ScaledRows,
+    products: Sequence[Product], seconds: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Gather ``shard`` (``[batches, rows, width]``) into ``gathered`` while ``products`` of it are computed.
 
-    Where the plan is not fused they begin when everything is there. Hold the member's call.
+    If the plan is not fused, the products begin when all rows have arrived. Hold the group's call.
 
     Raises
     ------
     ArrivalTimeout
-        If a chunk did not come in time: the group is broken then, on all ranks.
+        If a chunk did not come in time: the group is broken on all ranks.
     GroupBroken
         If a peer was lost.
     ValueError
-        If a peer calls something else: the group works on.
+        If a peer makes another call: the group stays usable.
     """
-    op, end = plan.case.op, time.perf_counter() + seconds
-    rank, arrival = member.rank, shards.arrival(member.rank)
-    for mine, all_ in zip(shard, whole, strict=True):
+    op, rank, end = plan.case.op, state.rank, time.perf_counter() + seconds
+    arrival = shards.arrival(rank)
+    for mine, all_ in zip(shard, gathered, strict=True):
         if mine is not None and all_ is not None:
             all_[:, rank].copy_(mine)
     for part in shards.of_rank(rank):
         arrival.signal(part.chunk)
-    exchange = Exchange(op, member, plan.greeting, _Gathering(rank, shards, whole, arrival), seconds)
-    data = whole.data.view(shards.total, shards.width)
-    scales = None if whole.scales is None else whole.scales.view(shards.total, 1)
+    exchange = Exchange(state, plan, _Gathering(rank, shards, gathered, arrival), seconds)
+    data = gathered.data.view(shards.total, shards.width)
+    scales = None if gathered.scales is None else gathered.scales.view(shards.total, 1)
 
     def compute() -> list[torch.Tensor]:
         if not plan.fused:
@@ -101,39 +94,18 @@ def gather_matmul(
         return [product(data, scales, arrival, max(end - time.perf_counter(), 1e-3)) for product in products]
 
     try:
-        return exchanging(member, exchange, compute)
+        return exchange.run(compute)
     except ArrivalTimeout as error:
         if error.rank is not None:
             raise
-        peer = shards.rank_of(error.chunk)
-        whose = f"rank {peer}'s part of a_shard"
+        whose = f"rank {shards.rank_of(error.chunk)}'s part of a_shard"
         raise ArrivalTimeout(
             op, error.worker, error.chunk, error.item, error.waited, seconds, rank, whose
         ) from error.__cause__
 
 
-def exchanging(member: Member, exchange: Exchange, compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """``compute``, and the exchange that it goes with; whatever happens, no thread is left when this returns."""
-    try:
-        exchange.start()
-        results = compute()
-        exchange.finish()
-    except BaseException as error:
-        if isinstance(error, ValueError):  # a peer that differs: with the others all goes its way
-            exchange.join()
-            lost = next((e for e in exchange.errors.values() if isinstance(e, TilestreamError)), None)
-            if lost is None:
-                raise
-            error = lost
-        reason = error.reason if isinstance(error, GroupBroken) else f"{type(error).__name__}: {error}"
-        member.break_(reason)
-        exchange.close()
-        raise
-    return results
-
-
 class _Scattering:
-    """`Traffic`: each rank is sent the part of the output that is its own, as soon as it is computed."""
+    """`Traffic`: each rank is sent its part of the output as soon as that is computed."""
 
     def __init__(self, rank: int, shards: Shards, sent: torch.Tensor, received: torch.Tensor) -> None:
         self._rank, self._shards, self._sent, self._received = rank, shards, sent, received
@@ -144,7 +116,7 @@ class _Scattering:
     def incoming(self, peer: int) -> Sequence[Receive]:
         """See `Traffic`."""
         parts = self._shards.of_rank(peer)
-        return [Receive(self._received[p.batch, peer, p.begin : p.end], _nothing) for p in parts]
+        return [Receive(self._received[p.batch, peer, p.begin : p.end]) for p in parts]
 
     def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
         """See `Traffic`."""
@@ -155,27 +127,23 @@ class _Scattering:
             yield self._sent[part.batch, peer, part.begin : part.end]
 
     def computed(self, peer: int, i: int) -> None:
-        """Part ``i`` for ``peer`` is there."""
+        """Part ``i`` of ``peer`` is computed."""
         self._ready[peer, i].set()
 
-    def fail(self) -> None:
-        """No more parts will be computed."""
-        self._failed = True
+    def all_computed(self, failed: bool = False) -> None:
+        """All parts are computed; or, if ``failed``, no more will be."""
+        self._failed = failed
         for event in self._ready.values():
             event.set()
 
     def failed(self, peer: int, error: BaseException) -> None:
-        """See `Traffic`: it is raised when all others have been heard."""
+        """See `Traffic`: raised when the exchange with all other peers has ended."""
 
 
 def matmul_scatter(
-    member: Member,
-    plan: DistributedPlan,
-    shards: Shards,
-    product: Callable[[int, Part, torch.Tensor], None],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    seconds: float,
-) -> torch.Tensor:
+    state: GroupState, plan: DistributedPlan, shards: Shards, product: Callable[[int, Part, torch.Tensor], None],
+    dtypes: tuple[torch.dtype, torch.dtype], seconds: float,
+) -> torch.Tensor:  # fmt: skip
     """The sum over all ranks of this rank's part of their products: ``[batches, rows, width]``.
 
     Parameters
@@ -183,7 +151,7 @@ def matmul_scatter(
     product
         ``product(rank, part, into)`` computes a part of the output of ``rank``.
     dtypes
-        What travels, and what it is added up in.
+        Of the parts that travel, and of the sum.
 
     Raises
     ------
@@ -191,14 +159,13 @@ def matmul_scatter(
         As `gather_matmul`.
     """
     travels, wide = dtypes
-    rank, world, cpu = member.rank, member.world, torch.device("cpu")
-    sent = member.buffer("sent", shards.shape, travels, cpu)
-    received = member.buffer("received", shards.shape, travels, cpu)
-    own = member.buffer("own", (shards.batches, shards.rows, shards.width), wide, cpu)
+    rank, world, cpu = state.rank, state.world, torch.device("cpu")
+    sent = state.buffer("sent", shards.shape, travels, cpu)
+    received = state.buffer("received", shards.shape, travels, cpu)
+    own = state.buffer("own", (shards.batches, shards.rows, shards.width), wide, cpu)
     traffic = _Scattering(rank, shards, sent, received)
-    exchange = Exchange(plan.case.op, member, plan.greeting, traffic, seconds)
 
-    def compute() -> list[torch.Tensor]:
+    def compute() -> None:
         try:
             for x in range(1, world + 1):
                 peer = (rank + x) % world
@@ -207,14 +174,12 @@ def matmul_scatter(
                     product(peer, part, into[part.begin : part.end])
                     if plan.fused:
                         traffic.computed(peer, i)
-            for peer, i in () if plan.fused else traffic._ready:
-                traffic.computed(peer, i)
+            traffic.all_computed()
         except BaseException:
-            traffic.fail()
+            traffic.all_computed(failed=True)
             raise
-        return []
 
-    exchanging(member, exchange, compute)
+    Exchange(state, plan, traffic, seconds).run(compute)
     total = torch.zeros_like(own)
     for peer in range(world):  # in the order of the ranks, on each rank: the same bits each time
         total += own if peer == rank else received[:, peer]

@@ -1,13 +1,13 @@
-"""Matmul + reduce-scatter on GPUs: chunks of the product pulled by copy engines while the rest is computed.
+"""Matmul + reduce-scatter on GPUs: copy engines pull finished chunks of the product while the rest is computed.
 
 ::
 
     calling stream:  kernel: the next rank's chunks, published; ...; the own ones; then the sum, when all are here
-    side stream:     for each step: my chunk is published: tell its rank; wait for the peer at this step; pull its chunk
-    watchdog:        lets the side stream go when a peer has not come in time, and makes the sum NaN
+    side stream:     for each step: my chunk is published: set my flag at its rank; wait for the peer's flag; pull
+    watchdog:        releases the side stream when a peer has not come in time, and makes the sum NaN
 
-What is issued is `tilestream.distributed.sum_protocol`, operation by operation, which the checker explores; here is
-only what each of its operations is on a GPU. None but the kernel and the sum behind it needs an SM (invariant 10).
+The operations are those of `tilestream.core.protocols.reduce_scatter`, which the checker explores; this module performs
+each on a GPU. Only the kernel, and the sum behind it, need an SM (invariant 10).
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from tilestream.core.errors import ArrivalTimeout
-from tilestream.distributed import protocol as p
-from tilestream.distributed import sum_protocol as q
-from tilestream.distributed.call_queue import Turns, Underway, answer, nothing
+from tilestream.core.protocols import reduce_scatter
+from tilestream.core.protocols.gather import SLOTS, AwaitCall, AwaitPost, AwaitSide, Begin, Done, Post, peers
+from tilestream.core.protocols.reduce_scatter import (
+    AwaitPart,
+    AwaitPublished,
+    Compute,
+    Computed,
+    Ended,
+    Publish,
+    PulledPart,
+    PullPart,
+    Sum,
+    Summed,
+    TellPart,
+)
+from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
 from tilestream.distributed.collective import agree
-from tilestream.distributed.group_state import Member
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
@@ -33,54 +45,54 @@ from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, copy_in, stream_wait, stream_write
 
-#: Chunks of a product that are signalled, at most, at first; more are made when they are needed.
+#: Initial number of a publication's signals; it grows when more are needed.
 _CHUNKS = 64
 
-#: Looks after which a kernel that has ended before its side stream is known to have given up. Of one that has all its
-#: chunks, the side stream has an event left to record.
-LOOKS = 3
+#: Polls after which a kernel that has ended before its side stream is taken to wait for a peer. With all chunks here,
+#: the side stream has only an event left to record.
+POLLS = 3
 
 #: ``product(out, publication, epoch, rows_per_chunk, pivot)`` issues the kernel that computes ``out`` and publishes it.
 Product = Callable[[torch.Tensor, Publication, int, int, int], object]
 
 
-class Marks:
-    """Which events of a call have been recorded, and where the rest are, should its issue end half way."""
+class CallEvents:
+    """The events of a call. Those that are missing when its issue fails are recorded at the end."""
 
-    def __init__(self, call: Underway, calling: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
+    def __init__(self, call: IssuedCall, calling: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
         self.call, self.calling = call, calling
-        self.marked: list[torch.cuda.Event] = []
-        self._on = ((call.kernel, calling), (call.side, side), (call.end, calling))
+        self.recorded: list[torch.cuda.Event] = []
+        self._streams = ((call.kernel, calling), (call.side, side), (call.end, calling))
 
-    def mark(self, which: torch.cuda.Event) -> None:
+    def record(self, event: torch.cuda.Event) -> None:
         """Record an event of the call in its stream."""
-        which.record(next(stream for event, stream in self._on if event is which))
-        self.marked.append(which)
+        event.record(next(stream for x, stream in self._streams if x is event))
+        self.recorded.append(event)
 
-    def rest(self) -> None:
-        """Record those that were not: never one anew, which would then come behind a wait for a peer."""
-        for event, _ in self._on:
-            if event not in self.marked:
-                self.mark(event)
+    def record_rest(self) -> None:
+        """Record the missing events. An event that is recorded again would wait behind a peer."""
+        for event, _ in self._streams:
+            if event not in self.recorded:
+                self.record(event)
 
 
-class Scatterer(Turns):
-    """A member's sums on one GPU: their signals, and what is under way. Hold the member's call."""
+class ReduceScatterQueue(CallQueue):
+    """A group's reduce-scatters on one GPU. Hold the group's call."""
 
     op = "matmul_reduce_scatter"
 
-    def __init__(self, member: Member, device: torch.device, memory: PeerMemory | None = None) -> None:
-        super().__init__(member, device, memory)
-        #: A call, in how many looks its kernel had ended and its side stream not, and since when.
+    def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
+        super().__init__(state, device, memory)
+        #: A call, the polls at which its kernel had ended and its side stream had not, and the time of the first poll.
         self._suspect = 0, 0, 0.0
         self._publication = self.make_publication(_CHUNKS)
         with torch.inference_mode(False):
-            #: `RankWords.void` as it was when the stream was let go that the sum comes behind.
-            self._over = torch.zeros(1, dtype=torch.int32, device=device)
+            #: The value of `RankFlags.void` that the stream has copied, for the sum's kernel.
+            self._void = torch.zeros(1, dtype=torch.int32, device=device)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # it is written on any stream
-        #: Chunks that every peer has told of in the calls so far.
-        self._told = 0
+            torch.cuda.current_stream(device).synchronize()  # any stream may write to it
+        #: The value of every peer's flag after the calls so far.
+        self._flag_value = 0
         self._reported = False
 
     def make_publication(self, chunks: int) -> Publication:
@@ -91,184 +103,173 @@ class Scatterer(Turns):
         self, shards: Shards, dtype: torch.dtype, received: torch.Tensor, product: Product,
         add_up: Callable[[torch.Tensor, torch.Tensor, int], None], seconds: float,
     ) -> None:  # fmt: skip
-        """Issue a call: the kernel, what is pulled behind it, and the sum. None of it has run yet.
+        """Issue a call: the kernel, the pulls, and the sum. Non-blocking.
 
         Parameters
         ----------
         received
-            ``[world, batches, rows, width]``: where the peers' parts are pulled to. This rank's is not written.
+            ``[world, batches, rows, width]``: the peers' parts are pulled into it. This rank's part is not written.
         add_up
-            ``add_up(whole, over, epoch)`` issues the sum of ``received`` and of the own part of this rank's product
-            ``whole``; NaN where ``over`` is a call, and none after this.
+            ``add_up(whole, void, epoch)`` issues the sum of ``received`` and this rank's part of its product ``whole``;
+            the sum is NaN if ``void`` is the epoch of this or an earlier call.
         seconds
-            That are waited for peers when the kernel has ended.
+            Seconds that peers have from the kernel's end.
         """
-        assert shards.rows % shards.parts == 0, "what is published is in chunks of one size"
-        count = shards.batches * shards.world * shards.parts
-        if self._publication.chunks < count:  # it may raise, so before the call is counted
-            self.quiet()
-            self._publication = self.make_publication(count)
+        assert shards.rows % shards.parts == 0, "a kernel publishes chunks of one size"
+        if self._publication.chunks < shards.chunks:  # may raise, so before the call is counted
+            self.drain()
+            self._publication = self.make_publication(shards.chunks)
         epoch = self.begin()
-        before, calling = self._told, torch.cuda.current_stream(self.device)
-        self._told += shards.batches * shards.parts
-        call = self.call(epoch, self._told, seconds)
-        marks = Marks(call, calling, self._side)
+        before, calling = self._flag_value, torch.cuda.current_stream(self.device)
+        self._flag_value += shards.batches * shards.parts
+        events = CallEvents(self.call(epoch, self._flag_value, seconds), calling, self._side)
         try:
             for stream in (self._side, calling):
                 received.record_stream(stream)
-            whole = self._slot(self._rank, epoch % p.SLOTS, shards, dtype)
-            self._produce(epoch, shards, whole, product, marks)
-            self._scatter(epoch, shards, dtype, received, before, marks)
-            self.issued(call)  # before the sum: a launch that blocks (CUDA_LAUNCH_BLOCKING) waits there for the peers
-            perform: dict[type, Callable[[Any], Any]] = {
-                p.AwaitSide: lambda op: calling.wait_event(call.side),
-                q.Sum: lambda op: add_up(whole, self.over(calling), epoch),
-                q.Summed: lambda op: marks.mark(call.end),
+            whole = self._slot(self._rank, epoch % SLOTS, shards, dtype)
+            self._produce(epoch, shards, whole, product, events)
+            self._scatter(epoch, shards, dtype, received, before, events)
+            self.track(events.call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
+            handlers: Handlers = {
+                AwaitSide: lambda op: calling.wait_event(events.call.side),
+                Sum: lambda op: add_up(whole, self.void(calling), epoch),
+                Summed: lambda op: events.record(events.call.end),
             }
-            answer(q.add_up(epoch), perform)
+            run_protocol(reduce_scatter.add_up(epoch), handlers)
         except BaseException as error:
-            self.halved(error, marks)
+            self.recover_half_issued(error, events)
             raise
 
-    def over(self, calling: torch.cuda.Stream) -> torch.Tensor:
-        """Which call is the first that is void, on the GPU, behind what the stream has waited for. See `words`."""
-        copy_in(calling.cuda_stream, self._over.data_ptr(), self.words.void.data_ptr(), self._over.element_size())
-        return self._over
+    def void(self, calling: torch.cuda.Stream) -> torch.Tensor:
+        """The first void call, copied to the GPU behind the stream's waits."""
+        copy_in(calling.cuda_stream, self._void.data_ptr(), self.flags.void.data_ptr(), self._void.element_size())
+        return self._void
 
-    def call(self, epoch: int, told: int, patience: float) -> Underway:
-        """A call that is to be issued."""
+    def call(self, epoch: int, flag_value: int, peer_seconds: float) -> IssuedCall:
+        """A call that is about to be issued."""
         kernel, side, end = (torch.cuda.Event() for _ in range(3))
-        return Underway(epoch, functools.partial(self._overrule, epoch), kernel, side, end, told, patience)
+        overrule = functools.partial(self._overrule, epoch)
+        return IssuedCall(epoch, overrule, kernel, side, end, flag_value, peer_seconds)
 
-    def halved(self, error: BaseException, marks: Marks) -> None:
-        """Half a call has been issued: the peers are told, and its streams, which may wait for them, looked after."""
-        self._half(error)
-        unseen = marks.call.side not in marks.marked
-        marks.rest()
-        if unseen:
-            self.issued(marks.call)
+    def recover_half_issued(self, error: BaseException, events: CallEvents) -> None:
+        """After a call was issued in part: abort the peers, and watch the streams, which may wait for them."""
+        self._abort_half_issued(error)
+        untracked = events.call.side not in events.recorded
+        events.record_rest()
+        if untracked:
+            self.track(events.call)
 
-    def _produce(self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, marks: Marks) -> None:
-        calling = marks.calling
+    def _produce(self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, events: CallEvents) -> None:
+        calling = events.calling
 
-        def compute(op: q.Compute) -> None:
-            if op.step == 0:  # one launch computes all of them, in this order, and publishes each
+        def compute(op: Compute) -> None:
+            if op.step == 0:  # one launch computes all chunks in this order, and publishes each
                 out = whole.view(shards.total, shards.width)
-                pivot = (self._rank + 1) * shards.parts % (shards.batches * shards.world * shards.parts)
+                pivot = (self._rank + 1) * shards.parts % shards.chunks
                 product(out, self._publication, op.epoch, shards.rows // shards.parts, pivot)
 
-        perform: dict[type, Callable[[Any], Any]] = {
-            p.AwaitCall: lambda op: self.await_call(calling),
-            p.Post: lambda op: self.post(calling),
-            q.Compute: compute, q.Computed: nothing, q.Publish: nothing,
-            q.Ended: lambda op: marks.mark(marks.call.kernel),
+        handlers: Handlers = {
+            AwaitCall: lambda op: self.await_call(calling),
+            Post: lambda op: self.post(calling),
+            Compute: compute, Computed: no_op, Publish: no_op,
+            Ended: lambda op: events.record(events.call.kernel),
         }  # fmt: skip
-        answer(q.produce(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
+        run_protocol(reduce_scatter.produce(self._rank, self._world, shards.batches, shards.parts, epoch), handlers)
 
     def _scatter(
-        self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int, marks: Marks
+        self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int, events: CallEvents
     ) -> None:
         side, handle = self._side, self._side.cuda_stream
-        total, mine = shards.batches * shards.world * shards.parts, list(shards.of_rank(self._rank))
-        flag, address = self.words.flag, self._publication.address
+        mine, flag, address = list(shards.of_rank(self._rank)), self.flags.flag, self._publication.address
+        row_bytes, plane, to = shards.width * dtype.itemsize, shards.batches * shards.rows, received.data_ptr()
 
-        of_row, plane = shards.width * dtype.itemsize, shards.batches * shards.rows
-        to = received.data_ptr()
-
-        def pull(op: q.PullPart) -> None:
-            part = mine[q.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
+        def pull(op: PullPart) -> None:
+            part = mine[reduce_scatter.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
             first, rows = shards.place(self._rank, part)
             there = op.peer * plane + part.batch * shards.rows + part.begin
-            source = self.memory.address(op.peer, op.slot) + first * of_row
-            copy_across(handle, to + there * of_row, source, rows * of_row)
+            source = self.memory.address(op.peer, op.slot) + first * row_bytes
+            copy_across(handle, to + there * row_bytes, source, rows * row_bytes)
 
-        def published(op: q.AwaitPublished) -> None:
-            chunk = ((self._rank + 1) * shards.parts + op.step) % total
+        def published(op: AwaitPublished) -> None:
+            chunk = ((self._rank + 1) * shards.parts + op.step) % shards.chunks
             stream_wait(handle, address(chunk), op.epoch)
 
-        perform: dict[type, Callable[[Any], Any]] = {
-            p.AwaitPost: lambda op: side.wait_event(self._posted),
-            q.AwaitPublished: published,
-            q.TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
-            q.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
-            q.PullPart: pull, q.PulledPart: nothing,
-            p.Done: lambda op: marks.mark(marks.call.side),
+        handlers: Handlers = {
+            AwaitPost: lambda op: side.wait_event(self._posted),
+            AwaitPublished: published,
+            TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
+            AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
+            PullPart: pull, PulledPart: no_op,
+            Done: lambda op: events.record(events.call.side),
         }  # fmt: skip
-        answer(q.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), perform)
+        run_protocol(reduce_scatter.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), handlers)
 
     def _slot(self, rank: int, slot: int, shards: Shards, dtype: torch.dtype) -> torch.Tensor:
-        """A slot as what is in it: a rank's product, ``[batches, world, rows, width]``."""
+        """A slot as a rank's product, ``[batches, world, rows, width]``."""
         size = math.prod(shards.shape) * dtype.itemsize
         return self.memory.slot(rank, slot)[:size].view(dtype).view(shards.shape)
 
     # The host, and giving up ---------------------------------------------------------------------------------------
 
-    def begun(self, epoch: int) -> int | None:
-        """As of `Turns`."""
+    def admit(self, epoch: int) -> int | None:
+        """As of `CallQueue`."""
 
-        def await_side(op: p.AwaitSide) -> None:
-            for call in self._underway():
+        def await_side(op: AwaitSide) -> None:
+            for call in self._under_way():
                 if call.epoch <= op.epoch:
-                    call.side.synchronize()  # the watchdog lets a stream go that waits for a peer without hope
+                    call.side.synchronize()  # bounded: the watchdog releases a stream that waits for a lost peer
 
-        return answer(q.begin_sum(epoch), {p.AwaitSide: await_side, p.Begin: self._begin})
+        return run_protocol(reduce_scatter.begin_sum(epoch), {AwaitSide: await_side, Begin: self._begin})
 
-    def gave_up(self, oldest: Underway) -> str:
-        """As of `Turns`: where the kernel has ended, the side stream has not, and patience is over.
+    def why_expired(self, oldest: IssuedCall) -> str:
+        """As of `CallQueue`: the kernel has ended, the side stream has not, and the peers' time is over.
 
-        At once where the group is broken: its peers have been told, and send nothing any more.
+        At once if the group is broken: its peers have been aborted, and send nothing.
         """
-        member = self._member()
-        if member is not None and member.broken:
-            return super().expired()
-        epoch, looks, since = self._suspect
+        state = self._state()
+        if state is not None and state.broken:
+            return super().describe_expiry()
+        epoch, polls, since = self._suspect
         now = time.perf_counter()
-        if oldest.epoch != epoch or not looks:
-            looks, since = 0, now
-        self._suspect = oldest.epoch, looks + int(oldest.kernel.query()), since
-        return self.expired(oldest) if self._suspect[1] >= LOOKS and now - since >= oldest.patience else ""
+        if oldest.epoch != epoch or not polls:
+            polls, since = 0, now
+        self._suspect = oldest.epoch, polls + int(oldest.kernel.query()), since
+        expired = self._suspect[1] >= POLLS and now - since >= oldest.peer_seconds
+        return self.describe_expiry(oldest) if expired else ""
 
-    def expired(self, call: Underway | None = None) -> str:
-        """As `Turns.expired`; what it says is raised by the next call on this device, too."""
+    def describe_expiry(self, call: IssuedCall | None = None) -> str:
+        """As of `CallQueue`; the next call on this device raises the expiry, too."""
         if call is not None and not self._reported:
             self._reported = True
-            said = self.words.told()
-            late = next((x for x in p.peers(self._rank, self._world) if said[x] < call.told), None)
+            flags, seconds = self.flags.peer_flags(), call.peer_seconds
+            late = next((x for x in peers(self._rank, self._world) if flags[x] < call.flag_value), None)
             whose = f"rank {late}'s part of the sum" if late is not None else "the sum"
-            waited = call.patience
-            error = ArrivalTimeout(self.op, 0, 0, "the sum", waited, waited, self._rank, whose)
+            error = ArrivalTimeout(self.op, 0, 0, "the sum", seconds, seconds, self._rank, whose)
             channel(self.device).post(error)
-        return super().expired(call)
+        return super().describe_expiry(call)
 
     def _overrule(self, epoch: int, error: BaseException) -> None:
-        """From this call on the sum is NaN; said before the side stream is let go."""
+        """Make the sum NaN from this call on; before the side stream is released."""
         if not self._reported:
             self._reported = True
             channel(self.device).post(error)
-        self.words.make_void(epoch)
+        self.flags.make_void(epoch)
 
 
 def matmul_scatter(
-    member: Member,
-    plan: DistributedPlan,
-    shards: Shards,
-    like: torch.Tensor,
-    dtype: torch.dtype,
-    product: Product,
-    average: bool,
-    bias: torch.Tensor | None,
-    seconds: float,
-) -> torch.Tensor:
-    """The sum (or average) over all ranks of this rank's part of their products, and ``bias``.
+    state: GroupState, plan: DistributedPlan, shards: Shards, like: torch.Tensor, dtype: torch.dtype, product: Product,
+    average: bool, bias: torch.Tensor | None, seconds: float,
+) -> torch.Tensor:  # fmt: skip
+    """The sum (or average) over all ranks of this rank's part of their products, plus ``bias``.
 
-    Issues everything and returns; what goes wrong later is raised by the next call on this device, and with this group.
+    Non-blocking. Later errors are raised by the next call on this device, and with this group.
 
     Parameters
     ----------
     like
         A tensor on the call's device.
     dtype
-        Of what travels, and of the result.
+        Of the parts that travel, and of the result.
 
     Returns
     -------
@@ -277,23 +278,19 @@ def matmul_scatter(
     """
     device = like.device
     with torch.cuda.device(device):
-        agree(member, plan, device)
-        scatterer = member.scatterer = member.scatterer or Scatterer(member, device)
-        scatterer.check_gpu("a", device)
-        scatterer.reserve(math.prod(shards.shape) * dtype.itemsize)
-        bias = None if bias is None else bias.contiguous()  # what the kernel reads has no strides
+        agree(state, plan, device)
+        queue = state.queue(ReduceScatterQueue, device)
+        queue.check_gpu("a", device)
+        queue.reserve(math.prod(shards.shape) * dtype.itemsize)
+        bias = None if bias is None else bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
-        received = member.buffer("received", (shards.world, *mine), dtype, device)
+        received = state.buffer("received", (shards.world, *mine), dtype, device)
         out = torch.empty(mine, dtype=dtype, device=device)
 
-        def add_up(whole: torch.Tensor, over: torch.Tensor, epoch: int) -> None:
-            from tilestream.kernels.portable.add import BLOCK, add_parts
+        def add_up(whole: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
+            from tilestream.launch.portable.add import add_parts  # imports Triton
 
-            plane = shards.rows * shards.width
-            add_parts[-(-plane // BLOCK), shards.batches](
-                whole, received, out, bias, over, member.rank, epoch, shards.batches, plane, shards.width,
-                float(shards.world if average else 1), WORLD=shards.world, BIAS=bias is not None, BLOCK=BLOCK,
-            )  # fmt: skip
+            add_parts(whole, received, out, bias, void, state.rank, epoch, float(shards.world if average else 1))
 
-        scatterer.issue(shards, dtype, received, product, add_up, seconds)
+        queue.issue(shards, dtype, received, product, add_up, seconds)
     return out

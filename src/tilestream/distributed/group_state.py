@@ -1,7 +1,6 @@
-"""`Member`: what this process keeps of a process group that it has called an op with.
+"""`GroupState`: what this process keeps for each process group: buffers, plans, call queues, whether it is broken.
 
-Nothing here keeps a group alive: members are found by their group, weakly, and go with it. A member holds its buffers,
-the number of its calls, and whether the group is broken.
+Nothing here keeps a group alive: states are found by their group, through weak references, and freed with it.
 """
 
 from __future__ import annotations
@@ -10,41 +9,37 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilestream.core.errors import GroupBroken
+from tilestream.distributed.host_flags import GroupFlags
+from tilestream.distributed.plan import DistributedPlan
 
-if TYPE_CHECKING:
-    from tilestream.distributed.copy_engines import Gatherer
-    from tilestream.distributed.gpu_reduce_scatter import Scatterer
-    from tilestream.distributed.host_flags import GroupWords
-    from tilestream.distributed.one_shot import Reducer
-    from tilestream.distributed.plan import DistributedPlan
-
-#: What ops take: a group (None: the default one), or a mesh, of two dimensions where ranks are on several nodes.
+Q = TypeVar("Q")
+#: What ops take: a group (None: the default one), or a mesh; of two dimensions if the ranks are on several nodes.
 Group = dist.ProcessGroup | DeviceMesh | None
-#: Between the names of a mesh's groups.
-_BETWEEN = " in each of "
-#: Worlds that the ops are for: more ranks than this are not in one NVLink domain, or on one host.
+#: Joins the names of a mesh's two groups.
+_NODE_SEPARATOR = " in each of "
+#: The largest group that the ops take. Larger groups are not in one NVLink domain, or not on one host.
 MOST_RANKS = 8
 
 
-class Member:
-    """A rank of a group: this process.
+class GroupState:
+    """The state of one group in this process.
 
     Attributes
     ----------
     name
         The group's name.
     rank, world
-        Of this process in the group, and the group's size.
+        This process's rank, and the number of ranks.
     lock
-        Held for the length of a call: a group's calls come one after the other, as collectives do.
+        Held for the length of a call: the calls of a group are serialised, as collectives are.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -52,34 +47,37 @@ class Member:
         self.name = group.group_name
         self.rank, self.world = group.rank(), group.size()
         self.lock = threading.Lock()
-        #: Why its GPUs cannot reach each other; empty where they can, or nobody has asked yet.
+        #: Why the ranks' GPUs cannot reach each other; empty if they can, or before they are connected.
         self.unreachable = ""
-        self.reached = False
-        #: Words that its ranks share, once they have met.
-        self.words: GroupWords | None = None
-        #: Its calls on a GPU: a `tilestream.distributed.copy_engines.Gatherer`, once there was one.
-        self.gatherer: Gatherer | None = None
-        #: As `gatherer`, a `tilestream.distributed.gpu_reduce_scatter.Scatterer`.
-        self.scatterer: Scatterer | None = None
-        #: As `gatherer`, a `tilestream.distributed.one_shot.Reducer`.
-        self.reducer: Reducer | None = None
-        #: Greetings of calls that all ranks are known to make alike.
+        self.connected = False
+        #: Flags that the ranks share, once they are connected.
+        self.host_flags: GroupFlags | None = None
+        #: The group's call queue of each op on the GPU, by its class.
+        self.queues: dict[object, Any] = {}
+        #: Handshakes that are known to be equal on all ranks.
         self.agreed: set[bytes] = set()
-        #: Plans made so far, by all that they depend on.
+        #: Plans made so far, by everything that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, while it lives."""
+        """The group, as long as it is alive."""
         found = self._group()
         if found is None:
             raise RuntimeError(f"process group {self.name!r} has been destroyed")
         return found
 
+    def queue(self, kind: Callable[[GroupState, torch.device], Q], device: torch.device) -> Q:
+        """The group's call queue of this class, made at the first call."""
+        found: Q | None = self.queues.get(kind)
+        if found is None:
+            found = self.queues[kind] = kind(self, device)
+        return found
+
     def backend(self, device: str) -> str:
-        """What carries tensors on ``device``: ``"gloo"``, ``"nccl"``; empty where nothing does."""
+        """The backend for tensors on ``device``: ``"gloo"``, ``"nccl"``; empty if there is none."""
         try:
             return str(self.group._get_backend(torch.device(device)).name())
         except RuntimeError:
@@ -90,16 +88,13 @@ class Member:
         options = getattr(self.group._get_backend(torch.device(device)), "options", None)
         timeout = getattr(options, "_timeout", None)
         seconds = timeout.total_seconds() if timeout is not None else math.inf
-        # A wait has a bound (invariant 5), also in a group that was told to wait for ever.
+        # Every wait is bounded (invariant 5), also in a group with an infinite timeout.
         return seconds if 0 < seconds < 1e6 else dist.default_pg_timeout.total_seconds()
 
     def check(self) -> None:
-        """Raise if the group is broken.
+        """Raise `GroupBroken` if the group is broken.
 
-        Raises
-        ------
-        GroupBroken
-            Always a new one: an exception that was raised holds the frames it went through.
+        Each call raises a new exception, because a raised exception keeps the frames that it passed through alive.
         """
         if self._broken is not None:
             raise GroupBroken(self.name, self._broken)
@@ -110,15 +105,15 @@ class Member:
         return self._broken is not None
 
     def break_(self, reason: str) -> GroupBroken:
-        """From now on every call with this group raises; the first reason is kept. Returns what to raise."""
+        """Make every later call with this group raise; the first reason is kept. Returns the exception to raise."""
         if self._broken is None:
             self._broken = reason
-        # What is under way may still write to them: they are not used again (invariant 6), and freed with the last use.
+        # Calls under way may still write to the buffers: they are not reused (invariant 6), and freed with their uses.
         self._buffers.clear()
         return GroupBroken(self.name, self._broken)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that is kept from call to call, and grows when a larger problem comes. Hold `lock`."""
+        """Memory that is kept between calls, and grows with the largest problem. Hold `lock`."""
         size = math.prod(shape) * dtype.itemsize
         found = self._buffers.get(name)
         if found is None or found.numel() < size or found.device != device:
@@ -129,25 +124,25 @@ class Member:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A call with this group: one at a time, and none once it is broken."""
+        """Serialise a call with this group; raise if the group is broken."""
         with self.lock:
             self.check()
             yield
 
 
 _lock = threading.Lock()
-_members: weakref.WeakKeyDictionary[dist.ProcessGroup, Member] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 
 
-def member_of(op: str, group: dist.ProcessGroup | None) -> Member:
-    """The member that this process is of ``group`` (None: the default group).
+def state_of(op: str, group: dist.ProcessGroup | None) -> GroupState:
+    """The state of ``group`` (None: the default group) in this process.
 
     Raises
     ------
     ValueError
         If there is no such group, this process is not in it, or it has too many ranks.
     TypeError
-        If it is no process group.
+        If it is not a process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{op}: group={group}; there is no process group: call torch.distributed.init_process_group")
@@ -157,20 +152,20 @@ def member_of(op: str, group: dist.ProcessGroup | None) -> Member:
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"{op}: group is a {type(found).__name__}; it is a torch.distributed.ProcessGroup or None")
     with _lock:
-        member = _members.get(found)
-        if member is None:
+        state = _states.get(found)
+        if state is None:
             if found.size() > MOST_RANKS:
                 raise ValueError(
                     f"{op}: group: {found.size()} ranks; 1 to {MOST_RANKS} overlap: use torch.distributed's own "
                     "collective and tilestream.matmul there"
                 )
-            member = _members[found] = Member(found)
-    return member
+            state = _states[found] = GroupState(found)
+    return state
 
 
-def member_by_name(op: str, name: str) -> Member:
-    """As `member_of`, by the group's name, as registered ops have it."""
-    return member_of(op, resolve(name))
+def states_of(op: str, name: str) -> list[GroupState]:
+    """The states of the groups in a name that `name_of` made: one group, or the internode and the intranode group."""
+    return [state_of(op, resolve(part)) for part in name.split(_NODE_SEPARATOR)]
 
 
 def resolve(name: str) -> dist.ProcessGroup:
@@ -180,28 +175,28 @@ def resolve(name: str) -> dist.ProcessGroup:
 
 
 def name_of(op: str, group: Group) -> str:
-    """The name of ``group`` (None: of the default group), checked; while a compiler looks on, as it is.
+    """The name of ``group``, as a registered op takes it; of a mesh of two dimensions, the names of both its groups.
 
-    Of a mesh of two dimensions both: of the group between nodes, and of that inside the node.
+    The group is checked here, except while torch's compiler traces.
     """
-    return _BETWEEN.join(_name(op, x) for x in groups_of(op, group))
+    return _NODE_SEPARATOR.join(_name(op, x) for x in groups_of(op, group))
 
 
 def _name(op: str, group: dist.ProcessGroup | None) -> str:
     if not torch.compiler.is_compiling():
-        return member_of(op, group).name
+        return state_of(op, group).name
     found = dist.group.WORLD if group is None else group
     assert found is not None, "torch.distributed is not initialised"
     return str(found.group_name)
 
 
 def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:
-    """One group; or of several nodes two: that of this rank's like in all nodes, and that of this node.
+    """One group; for several nodes two: this rank's internode group, and the group of its node.
 
     Raises
     ------
     ValueError
-        If a mesh has more dimensions than two.
+        If a mesh has more than two dimensions.
     """
     if not isinstance(group, DeviceMesh):
         return (group,)
@@ -215,19 +210,14 @@ def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:
 
 
 def place_of(op: str, group: Group) -> tuple[int, int]:
-    """Of this process the rank among all of ``group``, and how many they are."""
+    """The rank of this process among all ranks of ``group``, and their number."""
     rank, world = 0, 1
     for x in groups_of(op, group):
-        member = member_of(op, x)
-        rank, world = rank * member.world + member.rank, world * member.world
+        state = state_of(op, x)
+        rank, world = rank * state.world + state.rank, world * state.world
     return rank, world
 
 
-def member_names(name: str) -> tuple[str, ...]:
-    """What `name_of` has made one name of."""
-    return tuple(name.split(_BETWEEN))
-
-
 def world_of(name: str) -> int:
-    """Ranks of a group, or of all nodes together."""
-    return math.prod(resolve(x).size() for x in member_names(name))
+    """The number of ranks in a name that `name_of` made, over all nodes."""
+    return math.prod(resolve(part).size() for part in name.split(_NODE_SEPARATOR))

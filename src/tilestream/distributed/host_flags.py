@@ -1,12 +1,13 @@
-"""Words by which ranks of one host tell each other where they are: in the host's memory, which all their GPUs map.
+"""Flags of the ranks of one host, in host memory that all their GPUs map.
 
-Streams wait for some of them without a bound, and whoever lets such a stream go must be able to do it at any time. By
-the driver he is not. It loads a kernel, ours or torch's or the caller's, at its first launch, and waits with that until
-what the GPU is at has ended, a waiting stream included; meanwhile copies and new streams of other threads wait, too,
-and a stream's write is accepted and does not come (H100, CUDA 13.0). A word in the host's memory is written by a store.
-So is NCCL's own abort flag kept. It costs a stream that waits a read through PCIe in place of one of the GPU's memory.
-What every program of a kernel reads is copied to the GPU first, by the stream: an all-reduce of 128 programs that each
-read one such word took 15 us longer than before (two H200s).
+Streams wait for some of these flags without a bound, so the watchdog must be able to write them at any time. Through
+the CUDA driver it cannot: at a kernel's first launch the driver loads it, and waits for all work on the GPU, waiting
+streams included. Meanwhile copies and stream creation of other threads block, and a stream's write is accepted but not
+performed (H100, CUDA 13.0). A flag in host memory is written by a store; NCCL keeps its abort flag there, too.
+
+A stream that waits for a flag reads it over PCIe instead of from the GPU's memory. A flag that every program of a
+kernel reads is copied to the GPU first: an all-reduce of 128 programs that each read such a flag was 15 us slower (two
+H200s).
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ import torch
 
 from tilestream.runtime.driver import map_host_memory
 
-#: Bytes between two words: a cache line each.
+#: Bytes between two flags: each has its own cache line.
 LINE = 128
-#: Ops whose calls take turns of their own.
+#: Ops with call queues, and so with flags, of their own.
 _OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-#: Where memory has a name that other processes of this host find.
+#: Where memory has a name that other processes of this host can open.
 _FOLDER = "/dev/shm"
 _TOKEN_BYTES = 16
 
-#: Memory that GPUs have mapped stays so: a peer that is late writes when its group is long gone.
+#: Mapped memory is never unmapped: a late peer may write after the group is destroyed.
 _kept: list[mmap.mmap] = []
 
 
 def size_of(world: int) -> int:
-    """Bytes of a group's words: first a line with a token, then for each op and rank those of `RankWords`."""
+    """Bytes of a group's flags: one line for a token, then the flags of `RankFlags` for each op and rank."""
     lines = 1 + len(_OPS) * world * (world + 2)
     return -(-lines * LINE // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def offer(world: int) -> str:
-    """Make the memory; returns how the other ranks find it: a path and a token. Remove the path when all have.
+    """Create the memory. Returns a path and a token, by which the other ranks open it; `withdraw` the path afterwards.
 
     Raises
     ------
     OSError
-        If this host has no room, or no such memory.
+        If this host has no such memory, or not enough.
     """
     handle, path = tempfile.mkstemp(prefix="tilestream-", dir=_FOLDER)
     try:
@@ -64,25 +65,25 @@ def offer(world: int) -> str:
 
 
 def withdraw(offered: str) -> None:
-    """Remove the name of what was offered; who has mapped it keeps it."""
+    """Remove the path of an offer; processes that have mapped the memory keep it."""
     with contextlib.suppress(OSError):
         Path(offered.split(" ")[0]).unlink()
 
 
-class GroupWords:
-    """A group's words, mapped by this process and its GPU.
+class GroupFlags:
+    """A group's flags, mapped by this process and its GPU.
 
     Parameters
     ----------
     offered
-        What `offer` returned, on whatever rank.
+        What `offer` returned, on any rank.
     rank, world
         Of this process.
 
     Raises
     ------
     OSError
-        If this process does not find the memory (ranks in containers of their own).
+        If this process cannot open the memory (for example, ranks in separate containers).
     RuntimeError
         If the driver does not map it.
     """
@@ -101,27 +102,27 @@ class GroupWords:
         self._host = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._gpu = map_host_memory(self._host, len(self._map))
 
-    def of(self, op: str) -> RankWords:
-        """Those of an op's calls."""
+    def of(self, op: str) -> RankFlags:
+        """The flags of one op."""
         at = LINE * (1 + _OPS.index(op) * self._world * (self._world + 2))
-        return RankWords(self._host + at, self._gpu + at, self._rank, self._world)
+        return RankFlags(self._host + at, self._gpu + at, self._rank, self._world)
 
 
-class RankWords:
-    """The words of an op's calls: of each rank a flag a peer, which that peer writes, an abort word and a void word.
+class RankFlags:
+    """The flags of one op. Each rank owns a flag for each peer, which that peer writes, an abort and a void flag.
 
     Parameters
     ----------
     host, gpu
-        Where they are, for this process and for its GPU.
+        Addresses of the first flag, for this process and for its GPU.
     """
 
     def __init__(self, host: int, gpu: int, rank: int, world: int) -> None:
         self._host, self._gpu, self._rank, self._world = host, gpu, rank, world
-        # Stores on either side of a lock are seen in their order, on whatever CPU.
+        # Stores on either side of a lock become visible in program order, on any CPU.
         self._lock = threading.Lock()
         words = (ctypes.c_int32 * 1).from_address(host + self._at(rank, world + 1))
-        #: ``int32[1]``: the first call of this rank that is void, or 0.
+        #: ``int32[1]``: the first call of this rank whose result is void, or 0.
         self.void = torch.frombuffer(words, dtype=torch.int32)
 
     def _at(self, of: int, line: int) -> int:
@@ -131,29 +132,29 @@ class RankWords:
         return ctypes.c_int32.from_address(self._host + self._at(of, line))
 
     def flag(self, of: int, writer: int) -> int:
-        """Address, for a stream, of the flag of rank ``of`` that ``writer`` writes."""
+        """GPU address of the flag of rank ``of`` that ``writer`` writes."""
         return self._gpu + self._at(of, writer)
 
-    def told(self) -> list[int]:
-        """What each rank has told this one."""
+    def peer_flags(self) -> list[int]:
+        """The values of this rank's flags, one for each writer."""
         return [self._word(self._rank, writer).value for writer in range(self._world)]
 
-    def let_go(self, peer: int, value: int) -> None:
-        """Write a flag of this rank's in its peer's place: a stream that waits for it goes on."""
+    def release(self, peer: int, value: int) -> None:
+        """Write this rank's flag of a peer in the peer's place: a stream that waits for it continues."""
         with self._lock:
             self._word(self._rank, peer).value = value
 
     def abort(self, peer: int) -> None:
-        """Tell a peer that this rank has given up."""
+        """Set a peer's abort flag: this rank has given up."""
         with self._lock:
             self._word(peer, self._world).value = 1
 
     def aborted(self) -> bool:
-        """Whether a peer has told this rank that it has given up."""
+        """Whether a peer has set this rank's abort flag."""
         return bool(self._word(self._rank, self._world).value)
 
     def make_void(self, epoch: int) -> None:
-        """Calls from ``epoch`` on are void, unless earlier ones are."""
+        """Make the results of call ``epoch`` and of all later calls void; an earlier first void call is kept."""
         with self._lock:
             word = self._word(self._rank, self._world + 1)
             word.value = word.value or epoch

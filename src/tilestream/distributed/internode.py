@@ -1,13 +1,12 @@
-"""What travels between nodes: each rank exchanges with those of its local index in the other nodes, a node a step.
+"""Transfers between nodes: each rank exchanges with its counterparts in the other nodes, one node a step.
 
 ::
 
-    step j = 1, 2, ...:   mine for the node j after;   theirs from the node j before
+    step j = 1, 2, ...:   mine to the node j after;   theirs from the node j before
 
-So each step a rank sends to one node and receives from one, and no two send to one at a time. A step is NCCL's send and
-receive, of which the current stream waits for what it needs. Where the group between nodes has gloo, it is
-messages, in threads: of GPUs' tensors through the CPU, which is right, and slow. That is what has run on GPUs: NCCL's
-branch has been tried on the CPU, over gloo's sends and receives, and not yet between GPUs.
+At each step a rank sends to one node and receives from one, and no two ranks send to one at the same time. A step is
+NCCL's send and receive; the current stream waits for what it needs. If the internode group has gloo, a step is
+messages, sent by threads, and GPU tensors go through the CPU, which is slow.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from tilestream.distributed.collective import agree
+from tilestream.distributed.collective import agree, as_bytes
 from tilestream.distributed.exchange import Exchange, Receive
-from tilestream.distributed.gloo import exchanging
-from tilestream.distributed.group_state import Member
+from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 
 T = TypeVar("T")
@@ -32,43 +30,43 @@ class Steps(Protocol):
     """The steps of one call. Each is put once, then got; both on the calling thread and stream."""
 
     def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
-        """What goes to the node ``step`` after this one is there (on the current stream)."""
+        """Send these tensors to the node ``step`` after this one, behind the current stream's work."""
 
     def get(self, step: int) -> list[torch.Tensor]:
-        """What the node ``step`` before this one has sent, of the shapes of what was put. Waits for it."""
+        """Wait for what the node ``step`` before this one has sent; of the shapes of what was put."""
 
 
-class _ByNccl:
+class _NcclSteps:
     """See `Steps`."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
         self._under_way: dict[int, tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
         """See `Steps`."""
-        rank, world, group = self._member.rank, self._member.world, self._member.group
+        rank, world, group = self._state.rank, self._state.world, self._state.group
         sent = [x.contiguous() for x in tensors]
-        got = [torch.empty_like(x) for x in sent]
+        received = [torch.empty_like(x) for x in sent]
         to, source = (dist.get_global_rank(group, (rank + x) % world) for x in (step, -step))
-        operations = [dist.P2POp(dist.isend, _bytes(x), to, group) for x in sent if x.numel()]
-        operations += [dist.P2POp(dist.irecv, _bytes(x), source, group) for x in got if x.numel()]
+        operations = [dist.P2POp(dist.isend, as_bytes(x), to, group) for x in sent if x.numel()]
+        operations += [dist.P2POp(dist.irecv, as_bytes(x), source, group) for x in received if x.numel()]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self._under_way[step] = works, sent, got
+        self._under_way[step] = works, sent, received
 
     def get(self, step: int) -> list[torch.Tensor]:
         """See `Steps`."""
-        works, _, got = self._under_way.pop(step)  # what was sent is kept until here
+        works, _, received = self._under_way.pop(step)  # the sent tensors are kept alive until here
         for work in works:
             work.wait()
-        return got
+        return received
 
 
-class _ByMessages:
+class _GlooSteps:
     """See `Steps`, and `tilestream.distributed.exchange.Traffic`: a peer is a node."""
 
-    def __init__(self, member: Member, like: Sequence[torch.Tensor]) -> None:
-        self._rank, self._world, self._like = member.rank, member.world, like
+    def __init__(self, state: GroupState, like: Sequence[torch.Tensor]) -> None:
+        self._rank, self._world, self._like = state.rank, state.world, like
         peers = [(self._rank + x) % self._world for x in range(1, self._world)]
         self._mine: dict[int, list[torch.Tensor]] = {}
         self._ready = {peer: threading.Event() for peer in peers}
@@ -80,7 +78,7 @@ class _ByMessages:
     def incoming(self, peer: int) -> Sequence[Receive]:
         """See `Traffic`."""
         *before, last = self._theirs[peer]
-        return [*(Receive(x, _nothing) for x in before), Receive(last, self._landed[peer].set)]
+        return [*(Receive(x) for x in before), Receive(last, self._landed[peer].set)]
 
     def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
         """See `Traffic`."""
@@ -109,57 +107,51 @@ class _ByMessages:
     def get(self, step: int) -> list[torch.Tensor]:
         """See `Steps`."""
         peer = (self._rank - step) % self._world
-        self._landed[peer].wait()  # the thread that receives has a deadline, and sets it whatever happens
+        self._landed[peer].wait()  # bounded: the receiving thread has a deadline, and always sets the event
         if peer in self._lost:
             raise self._lost[peer]
         return [x.to(like.device) for x, like in zip(self._theirs[peer], self._like, strict=True)]
 
 
-def _nothing() -> None:
-    """What is done when a tensor has landed that is not the last."""
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
-def over_nodes(
-    member: Member, plan: DistributedPlan, like: Sequence[torch.Tensor], seconds: float, compute: Callable[[Steps], T]
+def exchange_between_nodes(
+    state: GroupState,
+    plan: DistributedPlan,
+    like: Sequence[torch.Tensor],
+    seconds: float,
+    compute: Callable[[Steps], T],
 ) -> T:
-    """``compute``, which is given the steps of this call, and the exchange that it goes with.
+    """``compute(steps)``, during which the steps are exchanged.
 
     Parameters
     ----------
-    member
-        Of the group between nodes. Hold its call.
+    state
+        Of the internode group. Hold its call.
     plan
         What all ranks call alike: nodes compare it, too.
     like
-        What travels each step: shapes, dtypes and device.
+        What travels in each step: shapes, dtypes and device.
 
     Raises
     ------
     ArrivalTimeout, GroupBroken, ValueError
-        As `tilestream.distributed.gloo.gather_matmul`. Whatever ``compute`` raises breaks the group here, too. Of NCCL
-        the peers are not told: what they wait for ends at NCCL's own timeout.
+        As `tilestream.distributed.gloo.gather_matmul`. An error of ``compute`` breaks the group here, too. Over NCCL
+        the peers are not informed: their receives end at NCCL's own timeout.
     """
     device = like[0].device
-    if device.type == "cuda" and member.backend("cuda") != "gloo":
-        agree(member, plan, device)
+    if device.type == "cuda" and state.backend("cuda") != "gloo":
+        agree(state, plan, device)
         try:
-            return compute(_ByNccl(member))
-        except BaseException as error:  # what was sent already would be taken for the next call's
-            member.break_(f"{plan.case.op} on rank {member.rank}: {type(error).__name__}: {error}")
+            return compute(_NcclSteps(state))
+        except BaseException as error:  # a later call would receive what is already sent
+            state.break_(f"{plan.case.op} on rank {state.rank}: {type(error).__name__}: {error}")
             raise
-    steps, results = _ByMessages(member, like), []
+    steps = _GlooSteps(state, like)
 
-    def computed() -> list[torch.Tensor]:
+    def computed() -> T:
         try:
-            results.append(compute(steps))
+            return compute(steps)
         except BaseException:
             steps.fail()
             raise
-        return []
 
-    exchanging(member, Exchange(plan.case.op, member, plan.greeting, steps, seconds), computed)
-    return results[0]
+    return Exchange(state, plan, steps, seconds).run(computed)

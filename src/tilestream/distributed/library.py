@@ -1,4 +1,4 @@
-"""The registered ops: tensors, integers and names in, so that torch.compile can see them; their fakes and gradients."""
+"""The registered ops, which torch.compile can trace: their schemas, fakes and gradients."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
-from tilestream.distributed.checks import Operands
-from tilestream.distributed.group_state import world_of
-from tilestream.distributed.hierarchy import Hierarchy, of_name, sum_of_shards
+from tilestream.distributed.dispatch import Form
+from tilestream.distributed.group_state import states_of, world_of
+from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
+from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.ops.library import _activation_backward, _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import worker_limit as limited
 
-# A bias without elements is none: gradients go to tensors of a list, and not to those that may be None.
-# worker_limit: of the blocks of `tilestream.worker_limit` around the call, which a compiled graph has no other way to
-# tell; 0: none. Without a default: torch leaves out an argument that is one, and its gradients of lists count those.
+# An empty bias means none: torch gives gradients to a list of tensors, not to a list of optional ones.
+# worker_limit: the limit of the `tilestream.worker_limit` blocks around the call, which a compiled graph cannot see
+# otherwise; 0: none. It has no default: torch drops arguments that equal their default, and then miscounts gradients.
 library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] b, int gather_dim, str group, Tensor[] bias, str[] activation, "
     "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool fast_accum, bool return_a, str form, "
@@ -43,55 +44,61 @@ library.impl("sum_over_ranks", lambda x, group: all_reduce.sum_over(group, x), "
 torch.library.register_fake("tilestream::sum_over_ranks", lambda x, group: x.new_empty(x.shape), lib=library)
 matmul_all_reduce_op = torch.ops.tilestream.matmul_all_reduce.default
 
-GATHER, SCATTER, ALL = all_gather.OP, reduce_scatter.OP, all_reduce.OP
+
+def _limited(count: int) -> AbstractContextManager[None]:
+    """A `tilestream.worker_limit` block; none for 0."""
+    return limited(count) if count else contextlib.nullcontext()
 
 
 def _deadline(seconds: float) -> float | None:
-    """As a registered op has it: negative where the caller does not say."""
+    """A registered op's deadline: negative for None."""
     return None if seconds < 0 else seconds
-
-
-def _limited(count: int) -> AbstractContextManager[None]:
-    """A block of as many workers; 0: as many as there are around."""
-    return limited(count) if count else contextlib.nullcontext()
 
 
 def _all_gather_matmul(
     a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
     bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
-    scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool, form: str,
-    deadline: float, worker_limit: int,
+    scale_b: Sequence[torch.Tensor | None], out_dtype: torch.dtype | None, fast_accum: bool, return_a: bool,
+    form: Form, deadline: float, worker_limit: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    operands = Operands(b, [x if x.numel() else None for x in bias], scale_b, activation)
-    more = (operands, gather_dim, scale_a, out_dtype, fast_accum, return_a, form, _deadline(deadline))
-    found = of_name(GATHER, group)
+    request = Request(
+        GATHER, a_shard, b, [x if x.numel() else None for x in bias], activation, scale_a, scale_b, gather_dim, "sum",
+        out_dtype, fast_accum, return_a, form, _deadline(deadline),
+    )  # fmt: skip
+    states = states_of(GATHER, group)
     with _limited(worker_limit):
-        if isinstance(found, Hierarchy):
-            return hierarchy.all_gather_matmul(found, a_shard, *more)  # type: ignore[arg-type]
-        return all_gather.run(found, a_shard, *more)  # type: ignore[arg-type]
+        if len(states) == 1:
+            return all_gather.run(states[0], request)
+        return hierarchy.all_gather_matmul(NodeMesh(*states), request)
 
 
 def _matmul_reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, bias: torch.Tensor | None,
     scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
-    fast_accum: bool, form: str, deadline: float, worker_limit: int,
+    fast_accum: bool, form: Form, deadline: float, worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
-    more = (reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum, form, _deadline(deadline))
-    found = of_name(SCATTER, group)
+    request = Request(
+        REDUCE_SCATTER, a, [b], [bias], ["none"], scale_a, [scale_b], scatter_dim, reduce_op, out_dtype, fast_accum,
+        form=form, deadline=_deadline(deadline),
+    )  # fmt: skip
+    states = states_of(REDUCE_SCATTER, group)
     with _limited(worker_limit):
-        if isinstance(found, Hierarchy):
-            return hierarchy.matmul_reduce_scatter(found, a, b, scatter_dim, *more)  # type: ignore[arg-type]
-        return reduce_scatter.run(found, a, b, scatter_dim, *more)  # type: ignore[arg-type]
+        if len(states) == 1:
+            return reduce_scatter.run(states[0], request)
+        return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
 
 
 def _matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, bias: torch.Tensor | None,
     scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
-    form: str, deadline: float, worker_limit: int,
+    form: Form, deadline: float, worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
-    more = (reduce_op, bias, scale_a, scale_b, out_dtype, fast_accum, form, _deadline(deadline))
+    request = Request(
+        ALL_REDUCE, a, [b], [bias], ["none"], scale_a, [scale_b], 0, reduce_op, out_dtype, fast_accum, form=form,
+        deadline=_deadline(deadline),
+    )  # fmt: skip
     with _limited(worker_limit):
-        return all_reduce.run(of_name(ALL, group), a, b, *more)  # type: ignore[arg-type]
+        return all_reduce.run(states_of(ALL_REDUCE, group), request)
 
 
 for _device in ("CPU", "CUDA"):
@@ -124,10 +131,10 @@ def _(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
 # Autograd -----------------------------------------------------------------------------------------------------------
 #
 # The two are each other's transpose: the gradient of a gathered operand is a matmul + reduce-scatter, that of a
-# scattered one an all-gather + matmul, and overlaps as the forward does. What was gathered is gathered once more.
+# scattered one an all-gather + matmul, and overlaps as the forward does. The backward pass gathers the shards again.
 
 
-def _refuse(op: str, **tensors: torch.Tensor | None) -> None:
+def _refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise RuntimeError(f"{op}: {name} requires a gradient; scales, and operands that have some, get none")
@@ -136,11 +143,11 @@ def _refuse(op: str, **tensors: torch.Tensor | None) -> None:
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a_shard, b, dim, group, bias, activation, scale_a, scale_b, _, _, return_a, *how = inputs
     if scale_a is not None or any(x is not None for x in scale_b):
-        _refuse(GATHER, a_shard=a_shard, scale_a=scale_a, **{f"b[{i}]": x for i, x in enumerate(b)})
+        _refuse_gradients(GATHER, a_shard=a_shard, scale_a=scale_a, **{f"b[{i}]": x for i, x in enumerate(b)})
         ctx.set_materialize_grads(False)
     ctx.save_for_backward(a_shard, *b, *bias)
     ctx.count, ctx.dim, ctx.group, ctx.activation = len(b), dim, group, list(activation)
-    ctx.return_a, ctx.how = return_a, how  # form, deadline and limit: the backward's, too
+    ctx.return_a, ctx.how = return_a, how  # form, deadline and limit, which the backward pass uses, too
 
 
 def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -154,7 +161,7 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
             a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, True, *ctx.how
         )  # fmt: skip
     before = [
-        _before(grad, whole, weight, added, activation, ctx.how[-1])
+        _before_activation(grad, whole, weight, added, activation, ctx.how[-1])
         for grad, weight, added, activation in zip(grads, b, bias, ctx.activation, strict=True)
     ]
     summed = torch.cat(before, -1) if len(before) > 1 else before[0]
@@ -163,7 +170,7 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
         summed, weights.mT, ctx.dim, "sum", ctx.group, None, None, None, None, True, *ctx.how
     )  # fmt: skip
     if ctx.return_a:
-        shard = shard + sum_of_shards(GATHER, ctx.group, grad_a, ctx.dim)
+        shard = shard + sum_of_parts(GATHER, ctx.group, grad_a, ctx.dim)
     of_b = [None] * len(b) if whole is None else [_weight(whole, grad, ctx.how[-1]) for grad in before]
     of_bias = [
         g.sum(dim=tuple(range(g.dim() - 1))).to(x.dtype) if x.numel() else torch.zeros_like(x)
@@ -172,11 +179,11 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
     return shard, of_b, None, None, of_bias, *[None] * 9
 
 
-def _before(
+def _before_activation(
     grad: torch.Tensor, whole: torch.Tensor | None, b: torch.Tensor, bias: torch.Tensor, activation: str,
     worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient before the activation, whose input is computed once more."""
+    """The gradient with respect to the activation's input, which is recomputed."""
     if activation == "none" or whole is None:
         return grad
     wide = torch.float64 if b.dtype == torch.float64 else torch.float32
@@ -200,7 +207,7 @@ def _weight(a: torch.Tensor, grad: torch.Tensor, worker_limit: int) -> torch.Ten
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
     if scale_a is not None or scale_b is not None:
-        _refuse(SCATTER, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        _refuse_gradients(REDUCE_SCATTER, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     ctx.save_for_backward(a, b)
     ctx.dim, ctx.reduce_op, ctx.group, ctx.how = dim, reduce_op, group, how
     ctx.bias = None if bias is None else bias.dtype
@@ -221,7 +228,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _all_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, reduce_op, group, bias, scale_a, scale_b, *_, worker_limit = inputs
     if scale_a is not None or scale_b is not None:
-        _refuse(ALL, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        _refuse_gradients(ALL_REDUCE, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     ctx.save_for_backward(a, b)
     ctx.reduce_op, ctx.group, ctx.worker_limit = reduce_op, group, worker_limit
     ctx.bias = None if bias is None else bias.dtype
@@ -230,7 +237,7 @@ def _all_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
-    # What each rank makes of the sum adds up, as its parts did.
+    # Each rank's gradient of the sum contributes to every operand's.
     total = torch.ops.tilestream.sum_over_ranks.default(grad, ctx.group)
     if ctx.reduce_op == "avg":
         total = total / world_of(ctx.group)

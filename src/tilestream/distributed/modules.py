@@ -1,4 +1,4 @@
-"""The two halves of a tensor-parallel layer with sequence parallelism, as modules: gather into a matmul, and back."""
+"""The two halves of a tensor-parallel layer with sequence parallelism, as modules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import torch
 from torch import nn
 
-from tilestream.distributed.all_gather import all_gather_matmul
+from tilestream.distributed.api import all_gather_matmul, matmul_reduce_scatter
 from tilestream.distributed.group_state import Group, place_of
-from tilestream.distributed.reduce_scatter import matmul_reduce_scatter
 
 
 def _share(name: str, what: str, features: int, world: int) -> int:
@@ -19,7 +18,7 @@ def _share(name: str, what: str, features: int, world: int) -> int:
 
 
 class _ParallelLinear(nn.Module):
-    """What both have: this rank's share of a weight, and a bias."""
+    """A Linear with this rank's share of a weight, and a bias."""
 
     bias: nn.Parameter | None
 
@@ -41,10 +40,10 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A Linear whose outputs are divided between ranks.
+    """A Linear whose output features are divided between the ranks.
 
     ``[..., rows / world, ..., K]`` to ``[..., rows, ..., N / world]``. The rows are gathered while the matmul runs; the
-    backward pass scatters the input's gradient likewise.
+    backward pass reduce-scatters the input's gradient likewise.
 
     Parameters
     ----------
@@ -62,7 +61,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises
     ------
     ValueError
-        If N cannot be divided.
+        If N is not a multiple of the number of ranks.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def of(
         cls, linear: nn.Linear, *, dim: int = 0, group: Group = None, activation: str | None = None
     ) -> ColumnParallelLinear:
-        """Of ``linear``, this rank's share."""
+        """From this rank's share of ``linear``."""
         (rank, world), weight, bias = place_of("ColumnParallelLinear", group), linear.weight, linear.bias
         made = cls(
             linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, activation=activation,
@@ -90,7 +89,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All rows' outputs, of this rank's columns."""
+        """The outputs of all rows, for this rank's columns."""
         result = all_gather_matmul(
             x, self.weight.t(), gather_dim=self.dim, group=self.group, bias=self.bias, activation=self.activation
         )
@@ -99,11 +98,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A Linear whose inputs are divided between ranks.
+    """A Linear whose input features are divided between the ranks.
 
     ``[..., rows, ..., K / world]`` to ``[..., rows / world, ..., N]``. The ranks' parts of the sum are sent while the
     matmul runs; the backward pass gathers the gradient likewise. The bias is added to each rank's own rows, so its
-    gradient is of those rows: add it up over ranks, as that of every parameter in a sequence-parallel region.
+    gradient covers only those: sum it over the ranks, like every parameter's in a sequence-parallel region.
 
     Parameters
     ----------
@@ -115,7 +114,7 @@ class RowParallelLinear(_ParallelLinear):
     Raises
     ------
     ValueError
-        If K cannot be divided.
+        If K is not a multiple of the number of ranks.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class RowParallelLinear(_ParallelLinear):
 
     @classmethod
     def of(cls, linear: nn.Linear, *, dim: int = 0, group: Group = None) -> RowParallelLinear:
-        """Of ``linear``, this rank's share."""
+        """From this rank's share of ``linear``."""
         (rank, world), weight, bias = place_of("RowParallelLinear", group), linear.weight, linear.bias
         made = cls(
             linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, device=weight.device,

@@ -1,21 +1,21 @@
-"""What a gather or a sum over several nodes costs: a model of its bandwidths. No torch here.
+"""A bandwidth model of a gather or a reduce-scatter over several nodes. No torch here.
 
-A *node* is what GPUs reach each other in by NVLink; between nodes each GPU has a NIC of its own. With ``S`` bytes of a
-rank's shard, ``nodes`` of ``local`` GPUs each:
+Inside a *node* GPUs reach each other by NVLink; between nodes each GPU has its own NIC. With ``S`` bytes of a rank's
+shard and ``nodes`` nodes of ``local`` GPUs:
 
-- between nodes a GPU receives the shards of its like in the other nodes: ``(nodes - 1) * S``, through its NIC;
-- inside a node it receives, of each node's shards, those of its peers: ``nodes * (local - 1) * S``, by NVLink.
+- between nodes a GPU receives the shards of its counterparts in the other nodes: ``(nodes - 1) * S``, through its NIC;
+- inside its node it receives its peers' shards of each node's rows: ``nodes * (local - 1) * S``, by NVLink.
 
-So a shard crosses between two nodes once, and not once for each of the ``local`` GPUs there that need it.
+So a shard crosses between two nodes once, not once for each of the ``local`` GPUs that need it.
 
-A call is ``nodes`` steps: the own node's rows first, then those of the node before, and so on, as they come in. A step
-is a gather inside the node beside its matmul, and takes the longer of the two. A step's shard is there when the NIC has
-brought as many shards::
+A call has ``nodes`` steps: the own node's rows first, then those of the node before, and so on, in the order of
+arrival. A step is a gather inside the node beside its matmul, and takes the longer of the two. A step's shard has
+arrived when the NIC has received that many shards::
 
     there(0) = 0;  there(j) = j * S / nic
     end(j) = max(end(j - 1), there(j)) + max(matmul / nodes, (local - 1) * S / nvlink)
 
-The sum is the same, read from its end to its beginning.
+A reduce-scatter is the same in reverse.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ NIC, NVLINK = 50e9, 450e9
 
 @dataclass(frozen=True)
 class NodeModel:
-    """A call over several nodes; see the module.
+    """The model of a call; see the module.
 
     Attributes
     ----------
     nodes, local
-        How many, and the GPUs of one.
+        The number of nodes, and of GPUs in one.
     shard_bytes
-        Of one rank.
+        Bytes of one rank's shard.
     matmul
-        Seconds of a GPU's matmul by itself, of all rows.
+        Seconds of a GPU's matmul of all rows, alone.
     nic, nvlink
-        Bytes a second and direction of a GPU.
+        Bytes a second of a GPU in each direction.
     """
 
     nodes: int
@@ -64,17 +64,17 @@ class NodeModel:
 
     @property
     def flat_bytes(self) -> int:
-        """Bytes that it would receive through its NIC if every rank sent its shard to every other by itself."""
+        """Bytes that a GPU would receive through its NIC if each rank sent its shard to every other rank."""
         return (self.nodes - 1) * self.local * self.shard_bytes
 
     @property
     def floor(self) -> float:
-        """Seconds that no order of the same transfers goes below: the longest of matmul, NIC and NVLink."""
+        """A lower bound in seconds for any order of the transfers: the longest of matmul, NIC and NVLink."""
         return max(self.matmul, self.between_bytes / self.nic, self.inside_bytes / self.nvlink)
 
     @property
     def seconds(self) -> float:
-        """Of a call, as it is run."""
+        """Modelled seconds of a call."""
         step = max(self.matmul / self.nodes, (self.local - 1) * self.shard_bytes / self.nvlink)
         end = 0.0
         for j in range(self.nodes):
@@ -83,16 +83,16 @@ class NodeModel:
 
     @property
     def unfused(self) -> float:
-        """Seconds of the three one after the other."""
+        """Seconds of the three without overlap."""
         return self.between_bytes / self.nic + self.inside_bytes / self.nvlink + self.matmul
 
     @property
     def hidden(self) -> bool:
-        """Whether what goes between nodes is hidden behind the matmuls: a shard comes in no later than a step ends."""
+        """Whether the matmuls hide the transfers between nodes: each shard arrives before its step begins."""
         return self.shard_bytes / self.nic <= self.matmul / self.nodes
 
     def explain(self) -> list[tuple[str, str]]:
-        """In words."""
+        """The model in words."""
         sent = f"{self.between_bytes / 1e6:.4g} MB through the NIC, {self.inside_bytes / 1e6:.4g} MB by NVLink"
         how = "hidden behind the matmul" if self.hidden else "longer than the matmul beside it"
         return [
@@ -111,16 +111,16 @@ class NodeModel:
 
 
 def columns_to_hide(itemsize: int, flops: float, local: int, nic: float = NIC) -> float:
-    """Columns of B on a GPU from which on the NIC is hidden, whatever the rows, K and the number of nodes.
+    """The least columns of B on a GPU that hide the NIC, for any number of rows, K and number of nodes.
 
     A shard of ``r`` rows is ``r * K * itemsize`` bytes, a step's matmul ``2 * local * r * N * K`` operations: what is
-    left is ``N >= itemsize * flops / (2 * local * nic)``. The same of a sum, whose rows have N and whose matmul K.
+    left is ``N >= itemsize * flops / (2 * local * nic)``. For a reduce-scatter, N and K are exchanged.
     """
     return itemsize * flops / (2 * local * nic)
 
 
 def explain(nodes: int, case: Case) -> list[tuple[str, str]]:
-    """Of a call over ``nodes`` nodes, in words; ``case`` is of the ranks of one."""
+    """The model of a call over ``nodes`` nodes in words; ``case`` is of the ranks of one."""
     rates = table()["rates"].get(case.device)
     if rates is None or case.device == "cpu":
         return [("nodes", f"{nodes}, each a step")]
@@ -130,16 +130,16 @@ def explain(nodes: int, case: Case) -> list[tuple[str, str]]:
 def model(
     nodes: int, local: int, rows: int, width: int, itemsize: int, n: int, k: int, rates: dict[str, Any]
 ) -> NodeModel:
-    """Of a call.
+    """The model of a call.
 
     Parameters
     ----------
     rows, width, itemsize
-        Of a rank's shard: of what travels.
+        Of a rank's shard, which travels.
     n, k
         Columns of all B together, and the length of the sums that a rank computes.
     rates
-        Of the device: see ``table.json``.
+        The device's: see ``table.json``.
     """
     flops = rates["flops"] * (2 if itemsize == 1 else 1)
     return NodeModel(nodes, local, rows * width * itemsize, 2.0 * nodes * local * rows * n * k / flops)

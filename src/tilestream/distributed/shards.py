@@ -1,4 +1,4 @@
-"""Where each rank's rows are in the whole, and the chunks that they travel in. No torch here."""
+"""Where each rank's rows are among the gathered rows, and the chunks in which they travel. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilestream.arrival.arrival import Arrival
 
 
 class Part(NamedTuple):
-    """A part of a rank's shard that travels as a whole: rows [begin, end) of one batch; ``chunk`` in the whole."""
+    """Rows ``[begin, end)`` of one batch of a shard, which travel as one chunk; ``chunk`` counts over all ranks."""
 
     batch: int
     begin: int
@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """A tensor cut along a dimension before its last, seen as ``[batches, world, rows, width]``.
+    """A tensor that is cut along a dimension before its last, viewed as ``[batches, world, rows, width]``.
 
     Attributes
     ----------
@@ -30,11 +30,12 @@ class Shards:
     world
         Ranks.
     rows
-        Of a shard in one batch: product of the shard's dimensions from the one that is cut on, without the last.
+        Rows of a shard in one batch: the product of the shard's dimensions from the one that is cut to the last but
+        one.
     width
         The last dimension.
     parts
-        Chunks that a shard has in each batch.
+        Chunks of a shard in each batch.
     """
 
     batches: int
@@ -45,19 +46,24 @@ class Shards:
 
     @classmethod
     def of(cls, shard: Sequence[int], dim: int, world: int, parts: int = 1) -> Shards:
-        """Of a shard of this shape."""
+        """From the shape of one shard."""
         batches, rows = math.prod(shard[:dim]), math.prod(shard[dim:-1])
         return cls(batches, world, rows, shard[-1], max(1, min(parts, rows)))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The whole."""
+        """The shape of all shards together."""
         return self.batches, self.world, self.rows, self.width
 
     @property
     def total(self) -> int:
-        """Rows of the whole."""
+        """Rows of all shards together."""
         return self.batches * self.world * self.rows
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all shards together."""
+        return self.batches * self.world * self.parts
 
     def of_rank(self, rank: int) -> Iterator[Part]:
         """The parts of a rank's shard, in the order in which they travel."""
@@ -67,22 +73,21 @@ class Shards:
                 yield Part(batch, begin, end, (batch * self.world + rank) * self.parts + part)
 
     def place(self, rank: int, part: Part) -> tuple[int, int]:
-        """Where a part of a rank's shard begins in the whole, and how long it is: in rows."""
+        """A part's first row among all ranks' rows, and its number of rows."""
         return (part.batch * self.world + rank) * self.rows + part.begin, part.end - part.begin
 
     def bounds(self) -> tuple[int, ...]:
-        """First row of each chunk of the whole, then its number of rows."""
+        """The first row of each chunk, then the number of rows."""
         shards = range(self.batches * self.world)
         return (*(s * self.rows + self.rows * i // self.parts for s in shards for i in range(self.parts)), self.total)
 
     def rank_of(self, chunk: int) -> int:
-        """Whose shard a chunk is of."""
+        """The rank whose shard a chunk is part of."""
         return chunk // self.parts % self.world
 
     def arrival(self, rank: int, device: str | None = None) -> Arrival:
-        """The whole's rows as they come in on ``rank``, which begins with its own."""
+        """The arrival of all shards on ``rank``, which starts with its own."""
         pivot = rank * self.parts
         if self.rows and self.rows % self.parts == 0:
-            count = self.batches * self.world * self.parts
-            return Arrival.uniform(self.rows // self.parts, count, pivot, device=device)
+            return Arrival.uniform(self.rows // self.parts, self.chunks, pivot, device=device)
         return Arrival.ragged(self.bounds(), pivot, device=device)

@@ -1,7 +1,7 @@
-"""What torch's compiler has left of a group's collectives, and why: places in compiled graphs where nothing overlaps.
+"""The collectives that torch's compiler has left unfused, with the reason for each.
 
-Its async-TP pass replaces a collective and the matmuls beside it by one op, and says nothing of those that it passes
-over. So a pass of ours comes behind it and looks at what is still there. It changes nothing.
+The compiler's async-TP pass replaces a collective and its adjacent matmuls by one op, and does not report the
+collectives that it skips. A pass behind it finds them in the compiled graph, which it does not change.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-#: What only looks at the same numbers otherwise, by the name of the op.
-_SEEN_THROUGH = frozenset({
+#: Ops that only rearrange their input, by name.
+_TRANSPARENT = frozenset({
     "wait_tensor", "view", "_unsafe_view", "reshape", "split", "split_with_sizes", "cat", "permute", "transpose", "t",
     "slice", "select", "squeeze", "unsqueeze", "clone", "expand", "convert_element_type", "_to_copy",
     "force_stride_order",
 })  # fmt: skip
-#: Matmuls, by the name of the op.
+#: Matmuls, by name.
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
-#: Those that add something in the same op; what adds, and what else a product passes on its way to a sum.
+#: Matmuls that also add; ops that add; ops that scale a product on its way to a sum.
 _ADDING = {"addmm", "baddbmm"}
 _SUMS, _SCALINGS = frozenset({"add", "sub"}), frozenset({"mul", "div", "neg"})
 _WITH_BIAS = (
@@ -31,17 +31,17 @@ _WITH_BIAS = (
 )
 
 
-class Place(NamedTuple):
-    """A collective that is still there.
+class UnfusedCollective(NamedTuple):
+    """A collective that is not fused.
 
     Attributes
     ----------
     group
         The group's name.
     op, what
-        The collective, and the shape and dtype of what goes into it.
+        The collective, and the shape and dtype of its input.
     why
-        Why it is.
+        Why it is not fused.
     """
 
     group: str
@@ -50,8 +50,8 @@ class Place(NamedTuple):
     why: str
 
 
-def places(graph: Graph) -> Iterator[Place]:
-    """The gathers and the scatters of ``graph``, and all-reduces of a product: none of them overlaps a matmul."""
+def unfused_collectives(graph: Graph) -> Iterator[UnfusedCollective]:
+    """The gathers and scatters of ``graph``, and its all-reduces of a product: none of them overlaps a matmul."""
     reasons: dict[str, Callable[[Node], str | None]] = {
         "all_gather_into_tensor": _why_gathered, "reduce_scatter_tensor": _why_scattered, "all_reduce": _why_reduced,
     }  # fmt: skip
@@ -60,19 +60,19 @@ def places(graph: Graph) -> Iterator[Place]:
         if name in reasons and _is_functional(node):
             why = reasons[name](node)
             if why is not None:
-                given = _what(node.args[0])
-                yield Place(str(node.args[-1]), name, given or f"to {_what(node) or '?'}", why)
+                given = _shape_of(node.args[0])
+                yield UnfusedCollective(str(node.args[-1]), name, given or f"to {_shape_of(node) or '?'}", why)
 
 
 def _why_gathered(node: Node) -> str:
-    found, between = _behind(node)
+    found, between = _consumers(node)
     if not found:
         return "no matmul reads what is gathered"
-    return _passed_over(found[0], between)
+    return _skipped(found[0], between)
 
 
 def _why_scattered(node: Node) -> str:
-    found, between = _before(node, _SEEN_THROUGH | _SUMS | _SCALINGS)
+    found, between = _producers(node, _TRANSPARENT | _SUMS | _SCALINGS)
     if not found:
         return "no matmul makes what is scattered"
     product = found[0]
@@ -84,25 +84,25 @@ def _why_scattered(node: Node) -> str:
         )
     if len(product.users) > 1:
         return "something else reads the product too, which the fused op does not give"
-    return _passed_over(product, between)
+    return _skipped(product, between)
 
 
 def _why_reduced(node: Node) -> str | None:
-    found, _ = _before(node, _SEEN_THROUGH | _SUMS)
+    found, _ = _producers(node, _TRANSPARENT | _SUMS)
     if not found:
         return None
     return "all ranks get the sum of a product: torch's pass knows gathers and scatters, as SequenceParallel makes them"
 
 
 def _adds_more_than_a_bias(matmul: Node) -> bool:
-    """Of an op that adds in one go, as the compiler makes it of a sum of a product and something else, too."""
+    """Whether a fused matmul-and-add adds a matrix: the compiler makes such an op from any sum with a product."""
     added = matmul.args[0] if _name(matmul) in _ADDING else None
     value = added.meta.get("val") if isinstance(added, Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 1
 
 
 def _products(matmuls: list[Node]) -> int:
-    """How many products a sum has: an op that adds may add one to another."""
+    """The number of products in a sum: a matmul that adds may add another product."""
     seen: set[Node] = set()
     todo = list(matmuls)
     while todo:
@@ -111,11 +111,11 @@ def _products(matmuls: list[Node]) -> int:
             continue
         seen.add(one)
         if _name(one) in _ADDING and isinstance(added := one.args[0], Node):
-            todo += [added] if _name(added) in _MATMULS else _before(added, _SEEN_THROUGH | _SUMS)[0]
+            todo += [added] if _name(added) in _MATMULS else _producers(added, _TRANSPARENT | _SUMS)[0]
     return len(seen)
 
 
-def _passed_over(matmul: Node, between: list[str]) -> str:
+def _skipped(matmul: Node, between: list[str]) -> str:
     name = _name(matmul)
     if name in _ADDING:
         return _WITH_BIAS.format(name)
@@ -123,13 +123,13 @@ def _passed_over(matmul: Node, between: list[str]) -> str:
     return f"torch's pass did not take it; between it and the matmul ({name}) there is: {way}"
 
 
-def _behind(node: Node) -> tuple[list[Node], list[str]]:
-    """Matmuls that read what a node gives, and what stands between."""
-    return _walk(node, lambda one: list(one.users), _SEEN_THROUGH)
+def _consumers(node: Node) -> tuple[list[Node], list[str]]:
+    """The matmuls that read a node's output, and the ops in between."""
+    return _walk(node, lambda one: list(one.users), _TRANSPARENT)
 
 
-def _before(node: Node, through: frozenset[str]) -> tuple[list[Node], list[str]]:
-    """Matmuls that a node's input is made of, and what stands between."""
+def _producers(node: Node, through: frozenset[str]) -> tuple[list[Node], list[str]]:
+    """The matmuls that a node's input is computed from, and the ops in between."""
 
     def step(one: Node) -> list[Node]:
         made_of = list(one.all_input_nodes)
@@ -158,7 +158,7 @@ def _walk(node: Node, step: Callable[[Node], list[Node]], through: frozenset[str
 
 
 def _name(node: Node) -> str:
-    """The op's name without its overload; empty where the node calls none."""
+    """The op's name without its overload; empty if the node calls no op."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return ""
@@ -169,33 +169,33 @@ def _is_functional(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
 
 
-def _what(node: Any) -> str:
-    """Shape and dtype; empty where torch does not say: its passes make nodes without."""
+def _shape_of(node: Any) -> str:
+    """Shape and dtype; empty if unknown: torch's passes make nodes without metadata."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, torch.Tensor):
         return ""
     return f"{list(value.shape)}, {value.dtype}".replace("torch.", "")
 
 
-class Look(CustomGraphPass):
-    """The pass: it tells ``tell`` of each place, behind the caller's own pass, if there is one.
+class UnfusedPass(CustomGraphPass):
+    """The pass: calls ``report`` with each unfused collective, behind the caller's own pass ``before``, if any.
 
-    A graph that comes from the compiler's cache is not looked at.
+    Graphs from the compiler's cache do not pass through it.
     """
 
-    def __init__(self, tell: Callable[[Place], None], before: Any = None) -> None:
-        self.tell, self.before = tell, before
+    def __init__(self, report: Callable[[UnfusedCollective], None], before: Any = None) -> None:
+        self.report, self.before = report, before
         several = before if isinstance(before, (list, tuple)) else [before]
         self._others = [one for one in several if one is not None]
 
     def __call__(self, graph: Graph) -> None:
-        """Look at a graph that is about to be compiled."""
+        """Examine a graph that is about to be compiled."""
         for other in self._others:
             other(graph)
-        for place in places(graph):
-            self.tell(place)
+        for found in unfused_collectives(graph):
+            self.report(found)
 
     def uuid(self) -> Any:
-        """What the compiler's cache knows it by; None: graphs with the caller's pass are not kept."""
+        """The pass's key in the compiler's cache; None, and graphs are not cached, if the caller's pass has none."""
         known = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]
-        return None if None in known else ("tilestream.left_over", *map(str, known))
+        return None if None in known else ("tilestream.unfused_report", *map(str, known))

@@ -5,7 +5,8 @@ from tilestream.plan.api import SCHEDULES, plan
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import attention_plan, plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
-from tilestream.plan.plan import Plan, Refusal
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.roofline import Floor

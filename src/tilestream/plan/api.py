@@ -10,14 +10,15 @@ from typing import get_args
 
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
-from tilestream.core.gpu_specs import KNOWN, named
+from tilestream.core.gpu_specs import GPU_SPECS, named
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.hooks import hooks
 from tilestream.plan.limit import limit
-from tilestream.plan.plan import Plan, Refusal
+from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
 from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_name
@@ -281,7 +282,7 @@ def device_properties(device: object) -> DeviceProperties:
         return found
     raise NotImplementedError(
         f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
-        f"torch.matmul there. Without the device there are plans for {', '.join(KNOWN)}"
+        f"torch.matmul there. Without the device there are plans for {', '.join(GPU_SPECS)}"
     )
 
 

@@ -1,9 +1,8 @@
-"""Arrival order: whether a plan's items are taken as their chunks arrive, or in the raster's order whatever arrives.
+"""Arrival order: whether a plan's items are taken as their chunks arrive, or in the raster's order.
 
-A late chunk holds up nobody who takes items as they become ready, and there is next to nothing to pay: an item costs
-one atomic add, as it does of a single queue; a queue (all tiles that read the same chunks) costs each worker a look at
-its chunks, an atomic max, and the void ticket by which it finds that queue empty. So each dynamic schedule of one
-operand that arrives has it, unless something stands against it.
+A late chunk then delays only the tiles that read it, at little cost: an item costs one atomic add, as with a single
+queue; a queue (all tiles that read the same chunks) costs each worker a poll of its chunks, an atomic max, and the void
+ticket that shows it empty. So dynamic schedules with one arriving operand have it, but for the reasons below.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from tilestream.core.schedule import MOST_QUEUES
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.problem import Problem, gate_of
 
-#: Orders that have a name: as chunks arrive, and from the pivot on whatever arrives.
+#: Orders by name: as chunks arrive, and from the pivot on in the raster's order.
 OrderName = Literal["arrival", "chunk_major"]
 
 
 def in_arrival_order(
     problem: Problem, backend: str, best: Candidate, own_order: bool, named: str | None, queues: int | None
 ) -> tuple[Candidate, str]:
-    """A candidate with its items taken as their chunks arrive; or as it is, and why not.
+    """The candidate in arrival order; or unchanged, and why not.
 
     Parameters
     ----------
     own_order
-        Whether the caller has an order of tiles of their own.
+        Whether the caller gives an order of tiles.
     named
         One of `OrderName`, or None for the plan's choice.
     queues
-        As the caller forces them.
+        The number that the caller forces.
 
     Raises
     ------

@@ -1,15 +1,15 @@
 """How many heads attention takes at a time: as many as L2 keeps the keys of, and so that the last ones end together.
 
-Under a causal mask a head's first tile is its longest. Heads are taken in groups, and in a group the longest tiles
-first, so its last tiles are short and its workers end together, if it has several tiles for each of them. The last
-group has what heads are left, and with few of them its tiles are one a worker: all wait for the longest. 32 heads of 64
-tiles in groups of 5 leave 2, and 5 % of the time; of 32 tiles, whose work is half as long, 13 %. In groups of 4 nobody
-waits. So it is where a queue hands out the tiles; a static grid has other troubles.
+Under a causal mask a head's first tile is its longest. Heads are taken in groups, the longest tiles of a group first,
+so a group's last tiles are short, and its workers end together if each has several tiles. The last group has the heads
+that are left; with few of them each worker has one tile, and all wait for the longest. 32 heads of 64 tiles in groups
+of 5 leave 2 heads, which costs 5 % of the time; with 32 tiles, half as long, 13 %. With groups of 4 no worker idles.
+This holds for dynamic schedules; a static grid is limited by other effects.
 
-Which sizes end evenly is followed on a model of the queue. Of sizes that were timed on an H100 and an H200, with 512 to
-4k keys (``benchmarks/results/gpu_attention_sizes.json``), it puts those that lose 4 % and more in their place, but for
-those that crowd L2, on an H100 from 16 MB on: what these lose is for the caller to say. Powers of two are always looked
-at: most of those between 8 and 17 MB were within 2 % of the fastest.
+A model of the queue finds the sizes that end evenly. Of the sizes timed on an H100 and an H200 with 512 to 4k keys
+(``benchmarks/results/h100/attention_sizes.json``) it ranks those that lose 4 % and more correctly, except those that
+crowd L2 (on an H100 from 16 MB on): the caller says what these lose. Powers of two are always tried: most of those
+between 8 and 17 MB were within 2 % of the fastest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tilestream.core.schedule import Kind
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import ITEMSIZE
 
-#: Share of a launch that is not worth a smaller group; sizes that are looked at beside powers of two, at most; tiles a
-#: worker that are followed, the last ones; and with how many the longest are no matter: each is twice the average.
+#: Share of a launch that does not pay for a smaller group; sizes tried beside powers of two, at most; tiles a worker
+#: that the model follows, the last ones; and tiles a worker beyond which a tile of twice the average does not matter.
 _LITTLE, _SIZES, _FOLLOWED, _CERTAIN = 0.01, 6, 24, 200
 
 
 def heads_kept(problem: AttentionProblem, pack: int, room: float) -> int:
-    """Columns of the grid of tiles, of ``pack`` query heads each, whose keys and values so many bytes hold.
+    """Columns of the grid of tiles, of ``pack`` query heads each, whose keys and values fit into ``room`` bytes.
 
-    Those that share a head of keys come together, if there is room for it or not.
+    At least all those that share one head of keys.
     """
     bytes_of_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype])
     return max(1, int(room // bytes_of_head)) * _sharing(problem, pack)
@@ -41,10 +41,10 @@ def heads_together(
     problem: AttentionProblem, kind: Kind, rows: int, pack: int, room: float, workers: int, block: int, beside: float,
     crowding: float = 0.0,
 ) -> int:  # fmt: skip
-    """How many columns make a group: `heads_kept`, or some fewer, at least half.
+    """How many columns make a group: `heads_kept`, or fewer, down to half.
 
-    The former where no queue hands out the tiles, and where they are alike, or nobody knows: sequences with lengths of
-    their own. If groups can be crowded, what half of the room holds then.
+    `heads_kept` for static grids, for tiles that take equally long, and for sequences whose lengths the host does not
+    know; of half the room if groups can be crowded.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ def heads_together(
     block, beside
         Keys of a block; what a tile costs beside its blocks, in blocks.
     crowding
-        Share of a launch that is lost where a group's keys take all of the room, and not half of it or less. Without
-        any, a smaller group has to be worth it.
+        Share of a launch that is lost where a group's keys take all of the room instead of at most half. 0: only a
+        gain of more than `_LITTLE` makes the group smaller.
     """
     positions, heads = rows // pack, problem.batch * problem.heads_q // pack
     kept = heads_kept(problem, pack, room)
@@ -71,7 +71,7 @@ def heads_together(
     costs = [blocks + beside for blocks in _blocks(problem, positions, block)]
     whole = heads * sum(costs) / workers
     best, least = most, float("inf")
-    # Each is followed for up to some milliseconds. Crowded ones go last: then crowding alone may rule them out.
+    # Following one takes up to some milliseconds. Crowded sizes come last, since crowding alone may rule them out.
     for group in reversed(sizes) if crowding else sizes:
         crowded = crowding * max(0.0, 2 * group / kept - 1)
         enough = crowded > least if crowding else least < _LITTLE
@@ -85,7 +85,7 @@ def heads_together(
 
 
 def _sizes(most: int, unit: int) -> list[int]:
-    """Sizes of groups of so many units, the largest first: some between ``most`` and half of it, and powers of two."""
+    """Multiples of ``unit``, the largest first: some from ``most`` to its half, and powers of two."""
     units = most // unit
     power = 1 << units.bit_length() - 1
     found = {*range(units, units // 2, -cdiv(units, 2 * _SIZES)), power, power // 2}
@@ -112,9 +112,9 @@ def _blocks(problem: AttentionProblem, positions: int, block: int) -> list[int]:
 
 
 def _lost(costs: list[float], heads: int, group: int, workers: int) -> float:
-    """How much longer than on average the last worker is there, each taking the next tile when it is done with one.
+    """Time from the workers' average end to the last one's, each taking the next tile when it has finished one.
 
-    The last tiles decide: those before them end at about the same time.
+    Only the last tiles are followed: those before them end at about the same time.
     """
     tiles, until = len(costs) * heads, [0.0] * workers
     for tile in range(max(0, tiles - _FOLLOWED * workers), tiles):

@@ -11,71 +11,63 @@ from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.attention_problem import AttentionProblem
-from tilestream.plan.plan import Refusal
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.explain import Lines, table
+from tilestream.plan.roofline import Floor
 
 
 @dataclass(frozen=True)
 class AttentionCandidate:
-    """A way to run a problem, and what the device's cost model says it costs.
+    """A way to run a problem, and what the device's cost model expects of it.
 
     Attributes
     ----------
+    variant
+        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``turns`` or
+        ``apart``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
+        ``staged``, whether copies go past the registers or through them.
     block
         ``(block_m, block_n)``: rows of a tile, and keys of a block.
+    schedule
+        Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
+        are positions of the list that the call makes of them, longest first, some of which are void.
+    predicted
+        Seconds that the cost model expects, with everything arrived.
     pack
         Query heads of one head of keys that share a tile's rows.
     warps, stages
         Of a worker, and of its ring; 0 where the backend has none.
     shares
-        Into how many shares a tile's keys are split.
-    """
-
-    variant: str
-    block: tuple[int, int]
-    schedule: Schedule
-    seconds: float
-    pack: int = 1
-    warps: int = 0
-    stages: int = 0
-    shares: int = 1
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """How a problem is run: every knob, in one place. See `AttentionCandidate` for those of the kernel.
-
-    Attributes
-    ----------
-    backend
-        Which package of `tilestream.kernels` runs it.
-    variant
-        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.Plan`; on Hopper ``turns`` or ``apart``:
-        whether a worker's consumers take turns at starting their multiplications; on CDNA ``direct`` or ``staged``:
-        whether copies go past the registers or through them.
-    schedule
-        Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
-        are positions of the list that the call makes of them, longest first, some of which are void.
-    why, refused
-        Why this, and what else was considered.
-    predicted
-        Seconds the cost model expects, with everything arrived.
-    shares
         Into how many shares the keys of a tile are split; their outputs are joined by a second launch.
     """
 
-    problem: AttentionProblem
-    device: DeviceProperties
-    backend: str
     variant: str
     block: tuple[int, int]
     schedule: Schedule
-    why: str
-    refused: tuple[Refusal, ...]
     predicted: float
     pack: int = 1
     warps: int = 0
     stages: int = 0
     shares: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan(AttentionCandidate):
+    """How a problem is run: every knob, in one place. `AttentionCandidate` has those of the kernel.
+
+    Attributes
+    ----------
+    backend
+        Which package of `tilestream.kernels` runs it.
+    why, refused
+        Why this plan, and what else was considered.
+    """
+
+    problem: AttentionProblem
+    device: DeviceProperties
+    backend: str
+    why: str
+    refused: tuple[Refusal, ...] = ()
 
     @property
     def positions(self) -> int:
@@ -91,6 +83,11 @@ class AttentionPlan:
     def workers(self) -> int:
         """Number of workers."""
         return self.schedule.workers
+
+    @property
+    def floor(self) -> Floor:
+        """What cannot be gone below on this device."""
+        return Floor.of(self.problem, self.device, self.workers)
 
     @property
     def label(self) -> str:
@@ -113,10 +110,7 @@ def of_candidate(
     refused: tuple[Refusal, ...],
 ) -> AttentionPlan:  # fmt: skip
     """A candidate as a plan."""
-    return AttentionPlan(
-        problem, device, backend, found.variant, found.block, found.schedule, why, refused, found.seconds,
-        found.pack, found.warps, found.stages, found.shares,
-    )  # fmt: skip
+    return AttentionPlan(**vars(found), problem=problem, device=device, backend=backend, why=why, refused=refused)
 
 
 def packed_heads(problem: AttentionProblem, rows: int, most: int = sys.maxsize) -> int:
@@ -168,38 +162,16 @@ def schedule_of(
 
 def explain(plan: AttentionPlan) -> str:
     """What was chosen, what was refused and why, and the floor."""
-    p, device = plan.problem, plan.device
+    p, floor = plan.problem, plan.floor
     longest = " at most" if p.varlen or p.lengths else ""
     shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"
     columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
-    lines = [
-        ("device", f"{device.name}, {device.workers} workers ({device.source})"),
-        ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),
-        ("keys", _keys(p)),
-        ("mask", _mask(p)),
-    ]
+    chosen = [("keys", _keys(p)), ("mask", _mask(p))]
     if plan.variant != "inline":
-        lines += _schedule(plan)
-    operations = device.peak(_kind(p), plan.workers)
-    compute, memory = p.operations / operations, p.bytes / device.bandwidth
-    lines += [
-        ("arrival", _arrival(p)),
-        (
-            "floor",
-            f"{p.operations / 1e9:.3g} GFLOP, {p.bytes / 1e6:.3g} MB: {max(compute, memory) * 1e3:.3g} ms, bound by "
-            f"{'operations' if compute >= memory else 'bytes'}",
-        ),
-        ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
-    ]
-    lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused]
-    head = f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}"
-    return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
-
-
-def _kind(problem: AttentionProblem) -> str:
-    if problem.dtype == "float8_e4m3fn":
-        return "fp8"
-    return "tf32" if problem.tf32 and problem.dtype == "float32" else problem.dtype
+        chosen += _schedule(plan)
+    chosen.append(("arrival", _arrival(p)))
+    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB"
+    return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
 
 
 def _keys(p: AttentionProblem) -> str:
@@ -226,7 +198,7 @@ def _mask(p: AttentionProblem) -> str:
     return ", ".join(parts) or "none"
 
 
-def _schedule(plan: AttentionPlan) -> list[tuple[str, str]]:
+def _schedule(plan: AttentionPlan) -> Lines:
     schedule, grid = plan.schedule, plan.schedule.grid
     tiles = f"{grid.num_m} query blocks x {grid.num_n // plan.shares} {'packs' if plan.pack > 1 else 'heads'}"
     if plan.problem.varlen:

@@ -12,12 +12,12 @@ from typing import get_args
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental as unrun
+from tilestream.plan import experimental
 from tilestream.plan.api import default_workers, device_properties
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import limit as current_limit
-from tilestream.plan.plan import Refusal
 from tilestream.plan.planner import NAMES
 from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
 from tilestream.plan.workers import workers_of
@@ -97,15 +97,15 @@ def plan_attention(
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
         why = f"least of {len(found)} candidates in the cost model"
-        if name in unrun.KERNELS:
-            why += f"; {unrun.NOT_RUN}"
+        if name in experimental.KERNELS:
+            why += f"; {experimental.NOT_RUN}"
         refused += (elsewhere,)
-    best = min(found, key=lambda candidate: candidate.seconds)
-    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.seconds)
+    best = min(found, key=lambda candidate: candidate.predicted)
+    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.predicted)
     refused += tuple(
         Refusal(
             other.variant if other.variant != best.variant else f"{other.block[0]} query rows x {other.block[1]} keys",
-            f"the cost model expects {other.seconds * 1e3:.3g} ms, not {best.seconds * 1e3:.3g} ms",
+            f"the cost model expects {other.predicted * 1e3:.3g} ms, not {best.predicted * 1e3:.3g} ms",
         )
         for other in others[:1]
     )
@@ -132,7 +132,7 @@ def _on_gpu(
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
-    why = policy.refusal(problem, device) or unrun.unasked(fast, backend)
+    why = policy.refusal(problem, device) or experimental.refusal(fast, backend)
     if backend != "portable" and not why:
         # Only one of them splits keys.
         more = {"splits": splits} if policy is hopper_attention else {}

@@ -48,7 +48,7 @@ class AttentionProblem:
     heads_q, heads_kv
         Query heads, and heads of keys and values, which ``heads_q // heads_kv`` neighbouring query heads share.
     seqlen_q, seqlen_k
-        Rows of a sequence. Where sequences differ, those of the longest, or a bound of it: nobody asks the device.
+        Rows of a sequence. Where sequences differ, those of the longest, or a bound: the lengths are on the device.
     head_dim, head_dim_v
         Columns of queries and keys, and of values and output; 0: the same.
     dtype
@@ -185,9 +185,27 @@ class AttentionProblem:
         return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
 
     @property
+    def kind(self) -> str:
+        """What the matrix units are fed with: the operands' dtype, ``"fp8"`` or ``"tf32"``."""
+        if self.dtype == "float8_e4m3fn":
+            return "fp8"
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+
+    @property
     def rows(self) -> int:
         """Query rows of all sequences."""
         return self.tokens_q if self.varlen else self.batch * self.seqlen_q
+
+    def unfit(self, most: int) -> str:
+        """Why no fast kernel that counts rows below ``most`` does this, on any GPU; empty if one may."""
+        if not self.positive:
+            return "a scale that is not positive: it takes the largest product for the largest score"
+        if not self.rows or not self.heads_q or not self.heads_kv or not self.seqlen_k or not self.batch:
+            return "there is nothing to load"
+        for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
+            if getattr(self, name) >= most:
+                return f"{name}={getattr(self, name)}; it counts rows in 31 bits"
+        return ""
 
     @property
     def sides(self) -> tuple[int | None, int | None]:

@@ -1,37 +1,79 @@
-"""A way to run a problem: what the policies of all devices make, and compare."""
+"""A way to run a matmul: what policies make and compare, and what a caller can force of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Schedule
+
+
+class Forced(NamedTuple):
+    """What the caller forces of a plan, as arguments of `tilestream.plan`; None: the plan's choice."""
+
+    tile: tuple[int, int] | None = None
+    order: TileOrder | None = None
+    queues: int | None = None
+    shares: int | None = None
+    variant: str | None = None
+    stages: int | None = None
+    registers: tuple[int, int] | None = None
+
+
+#: Nothing is forced.
+FREE = Forced()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An alternative that was considered and not taken, and why."""
+
+    what: str
+    why: str
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a problem, and what the device's cost model says it costs.
+    """A way to run a problem, and what the device's cost model expects of it.
 
     Attributes
     ----------
+    variant
+        ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
+        torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
+        programs, one a worker. Hopper: ``cooperative``, ``ping_pong`` and ``single``, see
+        `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
+    block
+        ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
+    schedule
+        Schedule, raster, workers, queues.
+    predicted
+        Seconds that the cost model expects, with everything arrived.
     warps, stages
-        Of a worker (hopper: of a math loop), and of its ring; 0 where the backend has none.
-    swapped
-        hopper: whether the tensor cores' rows are B's columns.
+        GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
+    swap_ab
+        Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
     strip
-        hopper: columns that go through a C buffer at a time.
+        Hopper: columns of the accumulator that go through a C buffer at a time.
     buffers
-        hopper: C buffers of a math loop.
+        Hopper: C buffers of a math loop.
     registers
-        hopper: of a thread of the load warp, and of the math warps.
+        Hopper: of a thread of the load warp, and of the math warps.
     """
 
     variant: str
     block: tuple[int, int, int]
     schedule: Schedule
-    seconds: float
+    predicted: float
     warps: int = 0
     stages: int = 0
-    swapped: bool = False
+    swap_ab: bool = False
     strip: int = 0
     buffers: int = 0
     registers: tuple[int, int] = (0, 0)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.block[:2]

@@ -1,4 +1,4 @@
-"""Who makes the copies of an operand that a stream offers to the kernel: that, or a copy engine after all."""
+"""Whether the kernel or a copy engine copies an operand that a stream offers to the kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tilestream.plan.problem import Problem
 #: Which operand a kernel copies itself.
 Copies = Literal["none", "rows", "columns"]
 
-#: Workers that copy, until no piece is left. One brings 8 GB/s from pinned memory (32 KiB on their way at once, 4 us
-#: from request to answer); four bring 33, and eight as much as 16 or 32, 44 GB/s: the end of what workers get from an
-#: H200's link, of which its copy engine makes 49 (`benchmarks/results/gpu_stream_copies_h200.json`).
+#: Workers that copy, until no piece is left. One reaches 8 GB/s from pinned memory (32 KiB in flight, 4 us latency),
+#: four 33, and eight 44, as do 16 or 32: workers get no more from an H200's link. Its copy engine reaches 49
+#: (`benchmarks/results/h200/stream_copies.json`).
 COPIERS = 8
 
 #: Backends whose GEMM takes copy items.
@@ -19,7 +19,7 @@ _COPY = ("portable", "hopper")
 
 
 def copied_operand(problem: Problem, backend: str) -> tuple[Copies, str]:
-    """The operand that the kernel copies; and where it leaves one that is offered to a copy engine, why."""
+    """The operand that the kernel copies; and why it leaves one that is offered to a copy engine."""
     rows, columns = (incoming is not None and incoming.copied > 0 for incoming in (problem.rows, problem.columns))
     if not rows and not columns:
         return "none", ""

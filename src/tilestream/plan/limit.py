@@ -1,4 +1,4 @@
-"""How many workers a launch may have: one rule, asked by plans and ops alike.
+"""How many workers a launch may have: one rule for plans and ops.
 
 The least of these that are given counts: ``workers=`` (else the device's own number), each `tilestream.worker_limit`
 block around the call, and TILESTREAM_WORKERS, a limit on all that a process does.
@@ -13,12 +13,12 @@ from contextvars import ContextVar
 
 ENVIRONMENT = "TILESTREAM_WORKERS"
 
-#: Of the ``with`` blocks around; 0: none. In this thread, and what it awaits.
+#: The limit of the enclosing ``with`` blocks, in this thread and what it awaits; 0: none.
 _blocks: ContextVar[int] = ContextVar("tilestream_worker_limit", default=0)
 
 
 def limit() -> int:
-    """The limit on the workers of a launch made here and now; 0 where there is none.
+    """The limit on the workers of a launch in this context; 0: none.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def checked(count: object) -> int:
 
 
 def within(bound: int, workers: int | None, own: int) -> int | None:
-    """Workers to take under a limit of ``bound`` (0: none); None: all ``own`` of the device, which nobody restricts.
+    """Workers to take under a limit of ``bound`` (0: none); None: all ``own`` of the device.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def within(bound: int, workers: int | None, own: int) -> int | None:
 
 @functools.cache
 def _of_environment() -> int:
-    """TILESTREAM_WORKERS as it was when it was first asked for; 0 where it is not set."""
+    """TILESTREAM_WORKERS at its first use; 0 where it is not set."""
     text = os.environ.get(ENVIRONMENT, "")
     if not text:
         return 0

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
-from tilestream.core.schedule import Schedule
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import Candidate, Refusal
 from tilestream.plan.copies import COPIERS, Copies, copied_operand
-from tilestream.plan.explain import explain
+from tilestream.plan.explain import Lines, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.problem import Problem, gate_of
 from tilestream.plan.roofline import Floor
@@ -20,17 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Something that was considered and not taken, and why."""
-
-    what: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a problem is run: every knob, in one place.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Candidate):
+    """How a problem is run: every knob, in one place. `Candidate` has those of the kernel.
 
     Attributes
     ----------
@@ -40,57 +31,18 @@ class Plan:
         What the plan was made for.
     backend
         Which package of `tilestream.kernels` runs it.
-    variant
-        ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
-        torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
-        programs, one a worker. Of those on Hopper, ``cooperative``, ``ping_pong`` and ``single``: see
-        `tilestream.kernels.hopper.gemm`. Of those on CDNA, ``direct`` and ``staged``: see
-        `tilestream.kernels.cdna.ring`.
-    block
-        ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
-    schedule
-        Schedule, raster, workers, queues.
-    why
-        Why this and not another.
-    refused
-        What else was considered.
-    predicted
-        Seconds the cost model expects, with everything arrived.
-    warps, stages
-        GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
-    swapped
-        Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
-    strip
-        Hopper: columns of the accumulator that go through a C buffer at a time.
-    buffers
-        Hopper: C buffers of a math loop.
+    why, refused
+        Why this plan, and what else was considered.
     copiers
         Workers that copy the operand whose copies the kernel makes itself, until no piece is left.
-    registers
-        Hopper: of a thread of the load warp, and of the math warps.
     """
 
     problem: Problem
     device: DeviceProperties
     backend: str
-    variant: str
-    block: tuple[int, int, int]
-    schedule: Schedule
     why: str
-    refused: tuple[Refusal, ...]
-    predicted: float
-    warps: int = 0
-    stages: int = 0
-    swapped: bool = False
-    strip: int = 0
-    buffers: int = 0
+    refused: tuple[Refusal, ...] = ()
     copiers: int = 0
-    registers: tuple[int, int] = (0, 0)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-        return self.block[:2]
 
     @property
     def workers(self) -> int:
@@ -130,7 +82,7 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """What was chosen, what was refused and why, and the floor, for people."""
+        """What was chosen, what was refused and why, and the floor."""
         return explain(self)
 
     def run(
@@ -152,7 +104,7 @@ class Plan:
     ) -> torch.Tensor:
         """Run this plan on operands of its shape; arguments as for `tilestream.matmul`, nothing broadcast.
 
-        Eager, and without autograd: for benchmarks, and for those who choose the plan themselves.
+        Eager, and without autograd: for benchmarks, and for callers that choose the plan.
 
         Parameters
         ----------
@@ -184,8 +136,90 @@ def of_candidate(
 ) -> Plan:  # fmt: skip
     """A candidate as a plan."""
     copied, _ = copied_operand(problem, backend)
+    copiers = 0 if copied == "none" else min(COPIERS, candidate.schedule.workers)
     return Plan(
-        problem, device, backend, candidate.variant, candidate.block, candidate.schedule, why, refused,
-        candidate.seconds, candidate.warps, candidate.stages, candidate.swapped, candidate.strip,
-        candidate.buffers, 0 if copied == "none" else min(COPIERS, candidate.schedule.workers), candidate.registers,
-    )  # fmt: skip
+        **vars(candidate), problem=problem, device=device, backend=backend, why=why, refused=refused, copiers=copiers
+    )
+
+
+def explain(plan: Plan) -> str:
+    """What was chosen, what was refused and why, and the floor."""
+    problem, floor = plan.problem, plan.floor
+    batch = f"{problem.batch} x " if problem.batch > 1 else ""
+    shape = f"{batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}]"
+    chosen = _schedule(plan) if plan.variant != "inline" else []
+    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B"
+    beside = []
+    if plan.device.arch.startswith("gfx"):
+        beside = [("checked", "compiled and checked, not run on an AMD GPU yet")]
+    head = f"matmul {shape}, {_dtypes(plan)} -> {problem.out_dtype}"
+    return table(head, plan, chosen + _arrivals(plan), work, beside)
+
+
+def _dtypes(plan: Plan) -> str:
+    problem = plan.problem
+    a, b = problem.dtypes
+    scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
+    precise = problem.fp8 and not problem.fast_accum and not plan.device.arch.startswith("gfx")
+    emptied = ", added up in float32 every 128 of K" if precise else ""
+    return (a if a == b else f"{a} x {b}") + scaled + emptied
+
+
+def _schedule(plan: Plan) -> Lines:
+    schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
+    queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind != "static" else ""
+    if schedule.split == "strides":
+        queues = " with a queue each: what a static grid would give them, and then others' tiles"
+    remainder = ""
+    if schedule.remainder:
+        remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"
+    first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
+    if schedule.first_batch:
+        first += f" from batch {schedule.first_batch}"
+    order = f"{raster.order}{first}, group {raster.group}"
+    if raster.table is not None:
+        order = f"a table of {len(raster.table)} tiles"
+    ordered = []
+    if schedule.split == "chunks":
+        cost = "an atomic add an item, and for each queue and worker a look at each chunk, an atomic max, a void ticket"
+        ordered = [("order", f"in arrival order, from the first queue whose chunks were seen: {cost}")]
+    split = []
+    if any(plan.registers):
+        load, math = plan.registers
+        split = [("registers", f"of a thread: {load} of the load warp, {math} of the math warps")]
+    return [
+        ("tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"),
+        ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"),
+        ("raster", order),
+        *ordered,
+        *split,
+    ]
+
+
+def _arrivals(plan: Plan) -> Lines:
+    lines = []
+    for name, incoming in (("rows", plan.problem.rows), ("columns", plan.problem.columns)):
+        if incoming is not None:
+            chunks = incoming.chunks
+            size = f"of {chunks.rows_per_chunk} {name}" if chunks.rows_per_chunk else f"of uneven {name}"
+            what = f"{name} in {chunks.count} chunks {size}, pivot {incoming.pivot}"
+            lines.append(("arrival", f"{what}; a tile waits for the chunks it reads"))
+    lines = lines or [("arrival", "none: no gate code runs")]
+    operand, why = copied_operand(plan.problem, plan.backend)
+    if operand != "none":
+        copiers = f"the first {plan.copiers} of {plan.workers} workers that run"
+        what = f"{operand} by the kernel: {copiers} copy until no piece is left, and then take tiles"
+        lines.append(("copies", what))
+    if why:
+        lines.append(("copies", why))
+    if (publishes := plan.problem.publishes) is not None:
+        chunks = publishes.chunks
+        size = f"of {chunks.rows_per_chunk}" if chunks.rows_per_chunk else "of uneven rows"
+        what = f"rows in {chunks.count} chunks {size}, from chunk {publishes.pivot} on"
+        begins = "; a launch that reads them here begins behind the first"
+        if publishes.own_words:  # any program may write those, so no stream waits for one
+            begins = "; a launch that reads them here begins behind the last, since the words are your own (signals=)"
+        if plan.backend == "cpu":
+            begins = ""
+        lines.append(("publish", f"{what}; the worker that completes a chunk signals it{begins}"))
+    return lines

@@ -10,11 +10,10 @@ from typing import get_args
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental as unrun
-from tilestream.plan import tuned
+from tilestream.plan import experimental, tuned
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
-from tilestream.plan.candidate import Candidate
-from tilestream.plan.plan import Plan, Refusal, of_candidate
+from tilestream.plan.candidate import Candidate, Forced, Refusal
+from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import cdna_tiles, cpu, hopper, portable
 from tilestream.plan.problem import Problem
 from tilestream.plan.workers import workers_of
@@ -61,32 +60,26 @@ def plan_problem(
     arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
     count, limited, fewer = workers_of(device, workers, default_workers, limit, arrives)
     refused += fewer
-    forced = [
+    forced = Forced(tile, order, queues, shares, variant, stages, registers)
+    given = [
         name
-        for name, given in (
+        for name, is_given in (
             ("workers", workers), ("a limit of workers", limited and not workers), ("schedule", schedule != "auto"),
             ("tile", tile), ("order", order is not None or named is not None), ("queues", queues), ("shares", shares),
         )
-        if given
+        if is_given
     ]  # fmt: skip
     name, why = device.backend, "least of {} candidates in the cost model"
     if device.backend == "cpu":
-        inline = not arriving and problem.publishes is None and not forced
-        found = list(
-            cpu.candidates(
-                problem, device, count, kinds=kinds, inline=inline, tile=tile, order=order, queues=queues, shares=shares
-            )
-        )
+        inline = not arriving and problem.publishes is None and not given
+        found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=forced))
         best = _best(found)
-        refused += (_other_variant(best, found, problem, forced),)
+        refused += (_other_variant(best, found, problem, given),)
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        name, found, why_not = _on_gpu(
-            problem, device, count, backend, kinds=kinds, auto=schedule == "auto", tile=tile, order=order,
-            queues=queues, shares=shares, variant=variant, stages=stages, registers=registers,
-        )  # fmt: skip
+        name, found, elsewhere = _on_gpu(problem, device, count, backend, kinds, schedule == "auto", forced)
         best = _best(found)
-        if consult and not (forced or arriving or backend or variant or stages or registers):
+        if consult and not (given or arriving or backend or variant or stages or registers):
             best, why, other = _as_measured(problem, device, best, found, why)
             refused += other
         if schedule == "auto" and (name == "hopper" or portable.by_model(problem, device)):
@@ -96,7 +89,6 @@ def plan_problem(
             refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
         if name == "portable" and (converted := portable.converted(problem, device)):
             refused += (Refusal("8-bit matrix units", converted),)
-        elsewhere = why_not
     if problem.publishes is not None and name not in ("hopper", "cpu"):
         raise NotImplementedError(
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
@@ -105,9 +97,9 @@ def plan_problem(
         refused += (_no_stream_k(problem, name, best, found),)
     refused += (elsewhere,)
     if arriving:
-        best, why = in_arrival_order(problem, name, best, order is not None, named, queues)
-        if why:
-            refused += (Refusal("arrival order", why),)
+        best, why_not = in_arrival_order(problem, name, best, order is not None, named, queues)
+        if why_not:
+            refused += (Refusal("arrival order", why_not),)
     made = of_candidate(problem, device, name, best, why.format(len(found)), refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
@@ -115,73 +107,74 @@ def plan_problem(
 
 
 def _on_gpu(
-    problem: Problem, device: DeviceProperties, workers: int, backend: str | None, *, kinds: tuple[Kind, ...],
-    auto: bool, tile: tuple[int, int] | None, order: TileOrder | None, queues: int | None, shares: int | None,
-    variant: str | None, stages: int | None, registers: tuple[int, int] | None,
+    problem: Problem, device: DeviceProperties, workers: int, backend: str | None, kinds: tuple[Kind, ...], auto: bool,
+    forced: Forced,
 ) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
     """Which backend, its candidates, and why not the other one."""
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
     if backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
-    why = why or unrun.unasked(fast, backend)
+    why = why or experimental.refusal(fast, backend)
     if backend != "portable" and not why:
         if fast == "cdna":
-            found = list(
-                cdna_tiles.candidates(
-                    problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares,
-                    variant=variant, stages=stages,
-                )
-            )  # fmt: skip
+            found = list(cdna_tiles.candidates(problem, device, workers, kinds=kinds, forced=forced))
         else:
-            found = list(
-                hopper.candidates(
-                    problem, device, workers, kinds=("static", *kinds) if auto and len(kinds) > 1 else kinds, auto=auto,
-                    tile=tile, order=order, queues=queues, shares=shares, variant=variant, stages=stages,
-                    registers=registers,
-                )
-            )  # fmt: skip
+            every = ("static", *kinds) if auto and len(kinds) > 1 else kinds
+            found = list(hopper.candidates(problem, device, workers, kinds=every, forced=forced, auto=auto))
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
-        why = hopper.no_parts(problem) or _no_parts_of(problem, tile, variant) if kinds == ("stream_k",) else ""
-        if not why:
-            why = _no_candidate(fast, tile, kinds, bool(variant or stages or registers))
-            if variant or stages:
-                why += f" with variant={variant}, stages={stages}"
-        if registers:
-            no = {hopper.no_registers(problem, registers, kind, queues, row) for kind in kinds for row in hopper.TILES
-                  if variant in (None, row.variant)}  # fmt: skip
-            why = min(no) or f"{why} with registers={registers}"
+        why = _no_candidate(problem, fast, kinds, forced)
     if backend in ("hopper", "cdna"):
-        more = ", registers=" if registers else ""
+        more = ", registers=" if forced.registers else ""
         raise NotImplementedError(
             f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages={more}, tile= and "
             "schedule= away"
         )
     if auto and len(kinds) > 1 and portable.by_model(problem, device):
         kinds = ("static", *kinds)
-    found = list(
-        portable.candidates(problem, device, workers, kinds=kinds, tile=tile, order=order, queues=queues, shares=shares)
-    )
+    found = list(portable.candidates(problem, device, workers, kinds=kinds, forced=forced))
     return "portable", found, Refusal(fast, why or "backend='portable' given")
 
 
-def _no_parts_of(problem: Problem, tile: tuple[int, int] | None, variant: str | None) -> str:
-    """Why the Hopper kernel cuts none of the tiles that are forced along K; empty where it does, or has none such."""
+def _no_candidate(problem: Problem, backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
+    """Why a fast backend has no way to do what is forced."""
+    variant, stages, registers = forced.variant, forced.stages, forced.registers
+    why = hopper.no_parts(problem) or _no_parts_of(problem, forced) if kinds == ("stream_k",) else ""
+    if not why:
+        why = _no_tile(backend, kinds, forced)
+        if variant or stages:
+            why += f" with variant={variant}, stages={stages}"
+    if registers:
+        no = {
+            hopper.no_registers(problem, registers, kind, forced.queues, row)
+            for kind in kinds
+            for row in hopper.TILES
+            if variant in (None, row.variant)
+        }
+        why = min(no) or f"{why} with registers={registers}"
+    return why
+
+
+def _no_parts_of(problem: Problem, forced: Forced) -> str:
+    """Why the Hopper kernel cuts no forced tile along K; empty where it does, or has no such tile."""
     rows = [
         row for row in hopper.TILES
-        if variant in (None, row.variant) and tile in (None, (row.rows, row.columns), (row.columns, row.rows))
+        if forced.variant in (None, row.variant)
+        and forced.tile in (None, (row.rows, row.columns), (row.columns, row.rows))
     ]  # fmt: skip
     reasons = [hopper.no_parts(problem, row) for row in rows]
     return reasons[0] if reasons and all(reasons) else ""
 
 
-def _no_candidate(backend: str, tile: tuple[int, int] | None, kinds: tuple[Kind, ...], more: bool) -> str:
-    """Why a fast backend has no way to do what is forced; ``more``: something of a tile's ring is forced, too."""
+def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
+    """Why a fast backend has no tile for what is forced."""
+    tile = forced.tile
     if tile is None:
         return "no tile of it fits"
     name = "x".join(map(str, tile))
-    known = {(row.rows, row.columns) for row in hopper.TILES} if backend == "hopper" and not more else set()
+    ring_forced = forced.variant or forced.stages or forced.registers
+    known = {(row.rows, row.columns) for row in hopper.TILES} if backend == "hopper" and not ring_forced else set()
     if tile in known or tile[::-1] in known:
         return f"a tile of {name} does not fit with {' or '.join(kinds)} here: registers, or shared memory"
     return f"it has no {name} tile here"
@@ -210,27 +203,27 @@ def _as_measured(
 
 def _best(found: list[Candidate]) -> Candidate:
     """The fastest; but a queue instead of a static grid of several waves, where that costs next to nothing."""
-    best = min(found, key=lambda candidate: candidate.seconds)
+    best = min(found, key=lambda candidate: candidate.predicted)
     if best.schedule.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
         return best
     queues = [c for c in found if c.schedule.kind != "static"]
-    queue = min(queues, key=lambda candidate: candidate.seconds, default=best)
-    return queue if queue.seconds <= (1 + QUEUE_MAY_COST) * best.seconds else best
+    queue = min(queues, key=lambda candidate: candidate.predicted, default=best)
+    return queue if queue.predicted <= (1 + QUEUE_MAY_COST) * best.predicted else best
 
 
 def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
     """Why the other one of the two not."""
     other = "dynamic" if best.schedule.kind == "static" else "static"
-    seconds = min((c.seconds for c in found if c.schedule.kind == other and c.block == best.block), default=math.inf)
+    seconds = min((c.predicted for c in found if c.schedule.kind == other and c.block == best.block), default=math.inf)
     if other == "dynamic":
         if best.schedule.grid.tiles <= best.schedule.workers:
             return Refusal(other, "a worker has one tile at most: there is nothing for a queue to even out")
         return Refusal(
-            other, f"{seconds / best.seconds - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
+            other, f"{seconds / best.predicted - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
         )
-    if seconds >= best.seconds:
+    if seconds >= best.predicted:
         return Refusal(other, _NO_FASTER.format("stream_k") if best.schedule.kind == "stream_k" else NO_STATIC)
-    gain = best.seconds / seconds - 1
+    gain = best.predicted / seconds - 1
     return Refusal(
         other, f"{gain:.1%} faster by the cost model on an idle device, and a late worker holds up its tiles"
     )
@@ -260,7 +253,7 @@ def _other_tiles(best: Candidate, found: list[Candidate]) -> tuple[Refusal, ...]
 
 def _costs(other: Candidate, best: Candidate) -> str:
     name = best.variant if best.variant != other.variant else f"{best.block[0]}x{best.block[1]}"
-    return f"the cost model expects {other.seconds * 1e3:.3g} ms, {name} {best.seconds * 1e3:.3g} ms"
+    return f"the cost model expects {other.predicted * 1e3:.3g} ms, {name} {best.predicted * 1e3:.3g} ms"
 
 
 def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
@@ -295,5 +288,5 @@ def _no_stream_k(problem: Problem, backend: str, best: Candidate, found: list[Ca
     other = _best(others)
     return Refusal(
         "stream_k",
-        f"the cost model expects {other.seconds * 1e3:.3g} ms, {best.schedule.kind} {best.seconds * 1e3:.3g} ms",
+        f"the cost model expects {other.predicted * 1e3:.3g} ms, {best.schedule.kind} {best.predicted * 1e3:.3g} ms",
     )

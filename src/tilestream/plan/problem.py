@@ -141,16 +141,21 @@ class Problem:
         a = self.m * self.k * (1 if self.shared_rows else self.batch)
         return size * (a + self.batch * self.k * self.n) + out * self.batch * self.m * self.n
 
+    def unfit(self, most: int) -> str:
+        """Why no fast kernel that counts in extents below ``most`` does this, on any GPU; empty if one may."""
+        if 0 in (self.m, self.n, self.k, self.batch):
+            return "there is nothing to load"
+        for name in ("m", "n", "k"):
+            if getattr(self, name) >= most:
+                return f"{name}={getattr(self, name)}; it counts rows, columns and K in 31 bits"
+        return ""
+
     @property
     def row_of_batch(self) -> tuple[int, ...]:
         """Where each batch begins in the rows that arrive; empty where there is one, or all share them."""
-        return (
-            ()
-            if self.batch == 1 or self.shared_rows
-            else tuple(range(0, self.batch * self.m, self.m))
-            if self.m
-            else ()
-        )
+        if self.batch == 1 or self.shared_rows or not self.m:
+            return ()
+        return tuple(range(0, self.batch * self.m, self.m))
 
 
 def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:

@@ -1,4 +1,4 @@
-"""Which raster, for problems whose operands may arrive: what every backend's policy asks."""
+"""The raster, first batch and queues of a problem whose operands may arrive, for every backend's policy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from tilestream.plan.problem import Incoming, Problem
 def raster_of(
     problem: Problem, grid: Grid, block: tuple[int, int, int], group: int, order: TileOrder | None = None
 ) -> Raster:
-    """What arrives, or is published, is the outer dimension, from the pivot on; else groups of ``group`` rows.
-
-    A caller's own ``order`` goes before either.
-    """
+    """The caller's ``order``; else what arrives or is published outermost, from the pivot on; else groups of rows."""
     if order is not None:
         return table_raster(order, grid.num_m, grid.num_n)
     if problem.rows is not None and grid.num_m:
@@ -57,24 +54,24 @@ def _by_chunks(
         return Raster("chunk_major", group, begin, min(chunks.rows_per_chunk // block, num), transposed)
     needs = [chunks.of_rows(tile * block, min(rows, (tile + 1) * block)) for tile in range(num)]
     of_tile = min if first else max
-    # Apart, too, those that wait for others beside the last: in arrival order, a queue each.
+    # Tiles with one last chunk but different sets of chunks are ranked apart: in arrival order each set is a queue.
     when = [(of_tile((chunk - pivot) % chunks.count for chunk in need), () if first else need) for need in needs]
     ranks = {key: rank for rank, key in enumerate(sorted(set(when)))}
     return by_arrival([ranks[key] for key in when], others, group, transposed)
 
 
 def split_of(raster: Raster) -> Split:
-    """What several queues split: the dimension that does not arrive, so that a late chunk idles nobody's queue."""
+    """What several queues split: the dimension that does not arrive, so that a late chunk leaves no queue idle."""
     if raster.order == "table":
         return "items"
     return "rows" if raster.transposed else "columns"
 
 
 def queues_of(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
-    """How many queues, and what they split: one a worker, which takes the tiles of a static grid until it steals.
+    """How many queues, and what they split: one a worker, with the tiles that a static grid would give that worker.
 
-    So neighbours in a cluster of SMs work on neighbouring tiles, and read much of the same at the same time; the
-    tickets of one queue soon come to them as chance has it. Not where chunks arrive: a list of one's own may be late.
+    Neighbouring SMs then work on neighbouring tiles and share what they read, while the tickets of a single queue soon
+    reach SMs in random order. Where chunks arrive there is one queue: a worker's own could wait for a late chunk.
     """
     if kind != "dynamic":
         return 1, "items"

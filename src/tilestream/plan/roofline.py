@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilestream.core.device import DeviceProperties
+from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import Problem
 
 
@@ -26,7 +27,7 @@ class Floor:
     memory: float
 
     @classmethod
-    def of(cls, problem: Problem, device: DeviceProperties, workers: int) -> Floor:
+    def of(cls, problem: Problem | AttentionProblem, device: DeviceProperties, workers: int) -> Floor:
         """The floor of ``problem`` on ``workers`` of the device's workers."""
         return cls(
             problem.operations,

@@ -51,7 +51,7 @@ def knobs(candidate: Candidate | Plan) -> Knobs:
     return {
         "variant": candidate.variant,
         "block": "x".join(map(str, candidate.block)),
-        "swapped": int(candidate.swapped),
+        "swapped": int(candidate.swap_ab),
         "warps": candidate.warps,
         "stages": candidate.stages,
         "schedule": schedule.kind,

@@ -1,12 +1,12 @@
-"""How many workers a plan has: what the caller asks for, within the limit, and without what producers need."""
+"""How many workers a plan has: the caller's or the device's number, within the limit, less what producers need."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
+from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import ENVIRONMENT, within
-from tilestream.plan.plan import Refusal
 from tilestream.plan.policy.cdna import workers_beside_producers
 
 
@@ -20,7 +20,7 @@ class Workers(NamedTuple):
     forced
         Whether the caller, or a limit, wants another number than the device's own.
     refused
-        What stood in the way of more.
+        Why there are not more.
     """
 
     number: int
@@ -34,13 +34,13 @@ def workers_of(device: DeviceProperties, asked: int | None, default: int | None,
     Parameters
     ----------
     asked
-        What the caller asks for; None where he does not.
+        What the caller forces; None: the device's own number.
     default
-        What the device has by itself, where that is not its properties' number.
+        The device's own number, where it differs from its properties'.
     limit
         See `tilestream.plan.limit`.
     arrives
-        What is still on its way, and whose producers need room; empty where nothing is.
+        Which operand arrives, so that its producers need room; empty where none does.
     """
     own = default or device.workers
     given = within(limit, asked, own)

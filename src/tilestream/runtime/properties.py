@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tilestream.core.device import DeviceProperties
-from tilestream.core.gpu_specs import made, published
+from tilestream.core.gpu_specs import gpu_properties, published_bandwidth
 from tilestream.runtime.driver import context_id, context_sms
 
 #: Taken where the driver does not say.
@@ -66,8 +66,8 @@ def _device(index: int) -> DeviceProperties:
     workers = found.multi_processor_count
     # Two transfers a clock, bits to bytes.
     bandwidth = 2e3 * getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 8
-    bandwidth = published(found.name, arch, workers) or bandwidth or _ASSUMED_BYTES
-    return made(found.name, arch, workers, hertz, bandwidth, bytes_ or _ASSUMED_SHARED)
+    bandwidth = published_bandwidth(found.name, arch, workers) or bandwidth or _ASSUMED_BYTES
+    return gpu_properties(found.name, arch, workers, hertz, bandwidth, bytes_ or _ASSUMED_SHARED)
 
 
 def allows_tf32() -> bool:

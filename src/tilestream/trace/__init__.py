@@ -1,4 +1,4 @@
-"""Who did which tile when; drawn, and exported for Perfetto."""
+"""Which worker did which tile when: recorded, drawn, and exported for Perfetto."""
 
 from tilestream.trace.coverage import faults
 from tilestream.trace.draw import draw

@@ -1,4 +1,4 @@
-"""Whether a recorded launch did all that its schedule says, and nothing twice: invariant 1, from a trace."""
+"""Whether a recorded launch did each work item of its schedule once: invariant 1, from a trace."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from tilestream.core.schedule import Schedule
     from tilestream.trace.record import LaunchTrace
 
-#: Faults that are told one by one.
-_TOLD = 8
+#: Faults that are listed.
+_LISTED = 8
 
 
 def faults(launch: LaunchTrace, schedule: Schedule) -> list[str]:
     """What is wrong with a recorded launch of ``schedule``; empty if each work item was done once.
 
-    A schedule that is not deterministic says nothing about who does what when; which items there are it does say.
+    A dynamic schedule does not say which worker does what when, but which items there are.
 
     Parameters
     ----------
@@ -46,6 +46,6 @@ def faults(launch: LaunchTrace, schedule: Schedule) -> list[str]:
     unfinished = sum(item.part == 0 for item in schedule.items()) - launch.tiles_done
     if not found and unfinished:
         found.append(f"all items were done, and {unfinished} tiles were not completed")
-    if len(found) > _TOLD:
-        found[_TOLD:] = [f"and {len(found) - _TOLD} more"]
+    if len(found) > _LISTED:
+        found[_LISTED:] = [f"and {len(found) - _LISTED} more"]
     return found

@@ -1,7 +1,7 @@
 """The timeline of a launch as a picture: one row a worker, tiles coloured by chunk, waits and arrivals visible.
 
 Needs matplotlib (``pip install 'tilestream[plot]'``), which is imported when a picture is drawn. Each kind of span is
-one collection, whatever their number: thousands of tiles on hundreds of workers draw in a second.
+one collection: thousands of tiles on hundreds of workers draw in a second.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def draw(
     title
         Heading; None: the operation and the plan in a line.
     size
-        Pixels; None: 1600 wide, as high as the rows want.
+        Pixels; None: `default_size`.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def figure(
     title: str | None = None,
     size: tuple[int, int] | None = None,
 ) -> Figure:
-    """The same timeline as a matplotlib figure, which no window and no pyplot state hold. Parameters as for `draw`."""
+    """The same timeline as a matplotlib figure outside pyplot's state. Parameters as for `draw`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -103,20 +103,20 @@ def figure(
 
 
 def default_size(launch: LaunchTrace) -> tuple[int, int]:
-    """Pixels: rows as high as they look well, the whole no higher than a screen."""
+    """1600 pixels wide; the height grows with the workers, up to a screen's."""
     workers = launch.workers
     rows = 60 * min(workers, 4) + 17 * max(0, min(workers, 20) - 4) + 4 * max(0, workers - 20)
     return 1600, 250 + min(950, rows)
 
 
 class _Picture:
-    """What goes where: rows from the top are arrivals and reading (an operand each), then the workers."""
+    """The layout: rows from the top are arrivals and reading (an operand each), then the workers."""
 
     def __init__(self, launch: LaunchTrace) -> None:
         self.launch = launch
         self.spans = launch.spans
         self.last = launch.end or max([launch.begin, *(span.end for span in self.spans)])
-        # What came long before the launch is drawn at the left edge: the picture is of the launch.
+        # Arrivals long before the launch are drawn at the left edge.
         self.earliest = launch.begin - 0.12 * max(self.last - launch.begin, 1e-9)
         self.arrivals = {
             operand: sorted((max(when, self.earliest), chunk) for chunk, when in enumerate(times) if when is not None)
@@ -203,7 +203,7 @@ class _Picture:
                 labels.append(what if one else f"{what} {which if what == 'worker' else 'AB'[which]}")
         axes.set_yticks(where, labels)
         if self.launch.workers <= 40:
-            # A faint band a worker: where nothing is drawn on it, the worker had nothing to do.
+            # A faint band a worker, seen where the worker was idle.
             boxes = [(self.middle["worker", w] - 0.45, 0.9) for w in range(self.launch.workers)]
             whole = [(0.0, self.ms(self.last))] * len(boxes)
             _bars(axes, whole, boxes, "idle", facecolors=_IDLE, linewidths=0, zorder=0.5)
@@ -216,7 +216,7 @@ class _Picture:
         tiles = [span for span in self.spans if span.kind == "tile"]
         parts = [span for span in self.spans if span.kind == "part"]
         reduces = [span for span in self.spans if span.kind == "reduce"]
-        # Passing an open gate is recorded too, and is nothing to see.
+        # Passing an open gate is recorded too, but too short to see.
         waits = [
             span
             for span in self.spans
@@ -338,7 +338,7 @@ def _chunk_colours(operand: int, count: int) -> list[Colour]:
 
 
 def _every(workers: int, row_pixels: float) -> int:
-    """Label every how manyth worker, so that labels do not touch."""
+    """The step between labelled workers, so that labels do not touch."""
     for every in (1, 2, 4, 5, 10, 20, 25, 50):
         if every * row_pixels >= 16 or every >= workers:
             return every

@@ -1,7 +1,7 @@
-"""Traces as Chrome trace events, the JSON that https://ui.perfetto.dev and chrome://tracing open; and back.
+"""Traces as Chrome trace events, the JSON that https://ui.perfetto.dev and chrome://tracing open; written and read.
 
-A launch is a process; in it a track a worker, a track with an instant for each chunk's arrival, and one with what was
-coming in when, from which an arrow leads to the first work item that had waited for the chunk. The format: "Trace Event
+A launch is a process. It has a track a worker, a track with an instant for each chunk's arrival, and a track with the
+chunk that was coming in, from which an arrow leads to the first work item that waited for it. The format: "Trace Event
 Format", Duration (``X``), Instant (``i``), Flow (``s``, ``f``) and Metadata (``M``) events, times in microseconds.
 """
 
@@ -124,14 +124,14 @@ class _Writer:
     def _arrivals(self, operand: int) -> None:
         known = sorted((when, chunk) for chunk, when in enumerate(self.launch.arrivals[operand]) if when is not None)
         first = self._first_after_wait(operand)
-        # Where nobody knows when the producer began, the first chunk is shown coming in from the launch on.
+        # Without the producer's begin the first chunk is shown coming in from the launch on.
         before = min([self.launch.started.get(operand, self.launch.begin), *(when for when, _ in known[:1])])
         for when, chunk in known:
             name, args = f"chunk {chunk}", {"chunk": chunk, "operand": _OPERANDS[operand]}
             self._event("i", name, "arrival", _ARRIVALS + 2 * operand, when, s="t", args=args)
             self._slice(name, "incoming", _INCOMING + 2 * operand, before, when, args)
             item = first.get(chunk)
-            # An arrow begins inside a slice: halfway, since at its very end the slice is over.
+            # An arrow begins inside a slice, so halfway.
             middle = (before + when) / 2
             if item is not None and item.begin >= middle:
                 self.flows += 1
@@ -173,7 +173,7 @@ class _Writer:
         self._slice(name, span.kind, _WORKERS + span.worker, span.begin, span.end, args)
 
     def _slice(self, name: str, category: str, tid: int, begin: float, end: float, args: dict[str, Any]) -> None:
-        # From rounded end to rounded begin, so that neighbours neither overlap nor fall apart.
+        # The difference of rounded times, so that neighbours neither overlap nor leave a gap.
         ts = _us(begin, self.zero)
         dur = max(0.0, round(_us(end, self.zero) - ts, 3))
         self.events.append({

@@ -1,8 +1,8 @@
-"""Recording who did which tile when.
+"""Recording which worker did which tile when.
 
-Off by default, and free when off: a launch asks once whether somebody is recording. `record` turns it on for the calls
-made inside its ``with`` block, in this thread and what it awaits. On a GPU another kernel is launched then, which
-writes down each work item's worker, SM and times; that is read when the block ends.
+Off by default, and free when off: a launch checks once for a recorder. `record` turns it on for the calls inside its
+``with`` block, in this thread and what it awaits. On a GPU a traced variant of the kernel is launched then, which
+writes each work item's worker, SM and times; the block reads them at its end.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LaunchTrace:
     arrivals
         For each operand (0: A's rows, 1: B's columns) that arrives: when each chunk was signalled, None where unknown.
     started
-        For each operand that arrives: when its producer began (`Stream.started`), where whoever recorded knows it.
+        For each operand that arrives: when its producer began (`Stream.started`), if the caller has entered it.
     """
 
     op: str
@@ -87,7 +87,7 @@ class LaunchTrace:
     started: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # One list a worker: nobody appends to another's, so no lock.
+        # One list a worker, which only that worker appends to: no lock.
         self.by_worker = [[] for _ in range(self.workers)]
 
     @property
@@ -107,17 +107,17 @@ class LaunchTrace:
 
 
 class Zero(NamedTuple):
-    """A moment by two clocks: the host's, in seconds, and a device's, in nanoseconds.
+    """The first launch's begin by two clocks: the host's, in seconds, and a device's, in nanoseconds.
 
-    It is the first launch's: so a device's launches lie right to each other, and as right to the host's as it is known
-    when that launch began.
+    One zero for all launches keeps their distances on the device exact; their place on the host's clock is as exact as
+    the first launch's begin.
     """
 
     host: float
     device: int
 
     def seconds(self, when: int) -> float:
-        """A device's moment by the host's clock. Differences first: its nanoseconds have more digits than a float."""
+        """A device's time by the host's clock. Subtracted first: nanoseconds have more digits than a float."""
         return self.host + 1e-9 * (when - self.device)
 
 
@@ -144,12 +144,12 @@ class Recorder:
         return launch
 
     def later(self, read: Callable[[], None]) -> None:
-        """Have ``read`` called when the block ends."""
+        """Call ``read`` when the block ends."""
         with self._lock:
             self._later.append(read)
 
     def finish(self) -> None:
-        """Read what was left for later."""
+        """Read the launches on GPUs."""
         while self._later:
             self._later.pop(0)()
 
@@ -158,7 +158,7 @@ _current: ContextVar[Recorder | None] = ContextVar("tilestream_recorder", defaul
 
 
 def current() -> Recorder | None:
-    """The recorder of the calling context, if somebody is recording."""
+    """The recorder of the calling context, if there is one."""
     return _current.get()
 
 
@@ -166,8 +166,8 @@ def current() -> Recorder | None:
 def record() -> Iterator[Recorder]:
     """Record the launches of this block.
 
-    Launches on a GPU are read, and so waited for, when the block ends. What is captured into a graph runs later, and is
-    not recorded; a warning says so.
+    The block's end waits for the launches on GPUs and reads them. Launches captured into a graph run later, and are not
+    recorded; a warning says so.
 
     Examples
     --------

@@ -306,7 +306,7 @@ def cdna_attention(question: Question) -> Source:
         raise ValueError(
             f"tile={question.tile}, stages={question.stages}; it has no such tile for {question.k} columns"
         )
-    best = min(found, key=lambda one: one.seconds)
+    best = min(found, key=lambda one: one.predicted)
     plan = of_candidate(problem, device, "cdna", best, "asked for", ())
     q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
     arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
@@ -332,7 +332,7 @@ def hopper_gemm(question: Question) -> Source:
     )  # fmt: skip
     problem, schedule = plan.problem, plan.schedule
     arguments = Arguments(plan, contiguous(question))
-    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = ((arguments.x, x), (None, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
     maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in parts]
     scale = None if problem.scales == "none" else Pointer("float32")

@@ -11,7 +11,8 @@ Sources
   hands over what it writes (``ds_write_b128``: 20 cycles); cycles from a load to its data under load (about 1000, where
   L2 has most of it); bytes that a compute unit can have under way (32 KiB of its L1, and 12 entries of 1 KiB before
   it): AMD's *gfx950-gluon-tutorials* (``docs/lds_throughput.md``, ``docs/tcp_bound_tile_model.md``,
-  ``kernels/gemm/gfx942/intra_wave/README.md``), measured by thread traces. `tests/isa` holds the model to its tables.
+  ``kernels/gemm/gfx942/intra_wave/README.md``), measured by thread traces. `tests/tools/isa` holds the model to its
+  tables.
 * L2: CDNA 3 white paper: 16 channels of 128 bytes a cycle and die.
 """
 

@@ -13,8 +13,8 @@ Nine models, each explored through every interleaving:
    and with keys and values that are read at different times (`shared_attention`) that of attention.
    There model 1's Compute is that loop; it begins and ends with nothing of the ring in use, so nothing is to compose.
 4. `gather`: the hosts, streams and watchdogs of several ranks whose shards are pushed or pulled: the text that GPUs
-   perform (`tilestream.distributed.protocol`), with ranks that are late, give up or are lost. What it is to a kernel is
-   chunks that come at any moment or never, which is all that model 1 asks of the world.
+   perform (`tilestream.core.protocols.gather`), with ranks that are late, give up or are lost. What it is to a kernel
+   is chunks that come at any moment or never, which is all that model 1 asks of the world.
 5. `attention`: model 2 for the Hopper kernel of attention: a ring for keys and one for values, queries of their own,
    consumers that may take turns; where keys arrive, the gate inside of an item, and what comes of the item when the
    launch ends there.
@@ -22,12 +22,12 @@ Nine models, each explored through every interleaving:
    behind an item's epilogue, looks at nothing that the other parts write and waits for the worker's own stores alone:
    so it takes nothing away from what models 1 and 2 say of a worker.
 7. `sums`: ranks as in model 4 (`ranks`), for products that they pull and add: the text is
-   `tilestream.distributed.sum_protocol`. Of the kernel it takes what model 6 says: a chunk that is signalled is
+   `tilestream.core.protocols.reduce_scatter`. Of the kernel it takes what model 6 says: a chunk that is signalled is
    complete.
 8. `copies`: workers that copy what arrives themselves, before their first tile (`tilestream.core.copy_items`), some
    of which start late, or never. What comes of it for the tiles is chunks that arrive, as in model 1; what model 1 asks
    of the world besides, that nobody's signal comes after the last worker has left, holds since copiers are workers.
-9. `one_shot`: ranks whose kernels add what is in all ranks' slots (`tilestream.distributed.one_shot_protocol`), as
+9. `one_shot`: ranks whose kernels add what is in all ranks' slots (`tilestream.core.protocols.one_shot`), as
    model 7 in what happens when one gives up.
 
 **Why the first two together are the whole of a kernel.** In a kernel with load and math loops a worker is `work` cut in
@@ -66,8 +66,8 @@ these words go.
 That is said of `work`. Without a gate `work_through` is the same but for the Poll, and that is how the Hopper kernel
 runs. The kernels that run `work_through` with a gate have one loop a worker and no rings: nothing to compose.
 
-`product` runs those two models together where it fits, to doubt this argument rather than to trust it. `seeded` holds
-protocols with one thing wrong each, all of which must be found.
+`product` runs those two models together where it fits, to doubt this argument rather than to trust it. `tests/mutants`
+holds protocols with one thing wrong each, all of which must be found.
 
 Sizes: small, and all of them. What larger sizes add is arithmetic, which the property tests of `schedule` and `arrival`
 cover.
@@ -75,8 +75,6 @@ cover.
 
 from tilestream_tools.verify.faults import KINDS, Violation
 from tilestream_tools.verify.report import Report, Result, explore, run
-from tilestream_tools.verify.seeded import seeded_bugs
-from tilestream_tools.verify.seeded_bug import SeededBug
 from tilestream_tools.verify.sweep import MODELS, Level, configurations
 
 __all__ = [
@@ -85,10 +83,8 @@ __all__ = [
     "Level",
     "Report",
     "Result",
-    "SeededBug",
     "Violation",
     "configurations",
     "explore",
     "run",
-    "seeded_bugs",
 ]

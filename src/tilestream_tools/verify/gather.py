@@ -1,6 +1,6 @@
 """Model 4: the ranks of a gather, their streams, hosts and watchdogs, over slots, signals and abort words.
 
-Explored is the text of `tilestream.distributed.protocol`, as GPUs perform it. A rank is its host, which issues calls
+Explored is the text of `tilestream.core.protocols.gather`, as GPUs perform it. A rank is its host, which issues calls
 ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. Calls may also come from
 two streams in turn, which know nothing of each other. A copy has a begin and an end, and anything may come between.
 Before each call the caller writes the next shard to the tensor that the shard of the stream's last call was in.
@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from tilestream.distributed import protocol as p
+from tilestream.core.protocols import gather as p
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
 from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Ended, Issued, RanksCase, RanksModel, Turn

@@ -1,8 +1,8 @@
 """Model 9: ranks that reduce a few rows in one shot, each reading all others' slots: hosts, streams and watchdogs.
 
-Explored are `tilestream.distributed.one_shot_protocol.reduce`, and the host's part and the watchdog that it shares with
-sums (`begin_sum` of `tilestream.distributed.sum_protocol`, `watch` of `tilestream.distributed.protocol`), over several
-calls, with ranks that lose patience or are lost.
+Explored are `tilestream.core.protocols.one_shot.reduce`, and the host's part and the watchdog that it shares with
+sums (`begin_sum` of `tilestream.core.protocols.reduce_scatter`, `watch` of `tilestream.core.protocols.gather`), over
+several calls, with ranks that lose patience or are lost.
 
 What must hold: whoever adds, and was not overruled, finds every rank's product of his call in its slot, and nobody
 writes there until he has done so; nobody waits for ever; and where one has given up, all know.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tilestream.distributed import one_shot_protocol as text
-from tilestream.distributed import protocol as p
-from tilestream.distributed import sum_protocol as q
+from tilestream.core.protocols import gather as p
+from tilestream.core.protocols import one_shot as text
+from tilestream.core.protocols import reduce_scatter as q
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
 from tilestream_tools.verify.ranks import Asked, Does, Issued, RanksCase, RanksModel, Turn

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
-from tilestream.distributed import protocol as p
+from tilestream.core.protocols import gather as p
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
 from tilestream_tools.verify.processes import LEFT, Process

@@ -1,6 +1,6 @@
 """Model 7: the ranks of a sum, their streams, hosts and watchdogs: model 4 for products that are pulled and added.
 
-Explored is the text of `tilestream.distributed.sum_protocol`, as GPUs perform it, in a world like that of
+Explored is the text of `tilestream.core.protocols.reduce_scatter`, as GPUs perform it, in a world like that of
 `tilestream_tools.verify.gather`, whose words these are; in place of lanes there is a side stream. The kernel waits for
 nobody; so what may expire is the watchdog's patience, once it has ended, while the side stream waits for a peer.
 
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tilestream.distributed import protocol as p
-from tilestream.distributed import sum_protocol as q
+from tilestream.core.protocols import gather as p
+from tilestream.core.protocols import reduce_scatter as q
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
 from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Issued, RanksCase, RanksModel, Turn

@@ -99,7 +99,8 @@ def matmul(
                 rows=chunks,
                 row_of_batch=tuple(b * rows for b in range(batch)) if batch > 1 else (),
             )
-    schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares)
+    first_batch = bounds[pivot] * batch // bounds[-1] if bounds else 0
+    schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares, first_batch)
     return WorkersCase(schedule, gate, running, drain, program, quarantined, settled)
 
 

@@ -39,7 +39,8 @@ from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.cdna.ring import turned_layout
 from tilestream.launch.cdna.arguments import Arguments, Operand
 from tilestream.launch.portable.arguments import Layout
-from tilestream.plan.plan import Plan
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy.cdna_tiles import (
     CELL_BYTES,
     LANES,
@@ -133,9 +134,8 @@ def make(arch: str, tile: Tile, dtype: str, how: str, layout: str) -> Configurat
     queues = 8 if how == "stealing" else 1
     workers = DEVICES[arch].workers - (1 if full else 0)
     schedule = Schedule(kind, grid, raster, workers, queues, split_of(raster) if queues > 1 else "items")
-    plan = Plan(
-        problem, DEVICES[arch], "cdna", tile.copies, block, schedule, "the gate's", (), 0.0, tile.warps, tile.stages
-    )
+    found = Candidate(tile.copies, block, schedule, 0.0, tile.warps, tile.stages)
+    plan = of_candidate(problem, DEVICES[arch], "cdna", found, "the gate's")
     strides = {"n": (0, _SIZE, 1), "t": (0, 1, _SIZE)}
     a, b = ((k, 1) if layout[0] == "n" else (1, _SIZE)), ((_SIZE, 1) if layout[1] == "n" else (1, k))
     made = Layout((0, *a), (0, *b), strides["n"])

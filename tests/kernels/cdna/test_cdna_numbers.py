@@ -24,7 +24,8 @@ from tilestream.core.schedule import Schedule
 from tilestream.launch.cdna.arguments import Arguments
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.portable.arguments import Layout
-from tilestream.plan.plan import Plan
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.plan import of_candidate
 from tilestream.plan.problem import Incoming, Problem
 
 
@@ -84,7 +85,8 @@ def launch(case: Case) -> Launch:
     problem = Problem(m, n, k, batch, case.dtype, "float32", rows, scales=scales, shared_rows=case.shared)
     grid = Grid.of(m, n, k, *case.block, batch=batch)
     schedule = Schedule(case.kind, grid, Raster("grouped", group=2), case.workers)
-    plan = Plan(problem, device, "cdna", case.copies, case.block, schedule, "", (), 0.0, 4, case.stages)
+    found = Candidate(case.copies, case.block, schedule, 0.0, 4, case.stages)
+    plan = of_candidate(problem, device, "cdna", found, "a test's")
 
     def operand(rows: int, letter: str, batches: int) -> tuple[np.ndarray, Memory, tuple[int, int, int]]:
         # What lies between rows, and in the gap, is not a number.

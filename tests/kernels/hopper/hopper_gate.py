@@ -55,7 +55,7 @@ from tilestream.launch.gate import NO_PUBLISH, PublishArguments
 from tilestream.launch.hopper.arguments import Arguments, Map
 from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.arrival_order import in_arrival_order
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import Candidate, Forced
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper import TILES, Tile
@@ -97,7 +97,7 @@ def fill(
     """
     arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace, apart)
     problem, schedule = plan.problem, plan.schedule
-    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = (
         (arguments.x, x), (arguments.apart, x), *((part, y) for part in arguments.y),
         (arguments.out, problem.out_dtype),
@@ -306,10 +306,10 @@ def _candidates(
 ) -> list[Candidate]:  # fmt: skip
     """The plan's own, of one row of `TILES`, one way round: what the plan does not have is not compiled."""
     made = hopper.candidates(
-        problem, DEVICE, 131, kinds=(kind,), tile=tile, order=order, queues=queues, variant=row.variant,
-        registers=registers,
+        problem, DEVICE, 131, kinds=(kind,),
+        forced=Forced(tile, order, queues, variant=row.variant, registers=registers),
     )  # fmt: skip
-    return [one for one in made if one.swapped == swapped]
+    return [one for one in made if one.swap_ab == swapped]
 
 
 # What came out -------------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
     arguments = Arguments(plan, layout)
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     names = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float32": "tf32"}
-    x, y = problem.dtypes[::-1] if plan.swapped else problem.dtypes
+    x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     depth = 32 // size
     halves = 2 if row.variant == "cooperative" else 1
     copies = [

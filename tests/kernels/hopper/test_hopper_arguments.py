@@ -30,6 +30,7 @@ from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
+from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import hopper as policy
 from tilestream.plan.problem import Incoming as Arriving
@@ -47,10 +48,9 @@ def make(
     queues=None, order=None, workers=7, **problem,
 ) -> Plan:  # fmt: skip
     made = Problem(m, n, k, batch, *dtypes, **problem)
-    found = policy.candidates(
-        made, H100, workers, kinds=(kind,), variant=variant, tile=tile, queues=queues, order=order
-    )  # fmt: skip
-    return of_candidate(made, H100, "hopper", next(one for one in found if one.swapped == swapped), "a test's")
+    forced = Forced(tile, order, queues, variant=variant)
+    found = policy.candidates(made, H100, workers, kinds=(kind,), forced=forced)
+    return of_candidate(made, H100, "hopper", next(one for one in found if one.swap_ab == swapped), "a test's")
 
 
 def strides(rows: int, columns: int, how: str, batch: int = 0) -> tuple[int, int, int]:
@@ -87,7 +87,7 @@ def test_maps_of_each_layout(how):
 @pytest.mark.parametrize("how", ["nn", "nt", "tn", "tt"])
 def test_swapped_the_rows_are_bs(how):
     plan = make(tile=(64, 128), swapped=True)
-    assert plan.swapped
+    assert plan.swap_ab
     made = Arguments(plan, layout(how))
     assert made.x.shape == ((N, K) if how[1] == "t" else (K, N))
     assert made.y[0].shape == ((M, K) if how[0] == "n" else (K, M))

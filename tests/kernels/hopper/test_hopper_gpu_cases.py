@@ -33,7 +33,7 @@ def test_every_case_has_a_plan_of_its_own(cases):
         plan, layout = case.plan(cases._ANY)
         assert plan.backend == "hopper"
         assert (plan.variant, plan.tile) == (case.variant, case.tile)
-        assert case.swapped in (None, plan.swapped)
+        assert case.swapped in (None, plan.swap_ab)
         assert layout.scaled == (case.alpha != 1)
 
 
@@ -44,8 +44,8 @@ def test_every_tile_is_run_both_ways_round_and_stored_both_ways(cases):
     for case in cases.CASES:
         plan, layout = case.plan(cases._ANY)
         made = Arguments(plan, layout, case.output("meta")[0].data_ptr() % 16 == 0)
-        rows = plan.tile[::-1] if plan.swapped else plan.tile
-        seen[(plan.variant, *rows, plan.swapped, made.out is None)] += 1
+        rows = plan.tile[::-1] if plan.swap_ab else plan.tile
+        seen[(plan.variant, *rows, plan.swap_ab, made.out is None)] += 1
     for row in cases.TILES:
         for swapped in (False, True)[: len(cases.ways(row))]:
             assert seen[row.variant, row.rows, row.columns, swapped, False] >= 2
@@ -80,7 +80,7 @@ def test_arriving_cases_wait_and_leave_sms_to_whoever_copies(cases):
             ragged = None if incoming is None else not incoming.chunks.rows_per_chunk
             seen[plan.variant, plan.schedule.kind, ragged] += 1
         seen[case.layout] += 1
-        seen[plan.variant, plan.swapped] += 1
+        seen[plan.variant, plan.swap_ab] += 1
     for variant in ("cooperative", "ping_pong", "single"):
         assert all(seen[variant, kind, how] for kind in ("static", "dynamic", "stream_k") for how in (True, False))
         assert seen[variant, False]

@@ -1,7 +1,7 @@
 """Copy items in Triton's interpreter: the kernel fills the operand that it reads, from the first word to the last.
 
 Programs run one after the other there: the first that has a copy item makes all copies. Who does what otherwise is the
-checker's matter (`tests/verify/test_copy_items.py`), and the GPU's.
+checker's matter (`tests/tools/verify`), and the GPU's.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Arguments:
         apart: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.layout = plan, layout
-        problem, swapped = plan.problem, plan.swapped
+        problem, swapped = plan.problem, plan.swap_ab
         block_m, block_n, block_k = plan.block
         batches = problem.batch if problem.batch > 1 else 0
         (ab, am, ak), (bb, bk, bn), (ob, om, on) = layout.a, layout.b, layout.out
@@ -165,7 +165,7 @@ class Arguments:
         """The kernel's compile-time arguments, in its order."""
         plan, layout = self.plan, self.layout
         problem, schedule = plan.problem, plan.schedule
-        biased = "rows" if plan.swapped else "columns"
+        biased = "rows" if plan.swap_ab else "columns"
         row_chunks, column_chunks = chunk_kinds(plan)
         return {
             "ROWS": self.rows,
@@ -177,7 +177,7 @@ class Arguments:
             "X_K_MAJOR": self._x_major,
             "Y_K_MAJOR": self._y_major,
             "BATCHED": problem.batch > 1,
-            "SWAPPED": plan.swapped,
+            "SWAPPED": plan.swap_ab,
             # With nothing to split, stream_k is a queue, and there are no slots.
             "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
             "SPLIT": schedule.split,
@@ -191,7 +191,7 @@ class Arguments:
             "STORE": "direct" if self.out is None else "tma",
             "FLIPPED": self._flipped,
             "WIDE": self._wide(),
-            "EIGHTS": (problem.m if plan.swapped else problem.n) % 8 == 0,
+            "EIGHTS": (problem.m if plan.swap_ab else problem.n) % 8 == 0,
             "SCALED": layout.scaled,
             "SCALES": problem.scales != "none",
             "BIAS": "none" if layout.bias is None else biased,
@@ -203,7 +203,7 @@ class Arguments:
             **copy_constants(plan),
             "PROBE": probe,
             "TRACE": trace,
-            "PUBLISH": "none" if problem.publishes is None else "columns" if plan.swapped else "rows",
+            "PUBLISH": "none" if problem.publishes is None else "columns" if plan.swap_ab else "rows",
             "APART": self.apart is not None,
         }
 

@@ -63,7 +63,7 @@ class GemmLaunch(Launch):
         incoming: Awaited | None, probe: Probe | SpanLog | None,
     ) -> None:  # fmt: skip
         """As `Launch.issue`."""
-        swapped = self.plan.swapped
+        swapped = self.plan.swap_ab
         scales = (epilogue.scale_b, epilogue.scale_a) if swapped else (epilogue.scale_a, epilogue.scale_b)
         given = (
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
@@ -110,7 +110,7 @@ class GemmLaunch(Launch):
         arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probed, trace, apart), 0
         if isinstance(probe, Probe):
             capacity = probe.capacity
-        x, y = (b, a) if self.plan.swapped else (a, b)
+        x, y = (b, a) if self.plan.swap_ab else (a, b)
         parts = ((part, y.dtype) for part in arguments.y)
         maps = (arguments.x, x.dtype), (arguments.apart, x.dtype), *parts, (arguments.out, out.dtype)
         publish = epilogue.publish or NO_PUBLISH

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.order import Raster, TileOrder
+from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule, Split
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 
@@ -51,32 +51,18 @@ STREAM_K_LOSS = 1.06
 NOT_HIDDEN = 0.1
 
 
-class Row(Protocol):
-    """A tile that a kernel has, and how well its main loop does."""
+class Row(NamedTuple):
+    """A tile that a kernel has, with K of a step; warps of a worker, stages of its ring.
 
-    @property
-    def block_m(self) -> int:
-        """Rows of the output."""
+    ``efficiency`` is the share of the matrix units' peak that its main loop reaches, by `tilestream isa`.
+    """
 
-    @property
-    def block_n(self) -> int:
-        """Columns of the output."""
-
-    @property
-    def block_k(self) -> int:
-        """Of a K step."""
-
-    @property
-    def warps(self) -> int:
-        """Waves of a worker."""
-
-    @property
-    def stages(self) -> int:
-        """Of the ring."""
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the matrix units' peak that the main loop reaches: `tilestream isa` says."""
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    efficiency: float
 
 
 def knows(device: DeviceProperties) -> bool:
@@ -221,11 +207,8 @@ def candidates(
     device: DeviceProperties,
     workers: int,
     rows: Sequence[Row],
-    *,
     kinds: tuple[Kind, ...],
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
+    forced: Forced = FREE,
     variant: str = "persistent",
 ) -> Iterator[Candidate]:
     """Every way of a kernel that has the tiles ``rows``, within what the caller forces.
@@ -236,22 +219,22 @@ def candidates(
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        raster = raster_of(problem, grid, block, group_of(block, grid, workers, device.xcds), order)
+        raster = raster_of(problem, grid, block, group_of(block, grid, workers, device.xcds), forced.order)
         for kind in kinds:
-            for count in _queue_counts(grid, device, order, queues) if kind == "dynamic" else (1,):
+            for count in _queue_counts(grid, device, forced) if kind == "dynamic" else (1,):
                 schedule = Schedule(
-                    kind, grid, raster, workers, count, _split(grid, raster, count), shares or 0,
+                    kind, grid, raster, workers, count, _split(grid, raster, count), forced.shares or 0,
                     first_batch_of(problem),
                 )  # fmt: skip
                 cost = seconds(problem, device, schedule, block, row.efficiency)
                 yield Candidate(variant, block, schedule, cost, row.warps, row.stages)
 
 
-def _queue_counts(grid: Grid, device: DeviceProperties, order: TileOrder | None, forced: int | None) -> tuple[int, ...]:
+def _queue_counts(grid: Grid, device: DeviceProperties, forced: Forced) -> tuple[int, ...]:
     """Numbers of queues that are considered. Of fewer tiles than dies, some would have no stripe."""
-    if forced:
-        return (forced,)
-    if order is not None or device.xcds == 1 or max(grid.num_m, grid.num_n) < device.xcds:
+    if forced.queues:
+        return (forced.queues,)
+    if forced.order is not None or device.xcds == 1 or max(grid.num_m, grid.num_n) < device.xcds:
         return (1,)
     return (1, device.xcds)
 

@@ -253,14 +253,7 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         return "q, k or v has scales, which it does not apply"
     if p.keys is not None:
         return "keys arrive, and it has no gate yet"
-    if not p.positive:
-        return "a scale that is not positive: it takes the largest product for the largest score"
-    if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
-        return "there is nothing to load"
-    for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
-        if getattr(p, name) >= _MOST:
-            return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
-    return "" if p.aligned else "a stride or an address is no multiple of 16 bytes, a lane's vector"
+    return p.unfit(_MOST) or ("" if p.aligned else "a stride or an address is no multiple of 16 bytes, a lane's vector")
 
 
 def candidates(

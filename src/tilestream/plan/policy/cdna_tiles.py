@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
-from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.core.swizzle import BANKS, Swizzle
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.policy import cdna
 from tilestream.plan.problem import FNUZ, ITEMSIZE, OCP, Problem
 
@@ -120,17 +119,6 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 64, 4, 4, 2, "staged", 0.20),
     ),
 }
-
-
-class Row(NamedTuple):
-    """A tile as the cost model takes it, for operands of one size: see `tilestream.plan.policy.cdna.Row`."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    efficiency: float
 
 
 def spread(block_m: int, block_n: int, warps: int) -> tuple[int, int]:
@@ -243,12 +231,7 @@ def candidates(
     workers: int,
     *,
     kinds: tuple[Kind, ...],
-    tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
-    variant: str | None = None,
-    stages: int | None = None,
+    forced: Forced = FREE,
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces; none if there is no such tile.
 
@@ -262,16 +245,15 @@ def candidates(
         raise NotImplementedError(why)
     size = ITEMSIZE[problem.dtype]
     for row in TILES[device.arch]:
-        row = row._replace(stages=stages or row.stages) if row.copies == "direct" else row
-        if variant not in (None, row.copies) or (stages or row.stages) != row.stages:
+        stages = forced.stages or row.stages
+        row = row._replace(stages=stages) if row.copies == "direct" else row
+        if forced.variant not in (None, row.copies) or stages != row.stages:
             continue
-        if (tile is not None and row[:2] != tuple(tile)) or row not in fitting((row,), device, size):
+        if forced.tile not in (None, row[:2]) or row not in fitting((row,), device, size):
             continue
-        made = Row(row.block_m, row.block_n, row.block_k(size), row.warps, row.stages, row.efficiency)
-        yield from cdna.candidates(
-            problem, device, workers, (made,), order=order, queues=queues, shares=shares, variant=row.copies,
-            kinds=tuple(kind for kind in kinds if kind != "stream_k" or row.splits),
-        )  # fmt: skip
+        made = cdna.Row(row.block_m, row.block_n, row.block_k(size), row.warps, row.stages, row.efficiency)
+        own_kinds = tuple(kind for kind in kinds if kind != "stream_k" or row.splits)
+        yield from cdna.candidates(problem, device, workers, (made,), own_kinds, forced, row.copies)
 
 
 def refusal(problem: Problem, device: DeviceProperties) -> str:
@@ -288,13 +270,10 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
         return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        return "there is nothing to load"
     if not problem.aligned:
         return "a stride, an extent or an address is no multiple of 16"
-    for name in ("m", "n", "k"):
-        if getattr(problem, name) >= _MOST:
-            return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    if why := problem.unfit(_MOST):
+        return why
     if problem.k < 64 * max(tile.lines for tile in TILES[device.arch]) // ITEMSIZE[problem.dtype]:
         return f"k={problem.k}; it has no whole K step of each tile"
     return ""

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 
@@ -51,24 +50,21 @@ def candidates(
     *,
     kinds: tuple[Kind, ...],
     inline: bool,
-    tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
+    forced: Forced = FREE,
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces."""
     if inline:
         block = (max(problem.m, 1), max(problem.n, 1), BLOCK_K)
         schedule = Schedule("dynamic", _grid(problem, block))
         yield Candidate("inline", block, schedule, _inline_seconds(problem, device, workers))
-    for block_m, block_n in [tile] if tile else _tiles(problem):
+    for block_m, block_n in [forced.tile] if forced.tile else _tiles(problem):
         block = (block_m, block_n, BLOCK_K)
         grid = _grid(problem, block)
-        raster = raster_of(problem, grid, block, GROUP, order)
+        raster = raster_of(problem, grid, block, GROUP, forced.order)
         for kind in kinds:
-            count = queues or 1 if kind == "dynamic" else 1
-            split = split_of(raster) if kind == "dynamic" and (queues or 1) > 1 else "items"
-            schedule = Schedule(kind, grid, raster, workers, count, split, shares or 0, first_batch_of(problem))
+            count = forced.queues or 1 if kind == "dynamic" else 1
+            split = split_of(raster) if count > 1 else "items"
+            schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             yield Candidate("workers", block, schedule, _seconds(problem, device, schedule, block))
 
 

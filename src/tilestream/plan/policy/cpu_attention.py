@@ -24,7 +24,7 @@ GROUP = 8
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, forced: bool
 ) -> Iterator[AttentionCandidate]:
-    """Both ways; in the calling thread only where nothing is waited for and nobody asks for workers."""
+    """Both ways; in the calling thread only where nothing arrives and no knob is forced."""
     schedule = schedule_of(problem, BLOCK[0], 1, GROUP, kind, workers)
     blocks = schedule.grid.tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), BLOCK[1]) * BLOCK_SECONDS)
     if problem.keys is None and not forced:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
@@ -33,7 +32,7 @@ _NARROW = 32
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
-# Constants of the cost model, fitted to an H100: benchmarks/gpu_gemm.py measures, section `variants`. What matters is
+# Constants of the cost model, fitted to an H100 (benchmarks/gemm/search.py, section `variants`). What matters is
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
 EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
@@ -62,7 +61,7 @@ STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 
 #: what they read; and where one queue hands out the tiles, little of it.
 DRIFTED, SCATTERED = 1.05, 1.1
 #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
-#: of 8 K steps (benchmarks/results/gpu_neighbours_idle.json: 0.999 to 1.006 of static's throughput).
+#: of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
 TICKET_SECONDS = 0.0
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.147, 0.075
@@ -72,7 +71,7 @@ CLUSTERS = 8
 L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
 SWAPPED_LOSS = 1.004
-#: Without fast accumulation a consumer adds up what it multiplied; in ping-pong nobody multiplies meanwhile.
+#: Slowdown of ping-pong without fast accumulation: while one consumer adds up its products, no other multiplies.
 PRECISE_LOSS = 1.7
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
@@ -99,7 +98,7 @@ _GATED = 128
 
 
 class Tile(NamedTuple):
-    """A tile of the accumulator, and who computes it.
+    """A tile of the accumulator, and the math loops that compute it.
 
     Attributes
     ----------
@@ -199,16 +198,13 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     if device.arch != "sm_90":
         return f"it is for sm_90, this is {device.arch}"
     if problem.dtype == "float32" and not problem.tf32:
-        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or nobody has asked)"
+        return "it multiplies float32 as tf32, which torch.backends.cuda.matmul does not allow (or was not asked)"
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
         return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    if 0 in (problem.m, problem.n, problem.k, problem.batch):
-        return "there is nothing to load"
-    for name in ("m", "n", "k"):
-        if getattr(problem, name) >= _MOST:
-            return f"{name}={getattr(problem, name)}; it counts rows, columns and K in 31 bits"
+    if why := problem.unfit(_MOST):
+        return why
     if problem.publishes is not None and not problem.publishes.chunks.rows_per_chunk:
         return "it publishes chunks of one size, and these are ragged"
     if problem.publishes is not None and problem.batch > 1:
@@ -282,14 +278,8 @@ def candidates(
     workers: int,
     *,
     kinds: tuple[Kind, ...],
+    forced: Forced = FREE,
     auto: bool = False,
-    tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
-    variant: str | None = None,
-    stages: int | None = None,
-    registers: tuple[int, int] | None = None,
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces; none if there is no such tile.
 
@@ -301,6 +291,7 @@ def candidates(
     why = refusal(problem, device)
     if why:
         raise NotImplementedError(why)
+    tile, order, queues, shares, variant, stages, registers = forced
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     precise = problem.fp8 and not problem.fast_accum
     for row in TILES:
@@ -319,11 +310,11 @@ def candidates(
         fit = row.stages(out_size, device.shared)
         if fit < 2 or (stages or 2) > fit:
             continue
-        for swapped in (False, True):
-            block_m, block_n = (row.columns, row.rows) if swapped else (row.rows, row.columns)
-            if (tile is not None and (block_m, block_n) != tuple(tile)) or (swapped and row.rows == row.columns):
+        for swap_ab in (False, True):
+            block_m, block_n = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
+            if (tile is not None and (block_m, block_n) != tuple(tile)) or (swap_ab and row.rows == row.columns):
                 continue
-            if swapped and row.rows == 256 and parts > 1 and not problem.plain:
+            if swap_ab and row.rows == 256 and parts > 1 and not problem.plain:
                 continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
             block = (block_m, block_n, row.block_k(size))
             grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
@@ -334,7 +325,7 @@ def candidates(
                     continue
                 if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
                     kind = "static"  # one item each: there is nothing for a queue to even out
-                group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swapped)
+                group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
                 raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
                 count_of, split = queues_of(problem, kind, queues, raster, min(workers, grid.tiles))
                 for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
@@ -342,21 +333,21 @@ def candidates(
                         kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
                         count_of, split, count, first_batch_of(problem),
                     )  # fmt: skip
-                    seconds = _seconds(problem, device, schedule, row, swapped)
+                    seconds = _seconds(problem, device, schedule, row, swap_ab)
                     yield Candidate(
-                        row.variant, block, schedule, seconds, 4, stages or fit, swapped=swapped,
+                        row.variant, block, schedule, seconds, 4, stages or fit, swap_ab=swap_ab,
                         strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                         buffers=row.buffers(out_size),
                         registers=registers or registers_of(problem, row, queues),
                     )  # fmt: skip
 
 
-def _group(block: tuple[int, int, int], workers: int, scattered: bool, swapped: bool) -> int:
+def _group(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab: bool) -> int:
     """Rows of tiles in a group of the raster, so that tiles that are under way at once read as little as they can.
 
     Together with all others where tickets are as chance has it; else with those of the same cluster of SMs.
     """
-    sharing = workers / (4 if swapped else 1) if scattered else workers / CLUSTERS
+    sharing = workers / (4 if swap_ab else 1) if scattered else workers / CLUSTERS
     return int(2 ** round(math.log2(max(1.0, math.sqrt(sharing * block[1] / block[0])))))
 
 
@@ -392,27 +383,27 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
 
-def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swapped: bool) -> float:
+def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
     """What a launch takes: items in waves, or memory, whichever is the longer."""
     grid, workers = schedule.grid, schedule.workers
     step = _step_seconds(problem, device, schedule, tile)
     epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
     if problem.n * ITEMSIZE[problem.out_dtype] % 16:
-        epilogue += (DIRECT_SWAPPED_SECONDS if swapped else DIRECT_SECONDS) * tile.registers
+        epilogue += (DIRECT_SWAPPED_SECONDS if swap_ab else DIRECT_SECONDS) * tile.registers
     item, tail = grid.k_steps * step + epilogue + (TICKET_SECONDS if schedule.kind != "static" else 0.0), 0.0
     if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
         item, tail = max(grid.k_steps * step, item / 2), epilogue
     if schedule.kind == "stream_k" and schedule.remainder:
         shares = schedule.num_shares
         share = schedule.units / shares * step * cdiv(shares, workers)
-        share = max(share, _unshared_bytes(problem, schedule, tile, swapped) / (device.bandwidth * MEMORY_EFFICIENCY))
+        share = max(share, _unshared_bytes(problem, schedule, tile, swap_ab) / (device.bandwidth * MEMORY_EFFICIENCY))
         # A share writes one partial result, or two where it crosses from tile to tile; the last to come reads a tile's.
         partials = (2 if shares % schedule.remainder else 1) + max(shares / schedule.remainder, 1)
         fix = FIX_SECONDS + partials * 4 * tile.rows * tile.columns / PARTIALS
         busy = schedule.full_tiles // workers * item + share + fix + epilogue
     else:
         busy = cdiv(grid.tiles, workers) * item + tail
-    if swapped:
+    if swap_ab:
         busy *= SWAPPED_LOSS
     if tile.variant == "ping_pong" and problem.fp8 and not problem.fast_accum:
         busy *= PRECISE_LOSS
@@ -421,7 +412,7 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
     return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
 
 
-def _unshared_bytes(problem: Problem, schedule: Schedule, tile: Tile, swapped: bool) -> float:
+def _unshared_bytes(problem: Problem, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
     """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.
 
     They begin at all places of K then, so tiles that share an operand read it at different times: unless L2 keeps it,
@@ -430,7 +421,7 @@ def _unshared_bytes(problem: Problem, schedule: Schedule, tile: Tile, swapped: b
     remainder = schedule.remainder
     if not schedule.num_shares % remainder:
         return 0.0
-    block_m, block_n = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
+    block_m, block_n = (tile.columns, tile.rows) if swap_ab else (tile.rows, tile.columns)
     group = min(schedule.raster.group, schedule.grid.num_m)
     line = problem.k * ITEMSIZE[problem.dtype]
     rows, columns = min(problem.m, group * block_m), cdiv(remainder, group) * block_n

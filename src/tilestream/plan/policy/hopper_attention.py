@@ -43,7 +43,7 @@ _STEP, _MOST_STRIDE = 16, 2**40
 #: how long it takes, and many heads make an even end; with so few keys that they are read a few times only, while
 #: queries and outputs go through L2 too; and of tiles that are alike, which gain nothing by waiting for other heads.
 #: (An H100's L2 is two halves, and what all SMs read is in both. 24e6 and 4e6, full, in TFLOP/s: 128 columns, 512 keys
-#: 447 and 523, 2k 672 and 690; 256 columns 441 and 530, 753 and 770: benchmarks/results/gpu_attention_groups.json. For
+#: 447 and 523, 2k 672 and 690; 256 columns 441 and 530, 753 and 770: benchmarks/results/h100/attention_groups.json. For
 #: how many heads end evenly, and what groups that take all of L2 lose: gpu_attention_sizes.json.)
 L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 17e6, 4e6
 #: Keys that are few; and the share of a launch that is lost where theirs take all of that room, and not half of it.
@@ -51,7 +51,7 @@ FEW_KEYS, CROWDING = 1024, 0.02
 #: Whether consumers take turns at starting their multiplications.
 VARIANTS = ("turns", "apart")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
-# benchmarks/gpu_attention_tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
+# benchmarks/attention/tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
 # mean square). What was measured on an H200 since is 3 % faster than that on average, and 5 % off beside.
 #: Exponentials a cycle and SM; other operations of fp32, and how many a score takes: scale and subtract, largest, sum,
 #: rounding, and the accumulator's part of the scaling.
@@ -73,7 +73,7 @@ FEW_BLOCK_SECONDS, FEW_DIAGONAL_SECONDS = 1.5e-7, 4.5e-7
 MERGE_SECONDS = 4e-6
 #: How much of the memory's bandwidth a worker can have, in units of its fair part.
 MOST_OF_BANDWIDTH = 2.0
-#: Shares that a tile's keys are split into, at most; blocks of a share, at least, where nobody asks for shares.
+#: Shares that a tile's keys are split into, at most; blocks of a share, at least, where none are forced.
 MOST_SHARES, _LEAST_BLOCKS = 128, 2
 #: Shares where keys arrive, at most, and the bytes of scratch that they may take: written and read once more.
 ARRIVING_SHARES, SCRATCH_BYTES = 8, 320 * 2**20
@@ -172,7 +172,7 @@ def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
 
 
 def variant_of(problem: AttentionProblem, consumers: int) -> str:
-    """Whether consumers take turns, where nobody asks for it.
+    """Whether consumers take turns, where neither is forced.
 
     With sums of 256 columns they are as fast or up to 4 % faster in turns (H200).
     """
@@ -283,13 +283,8 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
             f"{max(p.head_dim, p.head_dim_v)} columns; in 8 bits it takes 128, which leave room for warps that convert "
             "values"
         )
-    if not p.positive:
-        return "a scale that is not positive: it takes the largest product for the largest score"
-    if not p.rows or not p.heads_q or not p.heads_kv or not p.seqlen_k or not p.batch:
-        return "there is nothing to load"
-    for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
-        if getattr(p, name) >= _MOST:
-            return f"{name}={getattr(p, name)}; it counts rows in 31 bits"
+    if why := p.unfit(_MOST):
+        return why
     if p.page_size and p.page_size < LEAST_PAGE:
         return f"pages of {p.page_size} keys; a copy brings {LEAST_PAGE} at least"
     if p.rows * p.heads_q >= 2**31:

@@ -2,8 +2,8 @@
 
 What bounds a row of `TILES` stands beside it. The model has three terms, in seconds: a tile's multiply-adds at the rate
 its size reaches, a constant a tile (taking it, filling and emptying the ring, the epilogue), and the launch; the whole
-is never below the memory's floor. Rates were read off an H100; what matters is the order they put candidates in. CDNA 3
-and 4 have tiles (`CDNA`) and a model (`tilestream.plan.policy.cdna`) of their own.
+is never below the memory's floor. Rates were read off an H100; only the order of candidates matters. CDNA 3 and 4 have
+tiles (`CDNA`) and a model (`tilestream.plan.policy.cdna`) of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import NamedTuple
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import Candidate
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.policy import cdna
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
@@ -29,10 +28,10 @@ STRIP = 32
 #: Seconds a tile costs beside its multiply-adds, and a launch.
 TILE_SECONDS = 2e-6
 LAUNCH_SECONDS = 8e-6
-#: By how much the loop is slower in the kernel that can also split a tile.
+#: Slowdown of the loop in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
-#: By how much a tile takes longer in the kernel that draws tickets. On an H200 from nothing to 3 % with B as a Linear
-#: weight lies, 7 to 13 % with B row-major (benchmarks/results/gpu_matmul_h200.json); a problem does not say which.
+#: A tile's slowdown in the kernel that draws tickets. On an H200 0 to 3 % with B as a Linear weight lies, 7 to 13 %
+#: with B row-major (benchmarks/results/h200/portable_gemm.json); a problem does not say which.
 QUEUE_LOSS = 1.05
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
@@ -103,7 +102,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 #: Stages where copies go through registers: one tile in shared memory, the next on its way.
 _HIP_STAGES = 2
 #: The same for gfx942, whose copies go through registers, and gfx950, where Triton 3.9 copies straight to LDS.
-#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd_isa.json), not measured. With everything in
+#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd/isa.json), not measured. With everything in
 #: the epilogue, and a gate, none spills: the compile gate's.
 CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
     "gfx942": {
@@ -193,10 +192,7 @@ def candidates(
     workers: int,
     *,
     kinds: tuple[Kind, ...],
-    tile: tuple[int, int] | None = None,
-    order: TileOrder | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
+    forced: Forced = FREE,
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces.
 
@@ -209,35 +205,31 @@ def candidates(
     """
     _refuse(problem, device)
     rows = tiles(problem, device)
-    if tile is not None:
-        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(tile))
+    if forced.tile is not None:
+        have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
+        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(forced.tile))
         if not rows:
-            have = ", ".join(f"{row.block_m}x{row.block_n}" for row in tiles(problem, device))
-            raise ValueError(f"tile={tile}: the portable kernel has {have} for these operands")
+            raise ValueError(f"tile={forced.tile}: the portable kernel has {have} for these operands")
     if cdna.knows(device):
-        yield from cdna.candidates(
-            problem, device, workers, rows, kinds=kinds, order=order, queues=queues, shares=shares
-        )
+        yield from cdna.candidates(problem, device, workers, [cdna.Row(*row[:6]) for row in rows], kinds, forced)
         return
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        raster = raster_of(problem, grid, block, GROUP, order)
+        raster = raster_of(problem, grid, block, GROUP, forced.order)
         for kind in kinds:
-            count, split = queues_of(problem, kind, queues, raster, min(workers, max(1, grid.tiles)))
-            schedule = Schedule(
-                kind, grid, raster, workers, count, split, shares or 0, first_batch_of(problem)
-            )  # fmt: skip
+            count, split = queues_of(problem, kind, forced.queues, raster, min(workers, max(1, grid.tiles)))
+            schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
-                continue  # nobody asked for it, and there is nothing to split: a queue with a larger kernel
+                continue  # not forced, and nothing to split: a queue with a larger kernel
             seconds = _seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
 
 
 def by_model(problem: Problem, device: DeviceProperties) -> bool:
-    """Whether the cost model says if a queue is worth what it costs: on NVIDIA's GPUs, where that was measured.
+    """Whether the cost model weighs a queue against a static grid: on NVIDIA's GPUs, where both were measured.
 
-    Elsewhere, and where chunks arrive, whoever comes late decides, and not what an idle GPU would do.
+    Where chunks arrive, late chunks and workers decide, which a model of an idle GPU does not know.
     """
     return device.arch.startswith("sm_") and not problem.arriving
 

@@ -1,0 +1,1 @@
+"""Benchmarks of tilestream: `run.py` runs them, `report` renders their records."""

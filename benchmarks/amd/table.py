@@ -1,0 +1,141 @@
+"""The tables of ``docs/amd.md``: what the compiler made of each kernel for AMD, and what others publish.
+
+python benchmarks/run.py amd table record            # compiles, no GPU: benchmarks/results/amd/isa.json
+python benchmarks/run.py amd table render            # puts the tables into docs/amd.md
+python benchmarks/run.py amd table render --check    # status 1 if the page is not what the records say
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.core.paths import DOCS, RESULTS
+from benchmarks.core.records import Data, Row, about, load, text_of
+from benchmarks.report.notes import Notes
+from benchmarks.report.tables import columns
+
+NOTES = Notes("amd")
+RECORD = RESULTS / "amd" / "isa.json"
+#: What others publish, measured: devices as `tilestream.core.gpu_specs` names them.
+PUBLISHED = RESULTS / "amd" / "published.json"
+PAGE = DOCS / "amd.md"
+#: The text between these lines of the page is made here.
+MARKS = {name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {name} -->") for name in ("ours", "theirs")}
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def questions() -> Iterator[tuple[str, Any]]:
+    """``(kernel, question)``: each kernel with its plan's tile; the portable one with the other large tiles, too."""
+    from tilestream.plan.policy.portable import CDNA, fp8_units
+    from tilestream_tools.isa.kernels import KERNELS, Question
+
+    for arch in ("gfx942", "gfx950"):
+        for name, entry in KERNELS.items():
+            if arch not in entry.archs:
+                continue
+            eight = fp8_units(arch)[0]
+            if name == "cdna-attention":
+                for k in (64, 128, 256):
+                    yield name, Question(arch, 4096, 4096, k)
+                continue
+            if name != "portable-gemm":
+                yield name, Question(arch)
+                if name == "cdna-gemm":
+                    yield name, Question(arch, dtype=eight)
+                continue
+            for kind, dtype in (("16-bit", "bfloat16"), ("8-bit", eight), ("float32", "float32")):
+                for row in CDNA[arch].get(kind, ())[: 3 if kind == "16-bit" else 1]:
+                    yield name, Question(arch, dtype=dtype, tile=(row.block_m, row.block_n))
+
+
+def record() -> dict[str, Any]:
+    """Compile all of it, each in a process of its own."""
+    from tilestream_tools.isa.report import of
+
+    made_by = {key: value for key, value in about("isa").items() if key not in ("device", "dtype")}
+    rows = []
+    for name, question in questions():
+        made = asdict(of(name, question))
+        rows.append({"dtype": question.dtype, "k": question.k, **made})
+        print(name, question.arch, question.dtype, made["tile"], made["cycles"].get("share"), flush=True)
+    return {**made_by, "run": False, "rows": rows}
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def ours(data: Data) -> str:
+    return NOTES("ours", **data) + "\n\n" + columns(map(_counted, data["rows"]), {
+        "kernel": "{kernel}, {dtype}{wide}", "arch": "{arch}", "tile, stages": "{tile}, {stages}",
+        "VGPR + AGPR": "{vgpr} + {registers[agpr]}", "spilled": "{spilled}", "LDS": "{kib:.0f} KiB",
+        "waves a SIMD": "{occupancy[waves]}", "matrix instructions": "{mfma}", "loads": "{loads}",
+        "LDS reads, writes": "{reads}; {writes}", "barriers": "{barriers}", "waits": "{waits}",
+        "all": "{loop[instructions]}",
+        "cycles: floor, estimate": "{floor:.0f} ({cycles[binds]}), {cycles[estimate]:.0f}",
+        "of the peak": "{cycles[share]:.0%}",
+    })  # fmt: skip
+
+
+def _counted(row: Row) -> Row:
+    """A row with its sums."""
+    loop, registers, counts = row["loop"], row["registers"], row["loop"]["counts"]
+
+    def sum_of(kind: str) -> str:
+        found = {name: n for name, n in counts.items() if name.rpartition(" ")[0] == kind}
+        return ", ".join(f"{n} x {name.rpartition(' ')[2]} bit" for name, n in found.items()) or "0"
+
+    direct = sum_of("load_to_lds")
+    return row | {
+        "wide": f", {row['k']} columns" if row["kernel"].endswith("attention") else "",
+        "tile": "x".join(map(str, row["tile"])), "vgpr": registers["vgpr"] - registers["agpr"],
+        "spilled": sum(row["spilled"].values()), "kib": row["shared"] / 1024,
+        "mfma": ", ".join(f"{n} x {shape}" for shape, n in loop["mfma"].items()),
+        "loads": f"{direct}, to LDS" if direct != "0" else sum_of("load"), "reads": sum_of("lds_read"),
+        "writes": sum_of("lds_write"), "barriers": counts.get("barrier", 0), "waits": counts.get("wait", 0),
+        "floor": max(row["cycles"]["floor"].values()),
+    }  # fmt: skip
+
+
+def theirs() -> str:
+    from tilestream.core.gpu_specs import named
+
+    rows = []
+    for row in load(PUBLISHED)["rows"]:
+        device = named(row["device"])
+        assert device is not None
+        share = row["tflops"] * 1e12 / device.peak(row["dtype"], device.workers)
+        rows.append(row | {"share": share, "gpu": device.name.removeprefix("AMD Instinct ")})
+    return NOTES("theirs") + "\n\n" + columns(rows, {
+        "kernel": "{who}", "GPU": "{gpu}", "dtype": "{dtype}", "M x N x K, or attention": "{shape}",
+        "TFLOP/s": "{tflops:.0f}", "of the data sheet": "{share:.0%}", "matrix units busy": "{busy}",
+        "compiled": "{compiled}", "source": "{source}",
+    })  # fmt: skip
+
+
+def page(text: str, data: Data) -> str:
+    """The page with its tables made again."""
+    for name, made in (("ours", ours(data)), ("theirs", theirs())):
+        begin, end = MARKS[name]
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"{PAGE.name} has no lines {begin} and {end}")
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["record"]:
+        RECORD.write_text(text_of(record()), encoding="utf-8")
+        return 0
+    if arguments not in (["render"], ["render", "--check"]):
+        raise SystemExit(__doc__)
+    before = PAGE.read_text(encoding="utf-8")
+    after = page(before, load(RECORD))
+    if arguments[1:]:
+        return int(before != after)
+    PAGE.write_text(after, encoding="utf-8")
+    return 0

@@ -1,0 +1,1 @@
+"""What every subject shares: timing, records, the command line."""

@@ -1,0 +1,152 @@
+"""Clocks, by the host and on the GPU; what a call costs the host; and peaks that no figure may be above.
+
+Machines change speed from minute to minute: only ratios within one row can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilestream.plan import cpu_properties
+from tilestream.plan.api import device_properties
+from tilestream_tools.sweep.clock import Call, GpuClock, Timing, WallClock, quartiles, torch
+from tilestream_tools.sweep.run import StreamClock
+
+__all__ = ["Call", "GpuClock", "HiddenLaunchClock", "Timing", "WallClock", "interleave", "quartiles", "torch"]
+
+#: Seconds of a cycle, at least: an H100's highest clock.
+_CYCLE = 1 / 1.98e9
+#: How often a spin that was too short is doubled.
+_DOUBLINGS = 8
+
+
+def interleave(
+    functions: dict[str, Call],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    before: Callable[[str], Any] = lambda _: None,
+    after: Callable[[str], Any] = lambda _: None,
+) -> dict[str, list[float]]:
+    """Seconds of each call by the host's clock; the functions take turns, so that a slow minute hits all of them.
+
+    The order changes each round: OpenMP's threads spin for a while after a call, at the cost of the next one.
+    ``before`` and ``after`` are given the function's name and are not timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    shuffle, names = random.Random(0).shuffle, list(functions)
+    for number in range(-warmup, rounds):
+        if number >= 0:
+            shuffle(names)
+        for name in names:
+            before(name)
+            begin = time.perf_counter()
+            functions[name]()
+            took = time.perf_counter() - begin
+            after(name)
+            if number >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def medians(seconds: dict[str, list[float]], digits: int | None = None) -> dict[str, float]:
+    """Milliseconds."""
+    found = {name: statistics.median(samples) * 1e3 for name, samples in seconds.items()}
+    return found if digits is None else {name: round(ms, digits) for name, ms in found.items()}
+
+
+class HiddenLaunchClock(StreamClock):
+    """A clock for calls whose launch takes the host long: the spin before a call grows until it covers the launch."""
+
+    spin = 1_000_000
+
+    def milliseconds(self, functions: dict[str, Call], rounds: int = 11, warmup: int = 2) -> dict[str, float]:
+        """The median of each."""
+        return medians(self.interleave(functions, rounds=rounds, warmup=warmup).seconds)
+
+    def _sample(self, call: Call) -> float:
+        for _ in range(_DOUBLINGS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.sum(self._source, dim=0, out=self._sink)
+            self.synchronize()
+            since = time.perf_counter()
+            torch.cuda._sleep(self.spin)
+            begin.record()
+            call()
+            end.record()
+            issued = time.perf_counter() - since
+            end.synchronize()
+            if issued < 0.8 * self.spin * _CYCLE:
+                return float(begin.elapsed_time(end)) * 1e-3
+            self.spin *= 2
+        raise RuntimeError(f"a call took the host {issued:.3g} s to issue, longer than the GPU can be made to spin")
+
+
+def host_microseconds(
+    functions: dict[str, Call], *, batch: int = 64, batches: int = 50, synchronize: Call | None = None
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What a call costs the host: the median of batches that take turns; inside a batch nothing waits for the GPU.
+
+    Returns
+    -------
+    tuple
+        Microseconds of each call that works, and what is wrong with the others.
+    """
+    wait, works, refused = synchronize or torch.cuda.synchronize, dict(functions), {}
+    for name, function in functions.items():
+        try:
+            for _ in range(20):
+                function()
+        except Exception as error:
+            refused[name] = f"{type(error).__name__}: {error}"[:200]
+            del works[name]
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(batches):
+        for name, function in works.items():
+            wait()
+            begin = time.perf_counter()
+            for _ in range(batch):
+                function()
+            samples[name].append((time.perf_counter() - begin) / batch)
+    return {name: round(1e6 * statistics.median(values), 2) for name, values in samples.items()}, refused
+
+
+def rates(operations: float, ms: dict[str, float]) -> dict[str, float]:
+    return {name: round(operations / value * 1e-9, 1) for name, value in ms.items()}
+
+
+def line(values: dict[str, Any], names: Sequence[str] = ()) -> str:
+    return "  ".join(f"{name} {value}" for name, value in values.items() if not names or name in names)
+
+
+# Peaks ----------------------------------------------------------------------------------------------------------------
+
+#: Dense bf16 of an H100 or H200, TFLOP/s, rounded up.
+HOPPER_PEAK = 1000.0
+
+
+def gpu_peak() -> float:
+    """Dense bf16 of this GPU, TFLOP/s, or a little more."""
+    if torch.version.hip is None:
+        return HOPPER_PEAK
+    device = device_properties("cuda")
+    return device.peak("bfloat16", device.workers) / 1e12
+
+
+def cpu_peak(dtype: str = "float32") -> float:
+    """Of all cores, TFLOP/s."""
+    device = cpu_properties()
+    return device.peak(dtype, device.workers) / 1e12
+
+
+def refuse_impossible(what: str, rates: dict[str, float], peak: float, unit: str = "TFLOP/s") -> None:
+    """Raise if a rate is above ``peak``: then the answer or the timing is wrong."""
+    for name, rate in rates.items():
+        if rate > peak:
+            raise AssertionError(
+                f"{what}: {name} has {rate:.4g} {unit}, above the peak of {peak:.4g}: the answer or the timing is wrong"
+            )

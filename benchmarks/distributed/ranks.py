@@ -1,0 +1,136 @@
+"""What benchmarks across GPUs share: a process a GPU, a call timed on all at once, the profiler's activities."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tilestream as ts
+from benchmarks.core.records import Record
+from benchmarks.core.section import Section
+from benchmarks.core.session import Session
+
+#: Bytes that are written to flush L2.
+_FLUSH = 256 << 20
+
+
+BF16 = torch.bfloat16
+#: Seconds that a call of ours may wait for a peer, and that NCCL and gloo may.
+DEADLINE, TIMEOUT = 10.0, 120
+#: Calls, by what the record calls them.
+Forms = dict[str, Callable[[], Any]]
+
+
+class Ranks(Session):
+    """A run whose sections are functions of ``(rank, world, session)``, called in a process for each GPU.
+
+    Only rank 0's session makes records: see `record_of`.
+    """
+
+    def call(self, section: Section) -> None:
+        """Start the processes, and wait for them."""
+        world = torch.cuda.device_count()
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_rank, args=(world, f"{folder}/store", section, self.options), nprocs=world)
+
+
+def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | None:
+    """The record on rank 0, named with the number of ranks behind it; None on the others."""
+    world = dist.get_world_size()
+    return session.record(f"{name}_x{world}", world=world, **extra) if rank == 0 else None
+
+
+def _rank(rank: int, world: int, where: str, section: Section, options: argparse.Namespace) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=TIMEOUT),
+    )  # fmt: skip
+    section.load()(rank, world, Session(options))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class MeetingClock:
+    """Times a call on its stream once all ranks have met there, with L2 flushed and the host's part hidden.
+
+    Parameters
+    ----------
+    pause
+        Cycles that the GPU sleeps while the host issues the call.
+    """
+
+    def __init__(self, pause: int) -> None:
+        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
+        self._meet, self._pause = torch.zeros(1, device="cuda"), pause
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[float, float]:
+        """Milliseconds of one call, and what issuing it cost the host."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        dist.all_reduce(self._meet)  # so that no rank is still at the call before
+        torch.cuda.synchronize()
+        self._flush.zero_()
+        torch.cuda._sleep(self._pause)
+        dist.all_reduce(self._meet)
+        begin.record()
+        issue = time.perf_counter()
+        function()
+        host = (time.perf_counter() - issue) * 1e3
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end), host
+
+
+def slowest(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each, and of those the largest over ranks."""
+    medians = torch.tensor([statistics.median(of) for of in times.values()]).cuda()
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return {name: round(ms, 4) for name, ms in zip(times, medians.tolist(), strict=True)}
+
+
+class Activity(NamedTuple):
+    """What a GPU did from ``begin`` to ``end``, nanoseconds by the host's clock; ``size`` of a copy, else 0."""
+
+    name: str
+    stream: int
+    begin: float
+    end: float
+    size: int
+
+
+def activities(document: dict[str, Any]) -> list[Activity]:
+    """Kernels and copies of torch's profiler, from its Chrome trace, in order."""
+    base = float(document.get("baseTimeNanoseconds", 0))
+    found = []
+    for event in document["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            begin, more = base + 1e3 * event["ts"], event.get("args", {})
+            size = int(more.get("bytes", 0)) if event["cat"] == "gpu_memcpy" else 0
+            found.append(Activity(event["name"], int(more.get("stream", -1)), begin, begin + 1e3 * event["dur"], size))
+    return sorted(found, key=lambda one: one.begin)
+
+
+def profiled(call: Callable[[], Any]) -> tuple[Any, list[Activity]]:
+    """What a call returns, and what this GPU did. All ranks begin together."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        result = call()
+        torch.cuda.synchronize()
+    ts.check()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/trace.json"
+        profiler.export_chrome_trace(path)
+        return result, activities(json.loads(Path(path).read_text(encoding="utf-8")))

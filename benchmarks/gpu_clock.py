@@ -1,6 +1,0 @@
-"""Clock and checks of the GPU benchmarks: those of `tilestream_tools.sweep`."""
-
-from tilestream_tools.sweep.check import Check, poison, sampled_rows
-from tilestream_tools.sweep.clock import Call, GpuClock, Timing, WallClock, quartiles, torch
-
-__all__ = ["Call", "Check", "GpuClock", "Timing", "WallClock", "poison", "quartiles", "sampled_rows", "torch"]

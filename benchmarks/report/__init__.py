@@ -1,0 +1,10 @@
+"""The pages and pictures of docs/performance and docs/scheduling, made from the records."""
+
+from __future__ import annotations
+
+from benchmarks.core.section import Section
+
+SECTIONS = {
+    "pages": Section("report.pages:main", "docs/performance, and its plots; --check", tool=True),
+    "schedule_pictures": Section("report.schedule_pictures:main", "the pictures of docs/scheduling.md", tool=True),
+}

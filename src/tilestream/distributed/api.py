@@ -1,0 +1,276 @@
+"""The public functions: matmuls that overlap with a collective, and their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tilestream.distributed import all_gather, all_reduce, reduce_scatter
+from tilestream.distributed.dispatch import Form
+from tilestream.distributed.group_state import Group, groups_of, name_of, state_of
+from tilestream.distributed.library import all_gather_matmul_op, matmul_all_reduce_op, matmul_reduce_scatter_op
+from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.request import (
+    ALL_REDUCE,
+    GATHER,
+    REDUCE_SCATTER,
+    ReduceOp,
+    Request,
+    Tensors,
+    check_request,
+)
+from tilestream.ops.limit import limit
+
+
+def all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    group: Group = None,
+    bias: torch.Tensor | Tensors | None = None,
+    activation: str | Sequence[str | None] | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | Tensors | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    return_a: bool = False,
+    form: Form = "auto",
+    deadline: float | None = None,
+) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, torch.Tensor | list[torch.Tensor]]:
+    """``A @ b`` for each ``b``, where ``A`` is ``a_shard`` of all ranks, concatenated along ``gather_dim``.
+
+    All ranks of the group make the same call, with shards of one shape. The matmul begins at once with this rank's own
+    rows, and multiplies the other ranks' rows as they arrive. Transfer and matmul together take about as long as the
+    longer of the two.
+
+    Parameters
+    ----------
+    a_shard
+        ``[..., M / world, ..., K]``, at least 2-D, any strides: this rank's part of ``A``.
+    b
+        ``[K, N]``, or a list of such matrices, each with its own N; one gather serves them all. Each rank may have
+        other columns.
+    gather_dim
+        The dimension that is cut. A dimension before the last overlaps, and is gathered without a copy; the last does
+        not.
+    group
+        The process group, of at most 8 ranks; None: the default group. Or a `torch.distributed.DeviceMesh`: of one
+        dimension, its group; of two, ``(nodes, ranks of one)``, all its ranks in its order. Then each shard is sent to
+        every other node once, and distributed inside it: see the guide.
+    bias, activation, scale_b
+        As for `tilestream.matmul`; a list with one for each ``b``, or one activation for all.
+    scale_a
+        float32: one element, or one a row of ``a_shard`` (what broadcasts to ``[..., M / world, ..., 1]``). Gathered,
+        too: each rank gives its own.
+    out_dtype, use_fast_accum
+        As for `tilestream.matmul`.
+    return_a
+        Whether to return ``A``, too.
+    form
+        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: by a table of measurements, or else a model.
+        See `plan_all_gather_matmul`.
+    deadline
+        Seconds from the call (on a GPU, from the kernel's start) after which the call stops waiting; None: the group's
+        own timeout.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        ``[..., M, ..., N]``, one for each ``b``; a tensor if ``b`` is one. With ``return_a``: ``(A, that)``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For invalid arguments, before anything is sent; or on every rank, if the ranks' calls differ.
+    ArrivalTimeout
+        If a chunk did not arrive in time. Names the rank that reports, and the one whose chunk is missing. What was not
+        computed is NaN. On a GPU it is raised by the next call on that device, or by `tilestream.check`.
+    GroupBroken
+        If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
+    """
+    request = check_request(
+        GATHER, a_shard, b, dim=gather_dim, bias=bias, activation=activation, scale_a=scale_a, scale_b=scale_b,
+        out_dtype=out_dtype, fast_accum=use_fast_accum, return_a=return_a, form=form, deadline=deadline,
+    )  # fmt: skip
+    biases = [request.a.new_empty(0) if x is None else x for x in request.biases]
+    gathered, outs = all_gather_matmul_op(
+        request.a, request.bs, request.dim, name_of(GATHER, group), biases, request.activations, scale_a,
+        request.scales_b, out_dtype, use_fast_accum, return_a, form, _op_deadline(request), limit(),
+    )  # fmt: skip
+    result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
+    return (gathered, result) if return_a else result
+
+
+def plan_all_gather_matmul(
+    a_shard: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    group: Group = None,
+    scale_a: torch.Tensor | None = None,
+    form: Form = "auto",
+) -> DistributedPlan:
+    """How `all_gather_matmul` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    request = check_request(GATHER, a_shard, b, dim=gather_dim, scale_a=scale_a, form=form)
+    *internode, intranode = (state_of(GATHER, x) for x in groups_of(GATHER, group))
+    plan = all_gather.plan_of(intranode, request)
+    return plan.over(internode[0].world) if internode else plan
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scatter_dim: int = 0,
+    reduce_op: ReduceOp = "sum",
+    group: Group = None,
+    bias: torch.Tensor | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    form: Form = "auto",
+    deadline: float | None = None,
+) -> torch.Tensor:
+    """The sum over all ranks of ``a @ b``, of which each rank gets its part along ``scatter_dim``; plus ``bias``.
+
+    All ranks of the group make the same call, with operands of one shape. The parts of other ranks are computed first,
+    and sent while the rest is computed. Parts travel in the result's dtype and are added in float32, in the order of
+    the ranks: the same bits each time. (Unfused on GPUs: by the group's own reduce-scatter.)
+
+    Parameters
+    ----------
+    a
+        ``[..., M, ..., K]``, at least 2-D; each rank has another part of K.
+    b
+        ``[K, N]``.
+    scatter_dim
+        The dimension of the result that is cut, before the last; its extent is a multiple of the number of ranks.
+    reduce_op
+        ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
+    group, form, deadline
+        As for `all_gather_matmul`; on a GPU the deadline counts from the end of this rank's own matmul.
+    bias
+        ``[N]``: added once, after the sum (or average).
+    scale_a, scale_b, out_dtype, use_fast_accum
+        As for `tilestream.matmul`, on ``a @ b``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[..., M / world, ..., N]``.
+
+    Raises
+    ------
+    ValueError, TypeError, ArrivalTimeout, GroupBroken
+        As `all_gather_matmul`.
+    """
+    request = check_request(
+        REDUCE_SCATTER, a, b, dim=scatter_dim, reduce_op=reduce_op, bias=bias, scale_a=scale_a, scale_b=scale_b,
+        out_dtype=out_dtype, fast_accum=use_fast_accum, form=form, deadline=deadline,
+    )  # fmt: skip
+    result: torch.Tensor = matmul_reduce_scatter_op(
+        request.a, request.b, request.dim, reduce_op, name_of(REDUCE_SCATTER, group), bias, scale_a, scale_b, out_dtype,
+        use_fast_accum, form, _op_deadline(request), limit(),
+    )  # fmt: skip
+    return result
+
+
+def plan_matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scatter_dim: int = 0,
+    group: Group = None,
+    form: Form = "auto",
+) -> DistributedPlan:
+    """How `matmul_reduce_scatter` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    request = check_request(REDUCE_SCATTER, a, b, dim=scatter_dim, form=form)
+    *internode, intranode = (state_of(REDUCE_SCATTER, x) for x in groups_of(REDUCE_SCATTER, group))
+    reduce_scatter.travel_dtype(request)
+    if not internode:
+        return reduce_scatter.plan_of(intranode, request)
+    nodes, dim = internode[0].world, request.dim
+    reduce_scatter.part_shape(request, nodes * intranode.world)
+    of_node = request._replace(a=request.a.narrow(dim, 0, request.a.shape[dim] // nodes))
+    return reduce_scatter.plan_of(intranode, of_node).over(nodes)
+
+
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    reduce_op: ReduceOp = "sum",
+    group: Group = None,
+    bias: torch.Tensor | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    form: Form = "auto",
+    deadline: float | None = None,
+) -> torch.Tensor:
+    """The sum over all ranks of ``a @ b``, on each rank; plus ``bias``.
+
+    All ranks of the group make the same call, with operands of one shape. For a few rows, as in decoding; for many
+    rows, `matmul_reduce_scatter` overlaps, and `all_gather_matmul` gathers its rows again.
+
+    Parameters
+    ----------
+    a
+        ``[..., M, K]``, at least 2-D; each rank has another part of K.
+    b
+        ``[K, N]``.
+    reduce_op
+        ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
+    group
+        As for `all_gather_matmul`; of a mesh of two dimensions, inside each node first, and then between them.
+    bias
+        ``[N]``: added once, after the sum (or average).
+    scale_a, scale_b, out_dtype, use_fast_accum
+        As for `tilestream.matmul`, on ``a @ b``.
+    form
+        ``"fused"``: the kernel that adds reads all ranks' partial sums, on GPUs that reach each other; they travel in
+        the result's dtype and are added in float32, in the order of the ranks. ``"unfused"``: the group's own
+        all-reduce. ``"auto"``: fused where a table says that it was measured to be faster.
+    deadline
+        As for `matmul_reduce_scatter`; unused by the group's own all-reduce, which has the group's timeout.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[..., M, N]``, the same bits on each rank.
+
+    Raises
+    ------
+    ValueError, TypeError, ArrivalTimeout, GroupBroken
+        As `all_gather_matmul`.
+    """
+    request = check_request(
+        ALL_REDUCE, a, b, reduce_op=reduce_op, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype,
+        fast_accum=use_fast_accum, form=form, deadline=deadline,
+    )  # fmt: skip
+    result: torch.Tensor = matmul_all_reduce_op(
+        request.a, request.b, reduce_op, name_of(ALL_REDUCE, group), bias, scale_a, scale_b, out_dtype, use_fast_accum,
+        form, _op_deadline(request), limit(),
+    )  # fmt: skip
+    return result
+
+
+def plan_matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, *, group: Group = None, form: Form = "auto"
+) -> DistributedPlan:
+    """How `matmul_all_reduce` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    request = check_request(ALL_REDUCE, a, b, form=form)
+    *internode, intranode = (state_of(ALL_REDUCE, x) for x in groups_of(ALL_REDUCE, group))
+    reduce_scatter.travel_dtype(request)
+    nodes = len(internode) + 1
+    plan = all_reduce.plan_of(intranode, request, nodes)
+    return plan.over(internode[0].world) if internode else plan
+
+
+def _op_deadline(request: Request) -> float:
+    """The deadline as a registered op takes it: -1 for None."""
+    return -1.0 if request.deadline is None else request.deadline

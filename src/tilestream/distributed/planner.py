@@ -1,0 +1,142 @@
+"""The plan of a call: fused or not, over which transport, and why."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash
+from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.plan import DistributedPlan, Transport
+from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
+from tilestream.distributed.symmetric import connect_once, why_not
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.problem import dtype_name
+from tilestream.runtime.properties import cuda_properties
+
+#: Plans that a group keeps.
+_MOST_PLANS = 1024
+#: Why neither a sum nor an all-reduce is fused in one hardware queue.
+ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share a queue, and the one that waits for a peer would hold the "
+    "others without a bound, that of the watchdog too; set it to 8, or not at all"
+)
+
+
+def make_plan(
+    state: GroupState, request: Request, shard: tuple[int, ...], k: int, agreed: Mapping[str, object],
+    unfused: str = "", unmeasured: str = "",
+) -> DistributedPlan:  # fmt: skip
+    """The plan of a call, from the group's cache if there is one.
+
+    Parameters
+    ----------
+    shard
+        Shape of one rank's share of what travels.
+    k
+        The length of the sums that a rank computes.
+    agreed
+        What the ranks must call alike; the decision and the table's hash are added.
+    unfused
+        Why the call is not fused, if that is known beforehand.
+    unmeasured
+        The reason given where an op that is fused only on measurements has none.
+    """
+    x, n = request.a, sum(b.shape[-1] for b in request.bs)
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (
+        request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()), capturing,
+        state.unreachable, on_trial(), unfused,
+    )  # fmt: skip
+    found = state.plans.get(key)
+    if found is None:
+        if len(state.plans) >= _MOST_PLANS:
+            state.plans.clear()
+        found = state.plans[key] = _make(state, request, shard, n, k, agreed, unfused, unmeasured)
+    return found
+
+
+def connected_plan(
+    state: GroupState, plan: DistributedPlan, device: torch.device, make: Callable[[], DistributedPlan]
+) -> DistributedPlan:
+    """``plan``; or ``make()`` if the ranks connect here for the first time, and cannot all reach each other.
+
+    Collective, before the first fused call on GPUs.
+    """
+    return make() if connect_once(state, plan, device) else plan
+
+
+def _make(
+    state: GroupState, request: Request, shard: tuple[int, ...], n: int, k: int, agreed: Mapping[str, object],
+    unfused: str, unmeasured: str,
+) -> DistributedPlan:  # fmt: skip
+    op, x, dim, form = request.op, request.a, request.dim, request.form
+    rows, width = math.prod(shard[:-1]), shard[-1]
+    case = Case(op, rows, n, k, width, state.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
+    decision = decide(case, form)
+    if op == ALL_REDUCE:
+        decision = replace(decision, chunks=1)
+    transport, refused = _transport(state, x, op == GATHER and dim == len(shard) - 1)
+    one_queue = transport == "symmetric memory" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if unmeasured and form == "auto" and not decision.measured and on_trial() is None:
+        unfused = unfused or unmeasured
+    if one_queue and op != GATHER and decision.fused:
+        unfused = unfused or ONE_QUEUE
+    if unfused:
+        decision, transport, refused = Decision(False, 1, unfused), "collective", (Refusal("fused", unfused),)
+    if not refused and not all((rows, width, n, k)):
+        refused = (Refusal("fused", "no rows, columns or K: there is nothing to overlap with"),)
+    if not refused and state.world == 1:
+        refused = (Refusal("fused", "one rank: nothing travels"),)
+    if not refused and not decision.fused:
+        refused = (Refusal("fused", decision.why),)
+    if refused and transport == "symmetric memory":
+        transport = "collective"
+    if transport == "symmetric memory" and op == REDUCE_SCATTER:
+        decision = decision.with_equal_chunks(math.prod(shard[dim:-1]))  # a kernel publishes chunks of one size
+    if one_queue and transport == "symmetric memory" and on_trial() is None:
+        decision = without_pulls(decision)
+    compared: dict[str, object] = {
+        "op": op, **agreed, "columns": n, "form": "fused" if decision.fused else "unfused",
+        "chunks": decision.chunks, "table": table_hash(),
+    }  # fmt: skip
+    if transport == "symmetric memory" and op == GATHER:
+        compared["way"] = decision.way
+    return DistributedPlan(case, state.rank, decision, transport, refused, compared)
+
+
+def without_pulls(decision: Decision) -> Decision:
+    """A gather's decision where all streams share one hardware queue: shards are pushed.
+
+    A stream that waits for a peer's flag would block all others: the kernel with its deadline, and the watchdog's.
+    """
+    if decision.way != "pull":
+        return decision
+    return replace(decision, way="push", why=f"{decision.why}; pushed, since CUDA_DEVICE_MAX_CONNECTIONS is 1")
+
+
+def _device_class(device: torch.device) -> str:
+    return device.type if device.type != "cuda" else cuda_properties(device.index).arch
+
+
+def _transport(state: GroupState, x: torch.Tensor, cuts_last: bool) -> tuple[Transport, tuple[Refusal, ...]]:
+    """What carries data between ranks on this device, and why it cannot overlap with a matmul."""
+    backend = state.backend(x.device.type)
+    if not backend:
+        raise ValueError(
+            f"group: {state.name!r} has no backend for {x.device.type}; make it with one: "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    cut = (Refusal("fused", "the last dimension is cut: no tile can begin before all ranks' parts are there"),)
+    if x.device.type == "cpu":
+        if backend != "gloo":
+            return "collective", (Refusal("fused", f"{backend} on the CPU; messages of gloo are what overlaps there"),)
+        return "gloo", cut if cuts_last else ()
+    if cuts_last:
+        return "collective", cut
+    why = why_not(state, x)
+    return ("collective", (Refusal("fused", why),)) if why else ("symmetric memory", ())

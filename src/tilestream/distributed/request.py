@@ -1,0 +1,264 @@
+"""`Request`: the arguments of an op across ranks, checked before anything is sent.
+
+The matmul checks its own operands: it is called once on tensors without memory, of the shapes that it will get, and
+raises there before any rank hears of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+
+from tilestream.arrival.flat import check_deadline
+from tilestream.distributed.dispatch import FORMS, Form, Op
+from tilestream.distributed.group_state import GroupState
+from tilestream.ops.operands import Options, autocast, multiply
+from tilestream.plan.problem import dtype_name
+from tilestream.runtime import shutdown
+from tilestream.runtime.channel import check_device
+
+GATHER: Op = "all_gather_matmul"
+REDUCE_SCATTER: Op = "matmul_reduce_scatter"
+ALL_REDUCE: Op = "matmul_all_reduce"
+ReduceOp = Literal["sum", "avg"]
+REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
+
+#: Shape and dtype.
+Kind = tuple[tuple[int, ...], torch.dtype]
+Tensors = Sequence["torch.Tensor | None"]
+#: One value, or one for each B.
+Bs = torch.Tensor | Sequence[torch.Tensor]
+PerB = torch.Tensor | Tensors | None
+
+
+class Request(NamedTuple):
+    """The arguments of one call.
+
+    Attributes
+    ----------
+    a
+        The left operand; of a gather, this rank's shard of it.
+    bs, biases, scales_b, activations
+        The right operands, and what belongs to each; all of one length.
+    dim
+        The dimension of ``a`` that is gathered or scattered; unused by an all-reduce.
+    return_a
+        Of a gather: whether the gathered ``a`` is returned.
+    deadline
+        Seconds; None: the group's own timeout.
+    """
+
+    op: Op
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    biases: Tensors
+    activations: Sequence[str]
+    scale_a: torch.Tensor | None
+    scales_b: Tensors
+    dim: int = 0
+    reduce_op: str = "sum"
+    out_dtype: torch.dtype | None = None
+    fast_accum: bool = True
+    return_a: bool = False
+    form: Form = "auto"
+    deadline: float | None = None
+
+    @property
+    def b(self) -> torch.Tensor:
+        """The right operand of an op that takes one."""
+        return self.bs[0]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias of an op that takes one B."""
+        return self.biases[0]
+
+    @property
+    def scale_b(self) -> torch.Tensor | None:
+        """The scale of the right operand of an op that takes one B."""
+        return self.scales_b[0]
+
+    @property
+    def cuts_last(self) -> bool:
+        """Whether the last dimension of ``a`` is the one that is cut."""
+        return self.dim == self.a.dim() - 1
+
+    def options(self, i: int = 0, **changes: Any) -> Options:
+        """The matmul's options for ``bs[i]``."""
+        activation = None if self.activations[i] == "none" else self.activations[i]
+        of_call = {
+            "bias": self.biases[i], "activation": activation, "out_dtype": self.out_dtype, "scale_a": self.scale_a,
+            "scale_b": self.scales_b[i], "fast_accum": self.fast_accum,
+        }  # fmt: skip
+        return Options(self.op, **(of_call | changes))
+
+    def rehearse(self, rows: int, k: int, gathers_scales: bool = False) -> list[torch.dtype]:
+        """Raise what the matmuls of ``[rows, k]`` would raise; returns the dtypes of their results.
+
+        ``gathers_scales``: the matmul gets one scale a row, whatever the caller gave.
+        """
+        scale = None if self.scale_a is None else _kind(self.scale_a)
+        if self.scale_a is not None and (gathers_scales or self.scale_a.numel() > 1):
+            scale = (rows, 1), self.scale_a.dtype
+        each = zip(self.bs, self.biases, self.scales_b, self.activations, strict=True)
+        return [
+            _rehearsed(
+                self.op, ((rows, k), self.a.dtype), _kind(b), None if bias is None else _kind(bias), scale,
+                None if scale_b is None else _kind(scale_b), activation, self.out_dtype,
+            )
+            for b, bias, scale_b, activation in each
+        ]  # fmt: skip
+
+    def scales_of_rows(self) -> torch.Tensor | None:
+        """``scale_a``, expanded to one scale a row: ``[..., 1]``."""
+        if self.scale_a is None:
+            return None
+        scale, rows, name = self.scale_a, (*self.a.shape[:-1], 1), "a_shard" if self.op == GATHER else "a"
+        if scale.numel() == 1:
+            return scale.view(()).expand(rows)
+        try:
+            return (scale.unsqueeze(-1) if scale.dim() == 1 else scale).expand(rows)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.op}: scale_a has shape {list(scale.shape)}; it has one element, or one a row of {name}: what "
+                f"broadcasts to {list(rows)}"
+            ) from None
+
+    def check_one_scale(self) -> None:
+        """Raise if K is cut and there is more than one ``scale_a``."""
+        if self.scale_a is not None and self.scale_a.numel() > 1:
+            raise ValueError(
+                f"{self.op}: scale_a has {self.scale_a.numel()} elements; with K cut (gather_dim={self.dim}) it has one"
+            )
+
+    def seconds(self, state: GroupState) -> float:
+        """The deadline; by default the group's own timeout."""
+        return check_deadline(state.timeout(self.a.device.type) if self.deadline is None else self.deadline)
+
+    def begin(self, *states: GroupState) -> None:
+        """Raise if an earlier call on the device has expired, or a group is broken."""
+        if self.a.is_cuda:
+            check_device(self.a.device.index)  # first: an expiry says more than that the group is broken
+        for state in states:
+            state.check()
+
+    @contextlib.contextmanager
+    def running(self, state: GroupState | None = None) -> Iterator[None]:
+        """The context of a call: serialised in ``state``, without autograd and autocast."""
+        call = contextlib.nullcontext() if state is None else state.call()
+        with shutdown.call(), call, torch.no_grad(), torch.autocast(self.a.device.type, enabled=False):
+            yield
+
+
+def check_request(
+    op: Op, a: torch.Tensor, b: Bs, *, dim: int = 0, reduce_op: str = "sum", bias: PerB = None,
+    activation: str | Sequence[str | None] | None = None, scale_a: torch.Tensor | None = None, scale_b: PerB = None,
+    out_dtype: torch.dtype | None = None, fast_accum: bool = True, return_a: bool = False, form: str = "auto",
+    deadline: float | None = None,
+) -> Request:  # fmt: skip
+    """The caller's arguments as a `Request`: one B as a list of one, operands converted as autocast says.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is wrong by itself.
+    """
+    name, cut = ("a_shard", "gather_dim") if op == GATHER else ("a", "scatter_dim")
+    if op != GATHER and not isinstance(b, torch.Tensor):
+        raise TypeError(
+            f"{op}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
+        )
+    bs = [b] if isinstance(b, torch.Tensor) else b
+    if not isinstance(bs, list | tuple) or not bs or not all(isinstance(x, torch.Tensor) for x in bs):
+        raise TypeError(f"{op}: b is {type(b).__name__}; it is a tensor, or a list of at least one")
+    biases, scales_b = (_tensors(op, *given, len(bs)) for given in (("bias", bias), ("scale_b", scale_b)))
+    activations = [str(x or "none") for x in _each(op, "activation", activation, len(bs))]
+    dim = _check_dim(op, cut, dim, a, name)
+    if form not in FORMS:
+        raise ValueError(f"{op}: form={form!r}; it is one of {', '.join(FORMS)}")
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"{op}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+    _check_devices(op, a, b=bs, bias=biases, scale_a=[scale_a], scale_b=scales_b)
+    a, *bs = autocast(Options(op), a, *bs)
+    return Request(
+        op, a, bs, biases, activations, scale_a, scales_b, dim, reduce_op, out_dtype, fast_accum, return_a,
+        form, None if deadline is None else check_deadline(deadline),
+    )  # fmt: skip
+
+
+def _each(op: str, name: str, given: object, count: int) -> list[object]:
+    """One for each B. A bias or scale that is given for one B alone is a list of one; one activation serves all."""
+    if given is None or (isinstance(given, str) and name == "activation"):
+        return [given] * count
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, list | tuple) or len(given) != count:
+        what = len(given) if isinstance(given, list | tuple) else f"{given!r}"[:60]
+        raise ValueError(f"{op}: {name}: {what} for {count} b; there is one for each, None where there is none")
+    return list(given)
+
+
+def _tensors(op: str, name: str, given: object, count: int) -> list[torch.Tensor | None]:
+    found = _each(op, name, given, count)
+    for x in found:
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(x).__name__}; it is a torch.Tensor or None")
+    return cast("list[torch.Tensor | None]", found)
+
+
+def _check_dim(op: str, cut: str, dim: int, a: torch.Tensor, name: str) -> int:
+    """The dimension of ``a`` that is cut, counted from the front; ``cut`` and ``name`` are the caller's names."""
+    if not isinstance(a, torch.Tensor):
+        raise TypeError(f"{op}: {name} is a {type(a).__name__}; it is a torch.Tensor")
+    if a.dim() < 2:
+        raise ValueError(f"{op}: {name} has {a.dim()} dimensions; it has at least 2: unsqueeze a vector")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -a.dim() <= dim < a.dim():
+        raise ValueError(f"{op}: {cut}={dim!r}; it is a dimension of {name}, {-a.dim()} to {a.dim() - 1}")
+    try:
+        dtype_name(a.dtype)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name}: {error}") from None
+    return dim % a.dim()
+
+
+def _check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
+    """Raise unless all are on ``a``'s device, which is the CPU or a GPU."""
+    if a.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{op}: a is on {a.device}; ranks exchange tensors on the CPU and on GPUs")
+    for name, tensors in others.items():
+        for x in tensors:
+            if x is not None and not isinstance(x, torch.Tensor):
+                raise TypeError(f"{op}: {name} is a {type(x).__name__}; it is a torch.Tensor or None")
+            if x is not None and x.device != a.device:
+                raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; all are on one device")
+
+
+def _kind(x: torch.Tensor) -> Kind:
+    return tuple(x.shape), x.dtype
+
+
+@functools.lru_cache(1024)
+def _rehearsed(
+    op: str, a: Kind, b: Kind, bias: Kind | None, scale_a: Kind | None, scale_b: Kind | None, activation: str,
+    out_dtype: torch.dtype | None,
+) -> torch.dtype:  # fmt: skip
+    if len(b[0]) != 2:
+        raise ValueError(f"{op}: b has shape {list(b[0])}; it is a matrix: [{a[0][-1]}, N]")
+    kinds = (bias, scale_a, scale_b)
+    added, of_a, of_b = (None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in kinds)
+    left, right = (torch.empty(x[0], dtype=x[1], device="meta") for x in (a, b))
+    options = Options(
+        op, bias=added, activation=None if activation == "none" else activation, out_dtype=out_dtype, scale_a=of_a,
+        scale_b=of_b,
+    )  # fmt: skip
+    with torch.no_grad():
+        return multiply(left, right, options).dtype
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial sums of ``dtype`` are added on the CPU."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,228 @@
+"""Every seeded bug is found, as what it is; counterexamples are the smallest there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mutants.checker import seeded_bugs
+from tilestream.core import loop
+from tilestream_tools import verify
+from tilestream_tools.verify import copies, sweep
+from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.gather import GatherCase
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.sums import SumCase
+from tilestream_tools.verify.workers import WorkersCase
+
+BUGS = {bug.name: bug for bug in seeded_bugs()}
+
+#: Of some hundred thousand states.
+LONG = ("not asked for expiry", "host waits for the side stream", "too far ahead", "two calls ahead, and one gives up")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in BUGS])
+def test_bug_is_found_with_its_kind(name):
+    bug = BUGS[name]
+    result = bug.find()
+    assert result.violation is not None, f"{bug.says} was not found in {len(bug.cases)} configurations"
+    assert result.violation.kind == bug.kind, str(result.violation)
+    assert result.violation.shortest or bug.model in ("gather", "sums")
+    assert result.violation.configuration in map(str, bug.cases)
+
+
+def test_the_bugs_of_the_issue_are_all_there():
+    kinds = {name: bug.kind for name, bug in BUGS.items()}
+    assert kinds["pivot not in the signal"] == "read before arrival"
+    assert kinds["load skips an item"] == kinds["K count rounded down"] == "deadlock"
+    assert kinds["wrong phase at full"] == "wrong data"
+    assert kinds["arrive forgotten"] == "deadlock"
+    assert kinds["stage given back too early"] == "overwritten while read"
+    assert kinds["handed on before its gate"] == "deadlock"
+    assert kinds["pool nobody visits"] == "missing work"
+    assert kinds["stream-K owner waits"] == "deadlock"
+    assert kinds["depth 1 in the deep form"] == "deadlock"
+    assert all(bug.says.endswith(".") or len(bug.says) > 20 for bug in BUGS.values())
+
+
+def test_smallest_failing_size_comes_first():
+    bug = BUGS["pivot not in the signal"]
+    failing = [str(case) for case in bug.cases if explore("workers", case).violation is not None]
+    assert bug.find().violation.configuration == failing[0]
+
+
+def test_shortest_counterexample_known_by_hand():
+    # One worker, two tiles, two chunks, pivot 1: the first tile is tile 1, its signal that of tile 0. Nothing shorter
+    # can do: the worker must poll, take and wait, and for that wait to end chunk 0 must arrive.
+    case = next(
+        c for c in BUGS["pivot not in the signal"].cases if c.schedule.grid.tiles == 2 and c.schedule.raster.first
+    )
+    violation = explore("workers", case).violation
+    assert violation.trace == (
+        "worker 0: poll() -> go on",
+        "worker 0: take(queue 0) -> 0",
+        "chunk 0 arrives",
+        "worker 0: wait(chunk 0, for tile 1) -> arrived",
+        "worker 0: compute(tile 1)",
+    )
+    assert violation.message == "worker 0 does tile 1 (rows 1, columns 0) before chunk 1"
+
+
+def test_stream_k_owner_counterexample_by_hand():
+    violation = BUGS["stream-K owner waits"].find().violation
+    assert "running [0]" in violation.configuration, "the other contributor never runs"
+    assert [line.split("(")[0] for line in violation.trace] == ["worker 0: take", "worker 0: compute", "worker 0: add"]
+    # All running, it goes well: that bug is one of progress, not of arithmetic.
+    all_running = [c for c in BUGS["stream-K owner waits"].cases if not c.running]
+    assert all(explore("workers", case).violation is None for case in all_running)
+
+
+def test_over_asked_too_early_needs_a_worker_that_works_on_after_the_expiry():
+    # What makes it a bug lies between a worker's Poll and its Leave: nothing there may be taken for one step.
+    violation = BUGS["over asked too early"].find().violation
+    assert "2 workers" in violation.configuration
+    told = [line for line in violation.trace if line.startswith(violation.message.split(" zeroes")[0])]
+    assert [line.split(": ")[1].split("(")[0] for line in told] == ["take", "poll", "leave", "reset"]
+    assert "the deadline expires" in "".join(violation.trace[violation.trace.index(told[1]) :])
+
+
+def test_chunk_without_rows_forgotten_by_hand():
+    violation = BUGS["chunk without rows forgotten"].find().violation
+    assert violation.trace == (
+        "worker 0: take(queue 0) -> 0",
+        "worker 0: poll() -> go on",
+        "chunk 1 arrives",
+        "worker 0: wait(chunk 1, for tile 0) -> arrived",
+        "worker 0: compute(tile 0)",
+        "worker 0: take(queue 0) -> 1",
+        "worker 0: leave() -> 0",
+        "worker 0: poll() -> go on",
+        "worker 0: reset(signals)",
+    )
+    assert violation.message == "worker 0 zeroes the signals; chunk 0 may yet come"
+
+
+def test_poison_taken_for_a_number_needs_a_split_tile_and_an_expiry():
+    violation = BUGS["poison taken for a number"].find().violation
+    assert "part 0 of 2" in "".join(violation.trace)
+    assert "the deadline expires" in "".join(violation.trace)
+    assert violation.message.endswith("stores tile 0 as a number, with a poisoned part")
+
+
+def test_waiting_in_a_circle_is_not_found_where_one_worker_is_alone():
+    cases = BUGS["workers wait in a circle"].cases
+    assert explore("workers", cases[0]).violation is None
+    assert explore("workers", cases[2]).violation is not None
+
+
+def test_depth_one_needs_its_own_form_and_only_depth_one():
+    bug = BUGS["depth 1 in the deep form"]
+    one_step = [c for c in bug.cases if c.k_counts == (1,)]
+    assert all(explore("ring", case).violation is None for case in one_step), "with one K step the forms are the same"
+    assert "2" in bug.find().violation.configuration
+
+
+def test_handed_on_before_its_gate_needs_the_expiry():
+    trace = "\n".join(BUGS["handed on before its gate"].find().violation.trace)
+    assert trace.index("put(slot 0, item 0") < trace.index("-> the launch is over")
+
+
+#: The texts of a gather.
+GATHER = ("begin", "publish", "side", "finish", "watch", "slots", "sets")
+#: Those of a sum.
+SUMS = ("begin", "produce", "scatter", "add_up", "watch")
+
+
+def test_each_bug_has_a_name_and_an_edit_of_its_own():
+    bugs = seeded_bugs()
+    assert len(BUGS) == len(bugs)
+    assert [bug.name for bug in bugs if not bug.edits] == ["item of no K steps"], "there the configuration is wrong"
+    explored = [(bug.edits, bug.entries, bug.cases[0].build) for bug in bugs]
+    assert len({repr(one) for one in explored}) == len(bugs)
+
+
+def test_real_protocols_pass_where_the_bugs_are_found():
+    for bug in BUGS.values():
+        if bug.model == "ring":
+            case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
+            ring = case.ring
+            plain = sweep.RingCase(
+                sweep.Ring(ring.depth, ring.items, ring.consumers, ring.precise or ring.depth == 1, ring.strips),
+                tuple(k for k in case.k_counts if k) or (1,),
+                split=case.split,
+                expires=case.expires,
+            )
+            assert explore("ring", plain).violation is None
+        elif isinstance(bug.cases[0], WorkersCase) and bug.cases[0].settled:
+            case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
+            assert explore("workers", replace(case, program=None)).violation is None
+
+
+def test_attention_passes_where_its_bugs_are_found():
+    found = {case for bug in BUGS.values() if bug.model == "attention" for case in bug.cases[:3]}
+    for case in {AttentionCase(case.ring, case.counts) for case in found}:
+        assert explore("attention", case).violation is None, str(case)
+
+
+def test_every_model_has_a_seeded_bug():
+    assert {bug.model for bug in BUGS.values()} == set(verify.MODELS)
+
+
+def test_a_gather_passes_where_its_short_bugs_are_found():
+    plain, compared = GatherCase(), 0
+    real = {name: getattr(plain, name) for name in GATHER}
+    for bug in BUGS.values():
+        case = bug.cases[-1]
+        if bug.model == "gather" and case.world == 2 and case.epochs * (1 + len(case.expires)) < 4:
+            assert explore("gather", replace(case, **real)).violation is None
+            compared += 1
+    assert compared >= 8
+
+
+def test_publishing_passes_where_its_bugs_are_found():
+    for bug in BUGS.values():
+        if bug.model == "publish":
+            assert all(explore("publish", replace(case, text=loop.publish)).violation is None for case in bug.cases)
+
+
+def test_copying_passes_where_its_bugs_are_found():
+    cases = {replace(case, text=copies.text) for bug in BUGS.values() if bug.model == "copies" for case in bug.cases}
+    assert all(explore("copies", case).violation is None for case in cases)
+
+
+def test_copiers_by_name_are_missed_only_where_they_never_run():
+    for name in ("copiers by name", "pieces shared out beforehand"):
+        assert "running [1]" in BUGS[name].find().violation.configuration
+
+
+def test_sums_pass_where_their_bugs_are_found():
+    plain = SumCase()
+    real = {name: getattr(plain, name) for name in SUMS}
+    for bug in BUGS.values():
+        if bug.model == "sums":
+            assert explore("sums", replace(bug.cases[-1], **real)).violation is None, bug.name
+
+
+def test_a_tile_in_two_chunks_is_what_the_first_chunk_alone_forgets():
+    violation = BUGS["rows of the next chunk not counted"].find().violation
+    assert "2 rows in tiles of 2 and chunks of 1" in violation.configuration
+
+
+def test_two_slots_do_while_nobody_gives_up():
+    # What the third slot is for: what is issued behind a kernel that expires. Without an expiry there is none.
+    bug = BUGS["two slots and an expiry"]
+    assert all(explore("gather", replace(case, expires=())).violation is None for case in bug.cases)
+    assert "expires" in "".join(bug.find().violation.trace)
+
+
+def test_one_set_of_signals_does_while_all_calls_are_alike():
+    # A word is compared by >=, and of a rank that is a call ahead says more than was asked for.
+    (case,) = BUGS["one set of signals"].cases[-1:]
+    assert explore("gather", replace(case, world=2, epochs=4)).violation is None
+    assert explore("gather", replace(case, epochs=1, chunks=(1,))).violation is None
+
+
+def test_the_changelog_counts_them():
+    assert f" {len(BUGS)} seeded bugs" in (Path(__file__).parents[2] / "CHANGELOG.md").read_text()

@@ -1,0 +1,274 @@
+"""Model 1: what it explores, and that its checks are checks: with a broken truth the right protocol fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mutants.checker import seeded_bugs
+from tilestream.core.gate import Gate, See
+from tilestream.core.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
+from tilestream_tools.verify.oracle import Oracle
+from tilestream_tools.verify.partials import Partials
+from tilestream_tools.verify.report import explore
+from tilestream_tools.verify.search import search
+from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, matmul
+from tilestream_tools.verify.workers import WorkersModel
+
+BUGS = {bug.name: bug for bug in seeded_bugs()}
+
+
+def kind_of(case):
+    violation = explore("workers", case).violation
+    return violation and violation.kind
+
+
+class TestOracle:
+    @pytest.mark.parametrize("bounds", [b for layouts in LAYOUTS.values() for b in layouts])
+    def test_agrees_with_the_gate_that_is_right(self, bounds):
+        case = matmul("static", 1, (bounds[-1] + 1) // 2, bounds=bounds)
+        oracle = Oracle(case.schedule, case.gate)
+        for item in case.schedule.items():
+            assert oracle.needs(item) == sum(1 << need.chunk for need in case.gate.needs(item))
+
+    def test_by_hand(self):
+        case = matmul("static", 1, 3, bounds=(0, 1, 5, 6))
+        items = {item.pm: item for item in case.schedule.items()}
+        oracle = Oracle(case.schedule, case.gate)
+        assert [oracle.needs(items[pm]) for pm in range(3)] == [0b011, 0b010, 0b110]
+        assert oracle.names(0b101) == "chunk 0, chunk 2"
+        assert oracle.bit(0, 3) == oracle.bit(1, 0) == 0
+
+    def test_columns(self):
+        case = matmul("static", 1, 1, 2, bounds=(0, 3, 4), weight=True)
+        oracle = Oracle(case.schedule, case.gate)
+        assert {oracle.needs(item) for item in case.schedule.items()} == {0b01, 0b11}
+        assert oracle.names(0b11) == "column chunk 0, column chunk 1"
+
+    def test_batches(self):
+        case = matmul("static", 1, 2, batch=2, bounds=(0, 3, 5, 8))
+        oracle = Oracle(case.schedule, case.gate)
+        needs = {(i.batch, i.pm): oracle.needs(i) for i in case.schedule.items()}
+        assert needs == {(0, 0): 0b001, (0, 1): 0b011, (1, 0): 0b110, (1, 1): 0b100}
+
+
+class TestBrokenTruth:
+    """The checker, mutated: each test would pass unnoticed if the check it is about did nothing."""
+
+    CASE = matmul("dynamic", 2, 2, bounds=(0, 3, 4), pivot=1)
+
+    def test_oracle_that_asks_for_everything_fails_the_right_gate(self, monkeypatch):
+        assert kind_of(self.CASE) is None
+        monkeypatch.setattr(Oracle, "needs", lambda self, item: (1 << self.chunks) - 1)
+        assert kind_of(matmul("dynamic", 1, 2, bounds=(0, 2, 4))) == "read before arrival"
+
+    def test_oracle_that_asks_for_nothing_misses_the_seeded_bug(self, monkeypatch):
+        monkeypatch.setattr(Oracle, "needs", lambda self, item: 0)
+        assert BUGS["pivot not in the signal"].find().violation is None
+
+    def test_gate_that_asks_for_nothing_fails(self, monkeypatch):
+        monkeypatch.setattr(Gate, "needs", lambda self, item: ())
+        assert kind_of(self.CASE) == "read before arrival"
+
+    def test_count_that_is_not_restored_fails(self, monkeypatch):
+        case = matmul("stream_k", 2, 1, k=2)
+        assert kind_of(case) is None
+        monkeypatch.setattr(WorkersModel, "_count", WorkersModel._add)
+        assert kind_of(case) == "count not restored"
+
+    def test_partials_that_never_become_visible_fail(self, monkeypatch):
+        def count_only(self, pid, op, answer, m):
+            m[self.partials.count_of(op.item)] = (answer + 1) % op.item.parts
+
+        monkeypatch.setattr(WorkersModel, "_count", count_only)
+        assert kind_of(matmul("stream_k", 2, 1, k=2)) == "partial not visible"
+
+    def test_take_that_does_not_count_up_fails(self, monkeypatch):
+        monkeypatch.setattr(WorkersModel, "_take", lambda self, pid, op, answer, m: None)
+        assert kind_of(self.CASE) == "double work"
+
+    def test_compute_that_does_nothing_fails(self, monkeypatch):
+        monkeypatch.setattr(WorkersModel, "_compute", lambda self, pid, op, answer, m: None)
+        assert kind_of(matmul("dynamic", 1, 1)) == "missing work"
+
+    def test_missing_tile_is_not_expected_after_an_expiry_only(self):
+        # Where chunks never come, tiles are missing, and that is right: the deadline expires.
+        model = self.CASE.build(reduce=False)
+        ends = []
+        at_end = model.at_end
+        model.at_end = lambda m: (ends.append((m[model.aborted], m[model.stored])), at_end(m))
+        assert search(model).fault is None
+        assert {stored for aborted, stored in ends if not aborted} == {0b11}
+        assert {stored for aborted, stored in ends if aborted} >= {0b00, 0b01}
+
+
+class TestBrokenTruthOfADrain:
+    """As above, for launches that are worked through."""
+
+    CASE = matmul("dynamic", 2, 2, bounds=(0, 3, 4), pivot=1, drain="reset")
+    SPLIT = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset")
+
+    def test_sound_as_they_are(self):
+        assert kind_of(self.CASE) is None
+        assert kind_of(self.SPLIT) is None
+
+    def test_poison_that_does_nothing_fails(self, monkeypatch):
+        monkeypatch.setattr(WorkersModel, "_poison", lambda self, pid, op, answer, m: None)
+        assert kind_of(self.CASE) == "missing work"
+        assert kind_of(self.SPLIT) == "partial not visible"
+
+    def test_poison_that_writes_a_number_fails(self, monkeypatch):
+        hand_in = WorkersModel._hand_in
+        monkeypatch.setattr(WorkersModel, "_hand_in", lambda self, pid, op, m, nan: hand_in(self, pid, op, m, False))
+        assert kind_of(self.SPLIT) is None, "the truth is told what the slot is told"
+        write = Partials.write
+
+        def only_the_slot(self, who, item, nan, m):
+            write(self, who, item, False, m)
+            m[self.poisoned] |= nan << self.position[item.tile]
+
+        monkeypatch.undo()
+        monkeypatch.setattr(Partials, "write", only_the_slot)
+        assert kind_of(self.SPLIT) == "poison lost"
+
+    def test_nan_out_of_numbers_fails(self, monkeypatch):
+        write = Partials.write
+
+        def only_the_slot(self, who, item, nan, m):
+            write(self, who, item, True, m)
+            m[self.poisoned] = 0
+
+        monkeypatch.setattr(Partials, "write", only_the_slot)
+        assert kind_of(self.SPLIT) == "wrong data"
+
+    @pytest.mark.parametrize("word", ["counter", "exits", "abort", "signals"])
+    def test_each_word_that_is_not_reset_fails(self, word, monkeypatch):
+        reset = WorkersModel._reset
+
+        def all_but(self, pid, op, answer, m):
+            if op.word != word:
+                reset(self, pid, op, answer, m)
+
+        monkeypatch.setattr(WorkersModel, "_reset", all_but)
+        assert kind_of(self.CASE) == "not reset"
+
+    def test_a_mark_that_is_not_written_fails(self, monkeypatch):
+        monkeypatch.setattr(WorkersModel, "_quarantine", lambda self, pid, op, answer, m: None)
+        assert kind_of(self.CASE) == "not reset"
+
+    def test_oracle_without_the_chunks_that_no_tile_reads_fails_the_right_protocol(self, monkeypatch):
+        case = matmul("dynamic", 1, 1, bounds=(0, 0, 2), drain="reset")
+        assert kind_of(case) is None
+        monkeypatch.setattr(Gate, "every", lambda self: (See(0, 1),))
+        assert kind_of(case) == "reset too early"
+
+    def test_quarantine_of_a_launch_that_is_not_over_fails(self):
+        def marks_always(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None and (yield Leave()) == schedule.workers - 1:
+                yield Quarantine()
+                for word in ("counter", "exits", "abort"):
+                    yield Reset(word)
+            return after
+
+        violation = explore("workers", replace(self.CASE, program=marks_always)).violation
+        assert violation.kind == "not reset"
+        assert violation.message.endswith("marks the signals of a launch that is not over")
+
+    def test_signals_that_are_zeroed_while_others_are_in_fail(self):
+        def zeroes_first(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None:
+                arrived = True
+                for see in gate.every():
+                    arrived = (yield see) and arrived
+                if arrived:
+                    yield Reset("signals")
+                yield from leave(schedule, gate)
+            return after
+
+        violation = explore("workers", replace(self.CASE, program=zeroes_first)).violation
+        assert violation.kind == "reset too early"
+        assert violation.message.endswith("may still read it")
+
+    @pytest.mark.parametrize("quarantined", [False, True])
+    @pytest.mark.parametrize("poll", [False, True])
+    @pytest.mark.parametrize("every", [False, True])
+    def test_what_the_last_one_out_may_leave_out(self, every, poll, quarantined):
+        """It need not see chunks that a tile reads, if it polls; it must poll, if an earlier launch expired."""
+
+        def leaves(schedule, gate, worker, state):
+            after = yield from work_through(schedule, gate, worker, state)
+            if after is None and (yield Leave()) == schedule.workers - 1:
+                arrived = not (poll and (yield Poll()))
+                for see in gate.every():
+                    if every or gate.rows.bounds[see.chunk] == gate.rows.bounds[see.chunk + 1]:
+                        arrived = arrived and bool((yield see))
+                yield Reset("signals") if arrived else Quarantine()
+                for word in ("counter", "exits", "abort"):
+                    yield Reset(word)
+            return after
+
+        kinds = {
+            kind_of(matmul("dynamic", w, 2, bounds=b, drain="reset", program=leaves, quarantined=quarantined))
+            for w in (1, 2)
+            for b in (*LAYOUTS[2], *UNREAD[2])
+        }
+        right = poll or (every and not quarantined)
+        assert kinds == {None} if right else "reset too early" in kinds
+
+    def test_nothing_is_computed_of_signals_in_quarantine(self):
+        model = replace(self.CASE, quarantined=True).build(reduce=False)
+        computed, poisoned = [], []
+        model._compute = lambda *how: computed.append(how)
+        poison = model._poison
+        model._poison = lambda pid, op, answer, m: (poisoned.append(op), poison(pid, op, answer, m))
+        assert search(model).fault is None
+        assert computed == []
+        assert {type(op) for op in poisoned} == {Poison}
+
+    def test_after_an_expiry_every_tile_is_expected_all_the_same(self):
+        model = self.CASE.build(reduce=False)
+        ends = []
+        at_end = model.at_end
+        model.at_end = lambda m: (ends.append((m[model.quarantined], m[model.stored])), at_end(m))
+        assert search(model).fault is None
+        assert set(ends) == {(0, 0b11), (1, 0b11)}
+
+
+class TestWhatIsExplored:
+    def test_expiry_only_where_a_worker_is_blocked(self):
+        model = matmul("dynamic", 1, 1, bounds=(0, 2)).build(reduce=False)
+        lines = []
+        frontier = {model.start()}
+        seen = set()
+        while frontier:
+            state = frontier.pop()
+            seen.add(state)
+            log = []
+            steps = model.steps(state, log)
+            lines += [line for step in log for line in step]
+            frontier |= {target for target, _ in steps} - seen
+        assert "worker 0: wait(chunk 0, for tile 0) -> the deadline expires, abort is set" in lines
+        assert "worker 0: wait(chunk 0, for tile 0) -> arrived" in lines
+        assert "chunk 0 arrives" in lines
+        assert not any("deadline" in line and "wait" not in line for line in lines)
+
+    def test_one_worker_one_tile_by_hand(self):
+        # Nothing arrives late here, so: poll, take 0, compute, poll, take 1 (void), left.
+        outcome = search(matmul("dynamic", 1, 1).build(reduce=False))
+        assert (outcome.states, outcome.steps) == (6, 5)
+
+    def test_static_alone_does_its_own_positions_and_no_others(self):
+        model = matmul("static", 3, 3, running=(1,)).build()
+        assert model.expected == [1]
+        assert search(model).fault is None
+
+    def test_trace_keeps_names_under_symmetry(self):
+        violation = BUGS["abort not polled"].find().violation
+        tickets = [line for line in violation.trace if "take" in line]
+        assert tickets == [
+            f"worker {w}: take(queue 0) -> {t}" for t, w in enumerate(int(x.split()[1][0]) for x in tickets)
+        ]
+        assert len({line.split(":")[0] for line in tickets}) == 2
