@@ -10,10 +10,10 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
+from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case, Product, dtype_names
 
 from error_rule import Maths
 from tilestream.core.chunks import Chunks
@@ -36,7 +36,7 @@ OUTS = ("rows", "tight", "columns", "odd", "strided", "offset")
 
 
 @dataclass(frozen=True)
-class HopperCase:
+class HopperCase(Product):
     """``[batch, m, k] @ [batch, k, n]`` with everything of the plan forced that is given.
 
     ``swapped``: which way round the tile is, where there are two tiles of such rows and columns.
@@ -82,7 +82,7 @@ class HopperCase:
         batch = f"{self.batch}x" if self.batch else ""
         tile = "x".join(map(str, self.tile[::-1] if self.swapped else self.tile)) if self.tile else ""
         tile += "swapped" if self.swapped else ""
-        dtypes = [str(t).removeprefix("torch.") for t in (self.dtype, self.b_dtype, self.out_dtype) if t is not None]
+        dtypes = dtype_names(self.dtype, self.b_dtype, self.out_dtype)
         rest = [
             f"{name}{value}" if value is not True else name
             for name, value in (
@@ -102,16 +102,8 @@ class HopperCase:
         return "-".join(part for part in parts if part)
 
     @property
-    def fp8(self) -> bool:
-        return self.dtype in (E4M3, E5M2)
-
-    @property
     def tf32(self) -> bool:
         return self.dtype == F32
-
-    @property
-    def result(self) -> torch.dtype:
-        return self.out_dtype or (BF16 if self.fp8 else self.dtype)
 
     def _matrix(self, rows: int, cols: int, how: str, dtype: torch.dtype, device: str, shared: bool) -> torch.Tensor:
         batch = 1 if shared or not self.batch else self.batch
@@ -127,22 +119,19 @@ class HopperCase:
 
     def operands(self, device: str) -> dict[str, torch.Tensor | None]:
         """a, b, bias, residual, scale_a, scale_b."""
-        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
         a = self._matrix(self.m, self.k, self.layout[0], self.dtype, device, "a" in self.shared)
         b = self._matrix(self.k, self.n, self.layout[1], self.b_dtype or self.dtype, device, "b" in self.shared)
-        addend = BF16 if self.fp8 else self.dtype
         residual = None
-        if self.residual:
-            swapped = (*full[:-2], full[-1], full[-2])
-            residual = torch.randn(full if self.residual == "rows" else swapped, device=device).to(addend)
-            residual = residual if self.residual == "rows" else residual.mT
-        lead = (self.batch,) if self.batch else ()
-        of_a, of_b = {"row": ((*lead, self.m, 1), (*lead, 1, self.n))}.get(self.scales, ((), ()))
+        if self.residual == "rows":
+            residual = torch.randn((*self.lead, self.m, self.n), device=device).to(self.addend)
+        elif self.residual:
+            residual = torch.randn((*self.lead, self.n, self.m), device=device).to(self.addend).mT
+        of_a, of_b = {"row": ((*self.lead, self.m, 1), (*self.lead, 1, self.n))}.get(self.scales, ((), ()))
         scaled = self.scales != "none"
         return {
             "a": a,
             "b": b,
-            "bias": torch.randn(self.n, device=device).to(addend) if self.bias else None,
+            "bias": torch.randn(self.n, device=device).to(self.addend) if self.bias else None,
             "residual": residual,
             "scale_a": torch.rand(of_a, device=device) + 0.5 if scaled else None,
             "scale_b": torch.rand(of_b, device=device) + 0.5 if scaled else None,
@@ -207,12 +196,9 @@ class HopperCase:
             plan = of_candidate(problem, device, "hopper", best, "a test's")
         return plan, layout
 
-    def maths(self, operands: dict[str, torch.Tensor | None]) -> Maths:
-        """What the answer is an answer to."""
-        return Maths(
-            **operands, alpha=self.alpha, beta=self.beta, activation=self.activation, out_dtype=self.result,
-            fast_accum=self.fast_accum, tf32=self.tf32,
-        )  # fmt: skip
+    def maths(self, operands: dict[str, torch.Tensor | None], **more: Any) -> Maths:
+        """Of float32 operands as rounded to tf32."""
+        return super().maths(operands, tf32=self.tf32, **more)
 
 
 def poisoned(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
