@@ -130,7 +130,7 @@ def test_a_chunk_that_never_comes_and_the_call_after_it(case):
 def stand_apart(run: Run, of: ApartCase) -> list[str]:
     """From now on these rows are NaN where the others arrive, and stand apart; to the list: when they are brought."""
     one, brought = run.coming["arrival"], []
-    batches = one.whole.view(-1, of.period, one.whole.shape[1])
+    batches = one.source.view(-1, of.period, one.source.shape[1])
     mine = batches[:, of.first : of.first + of.height]
     around = poison(torch.empty(mine.numel() + 2 * 64, dtype=mine.dtype, device="cuda"))
     rows = around[64:-64].view(-1, mine.shape[2])
