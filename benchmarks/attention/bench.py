@@ -18,7 +18,7 @@ import tilestream as ts
 from benchmarks.core.records import Record, Row
 from benchmarks.core.session import Session
 from benchmarks.core.timing import HOPPER_PEAK, HiddenLaunchClock, rates
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -76,7 +76,7 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
     return out.transpose(1, 2)
 
 
-def launched(launch: Callable[[Operands], None], x: Operands) -> Callable[[], torch.Tensor]:
+def launched(launch: Callable[[AttentionOperands], None], x: AttentionOperands) -> Callable[[], torch.Tensor]:
     """A call of a prepared launch on operands that hold their output."""
 
     def call() -> torch.Tensor:

@@ -18,7 +18,7 @@ from benchmarks.attention.bench import Calls, Run, Shape, cudnn, launched, probl
 from benchmarks.core.records import Record, Row
 from benchmarks.core.timing import HOPPER_PEAK
 from tilestream.core.device import DeviceProperties
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.ops.attention_gpu import launch_of, layout_of
 from tilestream.plan.attention_planner import plan_attention
@@ -41,7 +41,7 @@ ROWS = 64
 class Numbers(NamedTuple):
     """A call's operands: e4m3 with scales, and the same in bfloat16."""
 
-    operands: Operands
+    operands: AttentionOperands
     wide: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -59,7 +59,7 @@ def numbers(shape: Shape, device: str = "cuda") -> Numbers:
         wide.append(x.bfloat16() * scale.bfloat16()[:, None, :, None])
     out = torch.full_like(wide[0], math.nan)
     named = dict(zip(("scale_q", "scale_k", "scale_v"), scales, strict=True))
-    return Numbers(Operands(*narrow, out, 1 / math.sqrt(shape.dim), **named), tuple(wide))
+    return Numbers(AttentionOperands(*narrow, out, 1 / math.sqrt(shape.dim), **named), tuple(wide))
 
 
 def finer(shape: Shape, wide: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.attention.bench import SHAPES, Calls, Run, Shape, cudnn, launched, operands_of, problem_of_shape
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate
 from tilestream.plan.policy import hopper_attention, portable_attention
 
@@ -42,7 +42,7 @@ def launched_as(made: Candidates, backend: str = "hopper") -> Callable[[Shape], 
         found: Calls = {"cudnn": lambda: cudnn(q, k, v, shape.causal)}
         for label, candidate in made(problem, device):
             plan = of_candidate(problem, device, backend, candidate, "a benchmark's", ())
-            x = Operands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
+            x = AttentionOperands(q, k, v, torch.full_like(q, math.nan), 1 / math.sqrt(shape.dim))
             found[label] = launched(launch_of(plan, layout), x)
         return found
 

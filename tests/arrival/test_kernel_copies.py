@@ -26,7 +26,7 @@ from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import TensorSource
 from tilestream.arrival.stream import Stream
 from tilestream.core.copy_items import CopyArguments
-from tilestream.launch.launch import Launch
+from tilestream.launch.launch import GemmLaunch
 
 ROWS, K, PER_CHUNK = 10, 8, 4
 
@@ -303,20 +303,20 @@ def test_two_threads_that_launch_with_operands_swapped(cuda, monkeypatch):
 
     monkeypatch.setattr(DeviceSignals, "copying", slowly)
 
-    class Copying(Launch):
+    class Copying(GemmLaunch):
         def __init__(self) -> None:
-            self.plan = SimpleNamespace(schedule=None, block=(), copiers=4)
-            self._copies, self._wordless = "rows", True
+            self.plan = SimpleNamespace(block=(), copiers=4)
+            self._copies, self._schedule = "rows", None
 
-        def issue(self, stream, a, b, out, epilogue, words, incoming, probe) -> None:
-            copies, told = self.copies(incoming), incoming.rows.use()
-            incoming.columns.use()
+        def issue(self, stream, x, words, awaited, probe) -> None:
+            copies, told = self.copies(awaited), awaited.rows.use()
+            awaited.columns.use()
             give(cuda, copies, told)
 
     def multiply(rows: Stream, columns: Stream, stream) -> None:
-        incoming = Awaited(rows.arrival._signals, columns.arrival._signals, 1.0, "matmul")
+        awaited = Awaited(rows.arrival._signals, columns.arrival._signals, 1.0, "matmul")
         with cuda.on(stream):
-            Copying()(rows.tensor, columns.tensor, None, None, incoming)
+            Copying()((rows.tensor,), awaited)
 
     first, second = cuda.stream(), cuda.stream()
     assert not threads(lambda: multiply(x, y, first), lambda: multiply(y, x, second))

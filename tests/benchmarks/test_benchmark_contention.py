@@ -142,6 +142,6 @@ def test_what_the_page_says_of_the_pictures() -> None:
     }  # fmt: skip
     page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
     assert f"{ms['static', 2]:.2f} instead of {ms['static', 0]:.2f}" in page
-    assert f"do all of it: {ms['dynamic', 2]:.2f}" in page
+    assert f"six workers do all tiles: {ms['dynamic', 2]:.2f}" in page
     assert ms["dynamic", 0] == ms["static", 0] > ms["stream_k", 0]
     assert ms["dynamic", 2] > ms["stream_k", 2]

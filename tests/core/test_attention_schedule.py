@@ -164,7 +164,7 @@ class TestBlocksOfPart:
         assert low <= begin <= plain_begin <= plain_end <= end <= high
         assert begin < end
         for b in (low, begin - 1, end, high - 1):
-            if low <= b < high and not begin <= b < end:  # left out: seen by nobody, if anybody sees anything
+            if low <= b < high and not begin <= b < end:  # left out: no row sees it, if any row sees a block
                 assert b * block >= until_last or (b + 1) * block <= from_first
         for b in (plain_begin, plain_end - 1) if plain_begin < plain_end else ():
             assert from_last <= b * block

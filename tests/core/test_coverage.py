@@ -83,7 +83,7 @@ class TestCoverage:
             Schedule("dynamic", Grid(1, 2, 2), workers=1, queues=3, split="columns"),
             Schedule("stream_k", Grid(1, 1, 1, 2), workers=2),
         ],
-        ids=["one queue", "two queues", "a queue nobody calls his own", "columns", "stream_k"],
+        ids=["one queue", "two queues", "a queue without a worker of its own", "columns", "stream_k"],
     )
     def test_every_interleaving_of_small_launches(self, schedule):
         runs = 0

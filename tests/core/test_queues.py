@@ -1,4 +1,4 @@
-"""Queues: who goes where, and counters that nobody clears."""
+"""Queues: where workers go, and counters that are never cleared."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_there_is_nothing_where_nobody_looked():
 
 @pytest.mark.parametrize("held", [range(116, 132), range(16), range(0, 132, 8), range(128, 132)])
 def test_workers_that_look_at_the_same_time_go_to_different_queues(held):
-    """Somebody holds SMs, so the queues of the workers there are as full as at the beginning, and the others empty."""
+    """Another program holds SMs, so the queues of the workers there are as full as at the beginning, and the others empty."""
     workers = [worker for worker in range(132) if worker not in held]
     went = Counter(ranked(max(rank(9, queue, worker) for queue in held), worker)[0] for worker in workers)
     assert set(went) == set(held)
@@ -130,7 +130,7 @@ class TestStealing:
         schedule = Schedule("dynamic", Grid(1, 1, 30), queues=3, workers=3)
         protocol = take(schedule, 0, Cursor(source=schedule.queues + 1))
         assert [next(protocol), protocol.send(9), protocol.send(8)] == [Peek(1), Peek(2), Take(2)]
-        assert protocol.send(10) == Peek(1), "void: somebody was faster"
+        assert protocol.send(10) == Peek(1), "void: another worker was faster"
         assert [protocol.send(9), protocol.send(11)] == [Peek(2), Take(1)]
 
     @given(st.integers(2, 6), st.data())

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from machine import Machine
 from strategies import schedules
+from tilestream.core import structs
 from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_raster, take
 
 
@@ -141,7 +142,7 @@ class TestQueuesByHand:
         schedule = Schedule("dynamic", Grid(1, 4, 6), Raster("chunk_major", first=2), queues=3, split="columns")
         for queue in range(3):
             rows = [schedule.ticket(queue, ticket)[0].pm for ticket in range(8)]
-            assert rows == [2, 2, 3, 3, 0, 0, 1, 1], "a late chunk idles nobody's queue"
+            assert rows == [2, 2, 3, 3, 0, 0, 1, 1], "a late chunk leaves no queue idle"
 
     def test_each_queue_of_rows_begins_at_the_pivot_s_column(self):
         raster = Raster("chunk_major", first=2, transposed=True)
@@ -189,3 +190,10 @@ def test_the_raster_never_changes_what_a_tile_is():
         for item in Schedule("dynamic", grid, Raster(order, 2, transposed=transposed)).items():
             assert items.setdefault(item.tile, item) == item
     assert items[23] == WorkItem(23, 1, 2, 3, 0, 5)
+
+
+def test_the_device_has_the_same_cursor_and_items():
+    """By name: a probe's extra fields, and an item's tile id, which the device computes, are the only others."""
+    device = (*structs.Cursor._fields, *structs.Ready._fields)
+    assert tuple(name for name in device if name not in ("noted", "asked")) == Cursor._fields
+    assert tuple(name for name in structs.Item._fields if name != "place") == WorkItem._fields[1:]

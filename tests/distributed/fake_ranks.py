@@ -1,53 +1,90 @@
-"""Ranks of a group on fake GPUs, in one process: what they share, and what their drivers would do."""
+"""Ranks of a group on fake GPUs, in one process: what they share, their drivers, clock and watchdogs."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
-import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
-from fake_cuda import FakeCuda, Until
+from fake_cuda import DEVICE, FakeCuda, Until
 from tilestream.core.errors import GroupBroken
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, copy_engines, gpu_reduce_scatter
+from tilestream.distributed import call_queue, copy_engines, gpu_reduce_scatter, one_shot
 from tilestream.distributed.call_queue import CallQueue
 from tilestream.distributed.host_flags import LINE, RankFlags
 
 
+class Clock:
+    """Time that passes only while a host sleeps; then the device runs."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.now, self._cuda = 0.0, cuda
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._cuda.run()
+
+
 class Memory:
-    """Each rank's slots and words, in one process."""
+    """All ranks' slots, signals and flags."""
 
     def __init__(self, ranks: int, slot_bytes: int, chunks: int = 0) -> None:
-        self.slot_bytes, self.chunks = slot_bytes, chunks
+        self.ranks, self.chunks, self.slot_bytes = ranks, chunks, 0
         self.signals = [torch.zeros(gather.SLOTS * chunks, dtype=torch.int32) for _ in range(ranks)]
-        self.slots = [torch.full((gather.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(ranks)]
         self.flags = torch.zeros(ranks * (ranks + 2) * LINE, dtype=torch.uint8)
-        self.ranks = ranks
+        self._old: list[Any] = []
+        self.grow(slot_bytes)
 
-    def of(self, rank: int) -> types.SimpleNamespace:
-        def slot(of: int, number: int) -> torch.Tensor:
-            return self.slots[of][number * self.slot_bytes : (number + 1) * self.slot_bytes]
+    def grow(self, slot_bytes: int) -> None:
+        """New slots, unless they are as large; the old ones stay readable."""
+        if slot_bytes > self.slot_bytes:
+            self._old.append(getattr(self, "slots", None))
+            self.slots = [torch.full((gather.SLOTS * slot_bytes,), 255, dtype=torch.uint8) for _ in range(self.ranks)]
+            self.slot_bytes = slot_bytes
 
-        def signals(number: int) -> torch.Tensor:
-            return self.signals[rank][self.chunks * number : self.chunks * (number + 1)]
+    def of(self, rank: int) -> RankMemory:
+        return RankMemory(self, rank)
 
-        def signal(of: int, number: int, chunk: int) -> int:
-            assert 0 <= chunk < self.chunks
-            return self.signals[of].data_ptr() + 4 * (self.chunks * number + chunk)
 
-        flags = RankFlags(self.flags.data_ptr(), self.flags.data_ptr(), rank, self.ranks)
-        return types.SimpleNamespace(
-            slot_bytes=self.slot_bytes, chunks=self.chunks, signals=signals, signal=signal, slot=slot,
-            address=lambda of, number: slot(of, number).data_ptr(), flags=flags,
-        )  # fmt: skip
+class RankMemory:
+    """As `symmetric.PeerMemory`, of one rank."""
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self._memory, self._rank = memory, rank
+        self.flags = RankFlags(memory.flags.data_ptr(), memory.flags.data_ptr(), rank, memory.ranks)
+        self.chunks = memory.chunks
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._memory.slot_bytes
+
+    def grow(self, slot_bytes: int, chunks: int) -> None:
+        self._memory.grow(slot_bytes)
+
+    def slot(self, of: int, number: int) -> torch.Tensor:
+        return self._memory.slots[of][number * self.slot_bytes : (number + 1) * self.slot_bytes]
+
+    def address(self, of: int, number: int) -> int:
+        return self.slot(of, number).data_ptr()
+
+    def signals(self, number: int) -> torch.Tensor:
+        return self._memory.signals[self._rank][self.chunks * number : self.chunks * (number + 1)]
+
+    def signal(self, of: int, number: int, chunk: int) -> int:
+        assert 0 <= chunk < self.chunks
+        return self._memory.signals[of].data_ptr() + 4 * (self.chunks * number + chunk)
 
 
 class GroupState:
-    """As `group_state.GroupState`, as far as a gatherer asks."""
+    """As `group_state.GroupState`, as far as a call queue uses it."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.name, self.why = rank, world, "tp", None
@@ -65,8 +102,98 @@ class GroupState:
         return GroupBroken(self.name, self.why)
 
 
-def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
-    """Have the fake device do what ranks give to the driver."""
+class Rank:
+    """A rank: its call queue and streams, and the result of each call (None: expired, or void)."""
+
+    kind: type[CallQueue]
+
+    def __init__(self, cuda: FakeCuda, memory: Memory, rank: int, streams: int = 1) -> None:
+        self.cuda, self.rank, self.world = cuda, rank, memory.ranks
+        self.state = GroupState(rank, memory.ranks)
+        self.calling_streams = [cuda.stream() for _ in range(streams)]
+        self.shapes: list[Any] = []
+        self.results: dict[int, torch.Tensor | None] = {}
+        with cuda.on(self.calling), self.here():
+            self.queue = self.kind(self.state, DEVICE, memory.of(rank))
+        self.queue._watchdog.wake = lambda: None  # the test polls
+        self.side = self.queue._side
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Code of this rank runs."""
+        yield
+
+    @property
+    def calling(self):
+        """The stream of the next call."""
+        return self.calling_streams[len(self.shapes) % len(self.calling_streams)]
+
+    def watch(self) -> None:
+        """The watchdog polls as often as it needs to be sure."""
+        with self.here():
+            for _ in range(gpu_reduce_scatter.POLLS + 1):
+                self.queue.poll()
+
+    def room(self) -> bool:
+        """Whether the host of a real rank would go on: else it would wait, or raise."""
+        return len(self.queue._under_way()) <= gather.AHEAD and not self.state.broken
+
+    def run(self, data: st.DataObject, most: int) -> None:
+        """Run some work of one of the rank's streams."""
+        data.draw(st.sampled_from([*self.calling_streams, self.side])).run(data.draw(st.integers(1, most)))
+
+    @property
+    def idle(self) -> bool:
+        return all(stream.query() for stream in (*self.calling_streams, self.side))
+
+
+def call_in_any_order(data: st.DataObject, cuda: FakeCuda, ranks: list[Any], calls: list[Any], **how: Any) -> None:
+    """All ranks make all calls, their streams run in any order; every result is of its own call, and none expires."""
+    while any(len(rank.results) < len(calls) for rank in ranks):
+        rank = data.draw(st.sampled_from(ranks))
+        if data.draw(st.integers(0, 2)) == 0 and len(rank.shapes) < len(calls) and rank.room():
+            rank.call(calls[len(rank.shapes)], **how)
+        else:
+            rank.run(data, 5)
+        if data.draw(st.integers(0, 9)) == 0:
+            cuda.run()
+            for each in ranks:
+                if len(each.shapes) < len(calls) and each.room():
+                    each.call(calls[len(each.shapes)], **how)
+    for rank in ranks:
+        for call in range(1, len(calls) + 1):
+            assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
+        rank.watch()
+        assert not rank.state.broken, "the watchdog gave up without reason"
+
+
+def call_again_after_memory_error(cuda: FakeCuda, ranks: list[Any], shape: object, name: str) -> None:
+    """Two ranks call. The second's ``queue.name`` finds no memory before its call is counted, and it calls again."""
+    first, second = ranks
+    first.call(shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second.queue, name, raises(MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            second.call(shape)
+    second.shapes.clear()
+    second.call(shape)
+    cuda.run()
+    for rank in ranks:
+        assert not rank.state.broken
+        assert rank.results[1].equal(rank.expected(1))
+
+
+def raises(error: BaseException) -> Any:
+    """A function that raises ``error``."""
+
+    def function(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return function
+
+
+def patch_driver(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> Clock:
+    """The fake device performs what ranks give to the driver. Returns the hosts' clock."""
 
     def write(stream: int, address: int, value: int) -> None:
         cuda.streams[stream].give(lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
@@ -74,48 +201,14 @@ def pretend(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
     def wait(stream: int, address: int, value: int) -> None:
         cuda.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
 
-    @contextlib.contextmanager
-    def at_once(device):
-        stream = cuda.stream()
-        with cuda.on(stream):
-            yield stream
-        stream.run()
-
-    for module in (call_queue, copy_engines, gpu_reduce_scatter):
-        for name, does in (
-            ("stream_write", write), ("stream_wait", wait), ("copy_across", cuda._copy), ("copy_in", cuda._copy),
-            ("aside", at_once),
-        ):  # fmt: skip
-            patch.setattr(module, name, does, raising=False)
-    # Not lent: a gatherer of an earlier world, found by the garbage collector, would give its stream to this one.
-    for module in (call_queue,):
-        patch.setattr(module, "lend_to", lambda borrower, device: cuda.stream())
+    clock, driver = Clock(cuda), {"stream_write": write, "stream_wait": wait}
+    driver |= {"copy_across": cuda._copy, "copy_in": cuda._copy}
+    for module in (call_queue, copy_engines, gpu_reduce_scatter, one_shot):
+        for name, does in {**driver, "time": clock}.items():
+            if hasattr(module, name):
+                patch.setattr(module, name, does)
+    # Never lent: a queue of an earlier world, found by the garbage collector, would return its stream to this one.
+    patch.setattr(call_queue, "lend_to", lambda borrower, device: cuda.stream())
     patch.setattr(call_queue, "POLL_SECONDS", 0.01)
-    # While the host sleeps the device runs.
-    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: cuda.run())
-    for module in (copy_engines, gpu_reduce_scatter, call_queue):
-        patch.setattr(module, "time", clock)
-
-
-def look(queue: CallQueue) -> None:
-    """The watchdog, as often as it takes to be sure."""
-    for _ in range(gpu_reduce_scatter.POLLS + 1):
-        queue.poll()
-
-
-def refused_once(
-    monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, ranks: list, shape: object, of: str, name: str
-) -> None:
-    """Two ranks call; the second's ``of.name`` finds no room, before its call is counted, and it calls again."""
-    first, second = ranks
-    first.call(shape)
-    with monkeypatch.context() as patch:
-        patch.setattr(getattr(second, of), name, lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
-        with pytest.raises(MemoryError):
-            second.call(shape)
-    second.shapes.clear()
-    second.call(shape)  # the caller tries again
-    cuda.run()
-    for rank in ranks:
-        assert not rank.state.broken
-        assert rank.results[1].equal(rank.expected(1))
+    patch.setattr(call_queue, "barrier", lambda state, device: None)
+    return clock

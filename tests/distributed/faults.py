@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from jobs import raised, random
+from jobs import random
 
+from rank_checks import raised
 from tilestream import distributed as tsd
 
 

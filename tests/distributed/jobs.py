@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from error_rule import Maths, check
+from rank_checks import Gathered, check_sum, factors, raised, same_on_every_rank
 from small_tiles import use_small_tiles
 from tilestream import distributed as tsd
 
@@ -23,58 +23,26 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return made.to(dtype)
 
 
-def raised(call) -> str:
-    """What ``call`` raised: the type's name and the message."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def gathers(rank, world, cases, group=None):
     """Each case against all shards side by side, multiplied by torch."""
     for shape, dim, columns, dtype, form, extra in cases:
-        dtype = getattr(torch, dtype)
-        shards = [random(10 * r + 1, *shape, dtype=dtype) for r in range(world)]
-        whole = torch.cat(shards, dim)
-        bs = [random(500 + i, whole.shape[-1], n, dtype=dtype) for i, n in enumerate(columns)]
-        options = dict(extra)
-        biases = [random(900 + i, n, dtype=dtype) for i, n in enumerate(columns)] if options.pop("bias", 0) else None
-        scaled = options.pop("scaled", "")
-        scale_a = scale_b = scale_whole = None
-        if scaled:
-            one = scaled == "tensor"
-            of = [random(70 + r, *((1,) if one else (*shape[:-1], 1))).abs() + 0.5 for r in range(world)]
-            scale_a = of[rank]
-            scale_whole = torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
-            scale_b = [random(80 + i, 1 if one else n).abs() + 0.5 for i, n in enumerate(columns)]
+        dtype, options = getattr(torch, dtype), dict(extra)
+        bias, scaled = dtype if options.pop("bias", 0) else None, options.pop("scaled", "")
+        data = Gathered.random(random, world, shape, dim, columns, dtype, bias=bias, scaled=scaled)
         a, outs = tsd.all_gather_matmul(
-            shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form, return_a=True,
-            group=group, **options,
+            data.shards[rank], data.bs, gather_dim=dim, form=form, return_a=True, group=group, **data.arguments(rank),
+            **options,
         )  # fmt: skip
-        assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
-        for i, out in enumerate(outs):
-            assert out.shape == (*whole.shape[:-1], columns[i])
-            check(
-                out,
-                Maths(
-                    whole, bs[i], bias=None if biases is None else biases[i], activation=options.get("activation"),
-                    scale_a=scale_whole, scale_b=None if scale_b is None else scale_b[i],
-                ),
-            )  # fmt: skip
+        data.check(outs, a, options.get("activation"))
     return True
 
 
 def scatters(rank, world, cases, group=None):
     """Each case against the sum of all ranks' products in float64; twice, with the same bits."""
     for rows, dim, k, n, dtype, form, reduce_op, bias in cases:
-        dtype = getattr(torch, dtype)
-        shape = list(rows)
+        dtype, shape = getattr(torch, dtype), list(rows)
         shape[dim] *= world
-        inputs = [
-            (random(10 * r + 3, *shape, k, dtype=dtype), random(10 * r + 4, k, n, dtype=dtype)) for r in range(world)
-        ]
+        inputs = factors(random, world, shape, k, n, dtype, k_contiguous=False)
         added = random(5, n, dtype=dtype) if bias else None
         a, b = inputs[rank]
         if a.dim() > 2:  # as torch's compiler has what was gathered along a later dimension: no view has its rows
@@ -84,30 +52,23 @@ def scatters(rank, world, cases, group=None):
             for _ in range(2)
         ]
         assert outs[0].equal(outs[1]), "other bits the second time"
+        assert outs[0].dtype == dtype
         exact = sum(x.double() @ y.double() for x, y in inputs)
         by_torch = sum((x @ y).float() for x, y in inputs)
         if reduce_op == "avg":
             exact, by_torch = exact / world, by_torch / world
         if bias:
             exact, by_torch = exact + added.double(), by_torch + added.float()
-        own = [x.chunk(world, dim)[rank] for x in (exact, by_torch.to(dtype))]
-        assert outs[0].shape == own[0].shape
-        assert outs[0].dtype == dtype
-        ulp = torch.finfo(dtype).eps * own[0].abs().max()
-        for norm in (torch.amax, torch.linalg.vector_norm):
-            error, theirs = ((x.double() - own[0]).abs() for x in (outs[0], own[1]))
-            scale = 1 if norm is torch.amax else own[0].numel() ** 0.5
-            assert norm(error) <= 2 * norm(theirs) + ulp * scale, (rows, dim, dtype, form)
+        exact, by_torch = (x.chunk(world, dim)[rank] for x in (exact, by_torch))
+        check_sum(outs[0], exact, by_torch, (rows, dim, dtype, form), frobenius=True)
     return True
 
 
 def reduces(rank, world, cases, group=None):
-    """Each case against the sum of all ranks' products in float64; every rank has the same."""
+    """Each case against the sum of all ranks' products in float64; the same on every rank."""
     for rows, k, n, dtype, reduce_op, bias, scaled in cases:
         dtype = getattr(torch, dtype)
-        inputs = [
-            (random(10 * r + 3, *rows, k).to(dtype), random(10 * r + 4, k, n).to(dtype)) for r in range(world)
-        ]  # fmt: skip
+        inputs = factors(random, world, rows, k, n, dtype, k_contiguous=False)
         added = random(5, n) if bias else None
         scales = (random(7, *rows, 1).abs() + 0.5, random(8, n).abs() + 0.5) if scaled else (None, None)
         a, b = inputs[rank]
@@ -117,19 +78,12 @@ def reduces(rank, world, cases, group=None):
         products = [x.double() @ y.double() for x, y in inputs]
         if scaled:
             products = [x * scales[0].double() * scales[1].double() for x in products]
-        over = world if reduce_op == "avg" else 1
+        over, travels = world if reduce_op == "avg" else 1, torch.bfloat16 if dtype.itemsize == 1 else dtype
         exact = sum(products) / over + (added.double() if bias else 0)
-        travels = torch.bfloat16 if dtype.itemsize == 1 else dtype
-        theirs = (sum(x.to(travels).float() for x in products) / over + (added if bias else 0)).to(travels)
+        theirs = sum(x.to(travels).float() for x in products) / over + (added if bias else 0)
         assert out.dtype == travels
-        assert out.shape == exact.shape
-        if exact.numel():
-            ulp = torch.finfo(travels).eps * exact.abs().max()
-            error = (out.double() - exact).abs().max()
-            assert error <= 2 * (theirs.double() - exact).abs().max() + ulp, (rows, dtype, reduce_op)
-        everybody = [torch.empty_like(out) for _ in range(world)]
-        dist.all_gather(everybody, out)
-        assert all(x.equal(out) for x in everybody), "ranks have other bits"
+        check_sum(out, exact, theirs, (rows, dtype, reduce_op))
+        same_on_every_rank(out)
     return True
 
 

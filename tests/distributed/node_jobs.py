@@ -9,9 +9,10 @@ from pathlib import Path
 import jobs
 import torch
 import torch.distributed as dist
-from jobs import raised, random
+from jobs import random
 from torch.distributed.device_mesh import DeviceMesh
 
+from rank_checks import raised
 from tilestream import distributed as tsd
 
 

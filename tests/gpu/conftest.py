@@ -27,13 +27,12 @@ def _seeded():
 @pytest.fixture
 def portable(monkeypatch):
     """Every plan is the portable kernel's, as where there is no other; what was decided before is forgotten."""
-    from tilestream.ops import again, gpu
+    from tilestream.launch.cache import launch_cache
     from tilestream.plan.planner import plan_problem
     from tilestream.plan.policy import hopper
 
     def forget():
-        for known in (again._known, gpu._launches):
-            known.clear()
+        launch_cache.clear()
         plan_problem.cache_clear()
 
     forget()

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from consan_program import PENDING, READS, WRITES, Bug, Sanitized, descriptor, launch, main
+from consan_program import descriptor, launch, main
+
+from mutants.sanitized import ATTENTION
 
 BLOCK, STAGES = 32, 1
 
@@ -70,44 +72,6 @@ CASES = {
     "attention in 8 bits": AttentionCase(130, (200,), "causal", dtype="float8_e4m3fn"),
 }
 
-_SCORES = "    scores = warpgroup_mma_wait(1, (scores,))\n"
-_GIVEN_BACK = "    mbarrier.arrive(k_empty.index(next_stage))\n"
-_PRODUCT = "    o, _ = warpgroup_mma_wait(0, (product, factors))\n"
-_V_GIVEN_BACK = "    mbarrier.arrive(v_empty.index(stage))\n"
-_RAW_FULL = "            mbarrier.wait(raw_full.index(stage), phase)\n"
-_RAW_GIVEN_BACK = "            mbarrier.arrive(raw_empty.index(stage))\n"
-_START = "    scores = start_scores(q_parts, k_parts, q_at, next_stage, PARTS, BLOCK)\n"
-BUGS = {
-    # Before the multiplication that reads it: just before its end the next copy may come too late to be seen.
-    "K's stage is given back too early": Bug(
-        "attention_math", ((_GIVEN_BACK, ""), (_START, _GIVEN_BACK + _START)), (READS, WRITES, PENDING)
-    ),
-    # The multiplication that has just been started still reads what is given back.
-    "V's stage is given back too early": Bug(
-        "attention_math",
-        ((_PRODUCT + _V_GIVEN_BACK, _PRODUCT), (_SCORES, _V_GIVEN_BACK + _SCORES)),
-        (READS, PENDING),
-    ),
-    "no wait for K": Bug(
-        "attention_math", (("    mbarrier.wait(k_full.index(next_stage), next_phase)\n", ""),), (WRITES, PENDING)
-    ),
-    "V is read behind K's barrier": Bug(
-        "attention_math",
-        (("    mbarrier.wait(v_full.index(stage), phase)\n    factors", "    factors"),),
-        (WRITES, PENDING),
-    ),
-    "no wait for the store before": Bug("attention_math", (("    tma.store_wait(PENDING)\n", ""),), (PENDING,)),
-    # As they were copied: the next ones are copied over them.
-    "values are given back before they are converted": Bug(
-        "attention_convert",
-        ((_RAW_GIVEN_BACK, ""), (_RAW_FULL, _RAW_FULL + _RAW_GIVEN_BACK)),
-        (WRITES, READS, PENDING),
-    ),
-    "values are converted over those that are multiplied": Bug(
-        "attention_convert", (("            mbarrier.wait(v_empty.index(stage), phase ^ 1)\n", ""),), (READS, PENDING)
-    ),
-}
-
 
 class Prepared(NamedTuple):
     """A launch that is not issued yet.
@@ -130,7 +94,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     import torch
 
     import tilestream as ts
-    from tilestream.core.operands import Operands
+    from tilestream.core.operands import AttentionOperands
     from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
 
@@ -146,7 +110,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     else:
         out, lse = nan(rows, heads, columns, dtype=torch.bfloat16), nan(heads, rows)
     lists = {name: x.get(name) for name in ("scale_q", "scale_k", "scale_v", "block_table", "seqlens_k")}
-    layout = layout_of(Operands(x["q"], x["k"], x["v"], out[0], scale, lse[0], **lists))
+    layout = layout_of(AttentionOperands(x["q"], x["k"], x["v"], out[0], scale, lse[0], **lists))
     arguments = HopperAttentionArguments(plan, layout)
     maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
     slots = torch.zeros(64, dtype=torch.int32, device=device)
@@ -163,24 +127,6 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     return Prepared(arguments, filled, check)
 
 
-#: The item ring's words, 16 a slot, would be most of the sanitizer's buffers, and a kernel whose assembler wants more
-#: than 12 GB. They lie in global memory instead, where nothing is watched; the barriers between them are as they were.
-#: That ring, in shared memory, goes through the sanitizer with the GEMM.
-_SLOTS = {
-    "ring": (
-        ("    slots.index(slot * FIELDS + field).store(gl.full([1], value, gl.int32, layout))\n",
-         "    gl.store(slots + slot * FIELDS + field, value)\n"),
-        ("    return gl.max(slots.index(slot * FIELDS + field).load(layout), 0)\n",
-         "    return gl.load(slots + slot * FIELDS + field, volatile=True)\n"),
-    ),
-    "attention": (
-        ("    slots = make_slots()\n", "    slots = starts\n"),
-        ("        scales = make_slots()\n", "        scales = starts + ITEMS * FIELDS\n"),
-        ("import ITEMS, make_barriers", "import FIELDS, ITEMS, make_barriers"),
-    ),
-}  # fmt: skip
-
-
 def run(kernel: Any, case: AttentionCase) -> None:
     """A launch, whose answer is checked."""
     from tilestream.runtime.properties import cuda_properties
@@ -193,9 +139,5 @@ def run(kernel: Any, case: AttentionCase) -> None:
         raise SystemExit(f"a wrong answer: {error}") from error
 
 
-ATTENTION = Sanitized(
-    ("ring", "attention_load", "attention_convert", "attention_math", "attention"), "attend", CASES, BUGS, run, _SLOTS
-)  # fmt: skip
-
 if __name__ == "__main__":
-    main(ATTENTION)
+    main(ATTENTION, CASES, run)

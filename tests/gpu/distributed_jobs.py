@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from error_rule import Maths, check
+from rank_checks import Gathered, check_sum, factors, raised
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import SLOTS
 from tilestream.distributed.dispatch import trial
@@ -27,17 +27,34 @@ def random(seed: int, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
-def raised(call) -> str:
-    """What ``call`` raised: the type's name and the message."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def late_in_turn(i: int, rank: int) -> None:
+    """In some calls a rank is late on the host, in others on the GPU."""
+    if i % 16 == rank:
+        time.sleep(0.002)
+    if i % 16 == 8 + rank:
+        torch.cuda._sleep(2_000_000)
 
 
-def told(call) -> str:
-    """What a rank that was late hears when it comes, in its first call or soon after: of that it may have all parts."""
+class Worst:
+    """The largest error of many calls, kept on the GPU: no call waits for another."""
+
+    def __init__(self) -> None:
+        self._error = torch.zeros((), device="cuda")
+
+    def add(self, out: torch.Tensor, expected: torch.Tensor, right: torch.Tensor | bool = True) -> None:
+        """Infinite where ``out`` is NaN, or not ``right``."""
+        error = (out.float() - expected.float()).abs().nan_to_num(torch.inf).max()
+        self._error = torch.maximum(self._error, error if right is True else torch.where(right, error, torch.inf))
+
+    def get(self) -> float:
+        """The error, when all calls have ended; raises what one of them has reported."""
+        torch.cuda.synchronize()
+        ts.check()
+        return self._error.item()
+
+
+def error_of_a_late_rank(call) -> str:
+    """What a late rank's calls raise: of the first ones it may have all parts."""
     for _ in range(3):
         error = raised(lambda: (call(), torch.cuda.synchronize(), ts.check()))
         if error != "nothing":
@@ -57,42 +74,25 @@ def poison(group=None) -> None:
     dist.barrier()
 
 
-def gathers(rank, world, cases):
-    """Each case against all shards side by side, multiplied by torch; the plan was what the case says."""
+def gathers(rank, world, cases, group=None):
+    """Each case against all shards side by side, multiplied by torch. Returns a plan in words."""
     for shape, dim, columns, dtype, form, extra in cases:
-        dtype = getattr(torch, dtype)
-        shards = [random(10 * r + 1, *shape, dtype=dtype) for r in range(world)]
-        whole = torch.cat([x.view(torch.uint8) for x in shards], dim).view(dtype)
-        bs = [random(500 + i, n, whole.shape[-1], dtype=dtype).t() for i, n in enumerate(columns)]
-        options = dict(extra)
-        biases = [random(900 + i, n) for i, n in enumerate(columns)] if options.pop("bias", 0) else None
-        scaled, scale_a, scale_b, scale_whole = options.pop("scaled", ""), None, None, None
-        if scaled:
-            rows = (1,) if scaled == "tensor" else (*shape[:-1], 1)
-            of = [random(70 + r, *rows, dtype=torch.float32).abs() + 0.5 for r in range(world)]
-            scale_a, scale_whole = of[rank], torch.cat([x.expand(*shape[:-1], 1) for x in of], dim)
-            one = scaled == "tensor"
-            scale_b = [random(80 + i, 1 if one else n, dtype=torch.float32).abs() + 0.5 for i, n in enumerate(columns)]
+        dtype, options = getattr(torch, dtype), dict(extra)
+        bias, scaled = BF16 if options.pop("bias", 0) else None, options.pop("scaled", "")
+        data = Gathered.random(
+            random, world, shape, dim, columns, dtype, bias=bias, scaled=scaled, k_contiguous=True
+        )  # fmt: skip
         for return_a in (True, False, True, False):
-            poison()
+            poison(group)
             outs = tsd.all_gather_matmul(
-                shards[rank], bs, gather_dim=dim, bias=biases, scale_a=scale_a, scale_b=scale_b, form=form,
-                return_a=return_a, deadline=20, **options,
+                data.shards[rank], data.bs, gather_dim=dim, form=form, return_a=return_a, group=group, deadline=20,
+                **data.arguments(rank), **options,
             )  # fmt: skip
             torch.cuda.synchronize()
             ts.check()
-            if return_a:
-                a, outs = outs
-                assert a.view(torch.uint8).equal(whole.view(torch.uint8)), (shape, dim, form)
-            for i, out in enumerate(outs):
-                maths = Maths(
-                    whole.flatten(0, -2), bs[i], bias=None if biases is None else biases[i],
-                    activation=options.get("activation"), scale_b=None if scale_b is None else scale_b[i],
-                    scale_a=None if scale_whole is None else scale_whole.flatten(0, -2),
-                )  # fmt: skip
-                check(out.flatten(0, -2), maths)
-    plan = tsd.plan_all_gather_matmul(random(1, 256, 256), random(2, 256, 256), form="fused")
-    return plan.explain()
+            a, outs = outs if return_a else (None, outs)
+            data.check(outs, a, options.get("activation"))
+    return tsd.plan_all_gather_matmul(random(1, 256, 256), random(2, 256, 256), form="fused", group=group).explain()
 
 
 #: Which way calls go that come one behind the other.
@@ -106,20 +106,14 @@ def iterates(rank, world, count):
     sizes = [(96, 128)[i // 2 % 2] for i in range(8)]
     wholes = [random(1000 + i, size * world, 256) for i, size in enumerate(sizes)]
     expected = [whole @ b for whole in wholes]
-    wrong = torch.zeros((), device="cuda")
+    worst = Worst()
     for i in range(count):
-        if i % 16 == rank:
-            time.sleep(0.002)
-        if i % 16 == 8 + rank:
-            torch.cuda._sleep(2_000_000)
+        late_in_turn(i, rank)
         whole, size = wholes[i % 8], sizes[i % 8]
         with trial(True, 1, IN_TURN[i % len(IN_TURN)]):
             out = tsd.all_gather_matmul(whole[size * rank : size * (rank + 1)], b, deadline=20)
-        error = (out.float() - expected[i % 8].float()).abs().max()
-        wrong = torch.maximum(wrong, torch.where(error.isnan(), torch.inf, error))
-    torch.cuda.synchronize()
-    ts.check()
-    return wrong.item()
+        worst.add(out, expected[i % 8])
+    return worst.get()
 
 
 def expires(rank, world, killed, way):
@@ -133,7 +127,7 @@ def expires(rank, world, killed, way):
         if killed:
             os._exit(0)
         time.sleep(4)
-        return "", told(lambda: tsd.all_gather_matmul(a, b, deadline=5)), True, 0.0
+        return "", error_of_a_late_rank(lambda: tsd.all_gather_matmul(a, b, deadline=5)), True, 0.0
     begin = time.monotonic()
     with trial(True, 1, way):
         whole, out = tsd.all_gather_matmul(a, b, deadline=0.5, return_a=True)
@@ -254,8 +248,7 @@ def scatters(rank, world, cases):
     for shape, dim, n, dtype, form, extra in cases:
         dtype, extra = getattr(torch, dtype), dict(extra)
         shape = [extent * world if i == dim else extent for i, extent in enumerate(shape)]
-        inputs = [(random(10 * r + 3, *shape, dtype=dtype), random(10 * r + 4, n, shape[-1], dtype=dtype).t())
-                  for r in range(world)]  # fmt: skip
+        inputs = factors(random, world, shape[:-1], shape[-1], n, dtype)
         a, b = inputs[rank]
         if extra.get("strided"):  # as torch's compiler has what was gathered along a later dimension
             a = a.transpose(0, dim).contiguous().transpose(0, dim)
@@ -279,7 +272,7 @@ def scatters(rank, world, cases):
             exact, theirs = exact / world, theirs / world
         if bias is not None:
             exact, theirs = exact + bias.double(), theirs + bias
-        exact, theirs = (x.chunk(world, dim)[rank] for x in (exact, theirs.to(rounded[0].dtype).double()))
+        exact, theirs = (x.chunk(world, dim)[rank] for x in (exact, theirs))
         outs = []
         for _ in range(2):
             poison()
@@ -290,10 +283,8 @@ def scatters(rank, world, cases):
             )
             torch.cuda.synchronize()
             ts.check()
-        ulp = torch.finfo(outs[0].dtype).eps * exact.abs().max()
-        assert outs[0].shape == exact.shape
-        error, bound = (outs[0].double() - exact).abs().max(), 2 * (theirs - exact).abs().max() + ulp
-        assert error <= bound, (shape, dim, dtype, form, error.item(), bound.item())
+        assert outs[0].dtype == rounded[0].dtype
+        check_sum(outs[0], exact, theirs, (shape, dim, dtype, form))
         assert outs[0].equal(outs[1]), (shape, dim, form)
     a, b = random(1, 256 * world, 256), random(2, 256, 256)
     return tsd.plan_matmul_reduce_scatter(a, b, form="fused").explain()
@@ -304,20 +295,12 @@ def adds_up(rank, world, count):
     b = random(1, 256, 192)
     inputs = [[random(1000 + 10 * i + r, 160 * world, 256) for r in range(world)] for i in range(8)]
     expected = [sum(x.float() @ b.float() for x in of)[160 * rank : 160 * rank + 160] for of in inputs]
-    first, wrong = {}, torch.zeros((), device="cuda")
+    first, worst = {}, Worst()
     for i in range(count):
-        if i % 16 == rank:
-            time.sleep(0.002)
-        if i % 16 == 8 + rank:
-            torch.cuda._sleep(2_000_000)
+        late_in_turn(i, rank)
         out = tsd.matmul_reduce_scatter(inputs[i % 8][rank], b, form="fused", deadline=20)
-        error = (out.float() - expected[i % 8]).abs().max()
-        # The same bits each time, too.
-        same = (out == first.setdefault(i % 8, out)).all()
-        wrong = torch.maximum(wrong, torch.where(error.isnan() | ~same, torch.inf, error))
-    torch.cuda.synchronize()
-    ts.check()
-    return wrong.item()
+        worst.add(out, expected[i % 8], (out == first.setdefault(i % 8, out)).all())  # the same bits each time
+    return worst.get()
 
 
 def blocks(rank, world, count):
@@ -348,7 +331,7 @@ def sum_expires(rank, world, killed):
         if killed:
             os._exit(0)
         time.sleep(4)
-        return "", told(lambda: tsd.matmul_reduce_scatter(a, b, form="fused", deadline=5)), True, 0.0
+        return "", error_of_a_late_rank(lambda: tsd.matmul_reduce_scatter(a, b, form="fused", deadline=5)), True, 0.0
     begin = time.monotonic()
     out = tsd.matmul_reduce_scatter(a, b, form="fused", deadline=0.5)
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from gpu_runs import BF16, poison
 import tilestream as ts
 from device_order import check_gates, check_order
 from tilestream.arrival.flat import Awaited, FlatArrival
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import GemmOperands
 from tilestream.launch.launch import Launch, Probe
 from tilestream.runtime.streams import lend_to
 
@@ -97,7 +97,7 @@ def check_gate(launch: Launch, feed: Feed, b: torch.Tensor, out: torch.Tensor, p
     plan = launch.plan
     probe = Probe(plan.workers, 512, out.device)
     signals = FlatArrival.of(feed.arrival).signals("matmul", out.device)
-    launch(feed.tensor, b, out, Epilogue(), Awaited(signals, None, 5.0, "matmul"), probe)
+    launch(GemmOperands(feed.tensor, b, out), Awaited(signals, None, 5.0, "matmul"), probe)
     feed(*feed.order, pause=pause)
     logs = [probe.log(worker) for worker in range(plan.workers)]
     check_order(plan.schedule, logs)

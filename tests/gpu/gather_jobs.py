@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from distributed_jobs import random
+from distributed_jobs import Worst, late_in_turn, random
 
 import tilestream as ts
 from tilestream import distributed as tsd
@@ -67,25 +67,17 @@ def alternates(rank, world, count):
                 assert not mine.is_contiguous()
             data.append((mine, scale, whole.to(dtype), expected))
         calls.append((b, torch.ones(1, 128, device="cuda") if fp8 else None, data))
-    wrong = torch.zeros((), device="cuda")
+    worst = Worst()
     for i in range(count):
         _, dim, _, chunks, way, how = SHAPES[i % len(SHAPES)]
         b, scale_b, data = calls[i % len(SHAPES)]
         mine, scale, whole, expected = data[i // len(SHAPES) % 3]
-        if i % 16 == rank:
-            time.sleep(0.002)
-        if i % 16 == 8 + rank:
-            torch.cuda._sleep(2_000_000)
+        late_in_turn(i, rank)
         with trial(True, chunks, way):
             out = tsd.all_gather_matmul(
                 mine, b, gather_dim=dim, scale_a=scale, scale_b=scale_b, use_fast_accum=False,
                 return_a=how == "return_a", deadline=20,
             )  # fmt: skip
-        if how == "return_a":
-            a, out = out
-            wrong = torch.where((a == whole).all(), wrong, torch.inf)
-        error = (out.float() - expected).abs().max()
-        wrong = torch.maximum(wrong, torch.where(error.isnan(), torch.inf, error))
-    torch.cuda.synchronize()
-    ts.check()
-    return wrong.item()
+        a, out = out if how == "return_a" else (None, out)
+        worst.add(out, expected, True if a is None else (a == whole).all())
+    return worst.get()

@@ -66,7 +66,7 @@ def attend(case: Case, more: dict[str, Any]) -> None:
     import torch
 
     import tilestream as ts
-    from tilestream.ops import attention_again, attention_gpu
+    from tilestream.launch.cache import launch_cache
 
     for kernel in experimental.KERNELS.values():
         os.environ[kernel.environment] = "1"  # what nobody has run is run here
@@ -83,12 +83,11 @@ def attend(case: Case, more: dict[str, Any]) -> None:
         for chunk in range(chunks):
             arrival.signal(chunk)
     result = _whole(torch.full((*here.tensors["q"].shape[:-1], case.dims[1]), float("nan"), dtype=BF16))
-    attention_gpu._launches.clear()
-    attention_again._known.clear()
+    launch_cache.clear()
     with ts.trace.record() if trace else contextlib.nullcontext():
         _, lse = ts.attention(**there, **options, **how, out=result, return_lse=True, workers=2)
     ts.check()
-    (launch,) = attention_gpu._launches.values()
+    (launch,) = launch_cache.of("attention")
     assert launch.plan.backend == "hopper", launch.plan.explain()
     here.check(result.cpu(), lse.cpu())
     print(launch.plan.label, launch.plan.variant, flush=True)

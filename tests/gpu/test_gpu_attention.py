@@ -20,7 +20,8 @@ import tilestream as ts
 from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.core.device import DeviceProperties
 from tilestream.core.schedule import Schedule
-from tilestream.ops import attention_again, attention_gpu
+from tilestream.launch.cache import launch_cache
+from tilestream.ops import attention_gpu
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.trace import LaunchTrace, faults, record
@@ -160,11 +161,10 @@ def backend(request, monkeypatch):
         except NotImplementedError as error:
             pytest.skip(str(error))
 
-    attention_gpu._launches.clear()
-    attention_again._known.clear()
+    launch_cache.clear()
     monkeypatch.setattr(attention_gpu, "plan_attention", plan)
     yield request.param
-    attention_gpu._launches.clear()
+    launch_cache.clear()
 
 
 def poisoned(call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -399,11 +399,11 @@ def test_quick_one_chunk_at_a_time_is_seen(dims, backend):
 
 def recorded(call, **how) -> tuple[LaunchTrace, Schedule, torch.Tensor, torch.Tensor]:
     """The trace of a call, the schedule of its plan, and its answer."""
-    attention_gpu._launches.clear()
+    launch_cache.clear()
     ts.attention(**call.tensors, **call.options, return_lse=True, **how)  # compiled, and not traced
     with record() as recorder:
         out, lse = ts.attention(**call.tensors, **call.options, return_lse=True, **how)
-    (trace,), (launch,) = recorder.launches, attention_gpu._launches.values()
+    (trace,), (launch,) = recorder.launches, launch_cache.of("attention")
     assert trace.workers == launch.plan.workers
     return trace, launch.plan.schedule, out, lse
 
@@ -467,7 +467,7 @@ def test_quick_a_trace_says_who_waited_for_which_chunk(backend):
     ts.check()
     call.check(out, lse)
     (trace,) = recorder.launches
-    (launch,) = attention_gpu._launches.values()
+    (launch,) = launch_cache.of("attention")
     assert not faults(trace, launch.plan.schedule)
     assert trace.arrivals == {0: (None,) * 10}
     assert {span.chunk for span in trace.spans} <= set(range(10))

@@ -19,8 +19,10 @@ import torch
 if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from consan_attention import ATTENTION
-from consan_program import BUGS, GEMM
+import consan_attention
+import consan_program
+
+from mutants.sanitized import ATTENTION, CONVERT, GEMM
 
 pytestmark = pytest.mark.slow
 
@@ -29,11 +31,11 @@ LIMIT = 420
 
 def variant_of(bug: str) -> str:
     """The attention that a bug is seeded into: one whose values are converted, where it is in that."""
-    return "attention in 8 bits" if ATTENTION.bugs[bug].module == "attention_convert" else "attention"
+    return "attention in 8 bits" if ATTENTION.bugs[bug].edits[0].module == CONVERT else "attention"
 
 
 #: The variant that a bug is seeded into: where it can be one at all, the one that compiles fastest.
-SEEDED = [("single", bug) for bug in BUGS]
+SEEDED = [("single", bug) for bug in GEMM.bugs]
 SEEDED += [("cooperative", "no wait for an empty stage"), *((variant_of(bug), bug) for bug in ATTENTION.bugs)]
 
 Run = subprocess.CompletedProcess[str]
@@ -41,7 +43,7 @@ Run = subprocess.CompletedProcess[str]
 
 def program(variant: str, bug: str = "") -> Run:
     environment = {**os.environ, "TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
-    file = "consan_attention.py" if variant in ATTENTION.cases else "consan_program.py"
+    file = "consan_attention.py" if variant in consan_attention.CASES else "consan_program.py"
     command = [sys.executable, str(Path(__file__).parent / file), variant, *([bug] if bug else [])]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
@@ -60,7 +62,7 @@ def runs(request) -> Iterator[dict[tuple[str, ...], Future[Run]]]:
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("variant", [*GEMM.cases, *ATTENTION.cases])
+@pytest.mark.parametrize("variant", [*consan_program.CASES, *consan_attention.CASES])
 def test_clean(runs, variant):
     found = runs[variant, ""].result()
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
@@ -74,5 +76,5 @@ def test_a_seeded_bug_is_reported(runs, variant, bug):
     found = runs[variant, bug].result()
     said = found.stdout + found.stderr
     assert found.returncode != 0, f"not found: {said[-2000:]}"
-    of = ATTENTION if variant in ATTENTION.cases else GEMM
+    of = ATTENTION if variant in consan_attention.CASES else GEMM
     assert any(words in said for words in of.bugs[bug].found), said[-3000:]

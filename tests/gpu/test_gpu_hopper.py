@@ -20,7 +20,7 @@ import tilestream as ts
 from device_order import check_order
 from error_rule import Maths, check, errors, passes
 from streaming import run_together
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.launch.launch import Probe
 from tilestream.ops import gpu
@@ -102,7 +102,7 @@ def test_a_plan_with_everything_forced(case):
 
 def backend_of(a, b, out, **how) -> str:
     """Which kernel an op launches for these operands."""
-    return gpu.find(a, b, out, Epilogue(**how), "auto", 0).plan.backend
+    return gpu.find(GemmOperands(a, b, out, Epilogue(**how)), gpu.How()).plan.backend
 
 
 @pytest.mark.parametrize("case", cases.AUTO, ids=by_name)
@@ -137,7 +137,7 @@ def test_what_tma_cannot_address_goes_to_the_portable_kernel(case):
     a, b, *_ = case.operands("cuda").values()
     out = case.output("cuda")
     check(ts.matmul(a, b, out=out), Maths(a, b))
-    plan = gpu.find(a, b, out, Epilogue(), "auto", 0).plan
+    plan = gpu.find(GemmOperands(a, b, out, Epilogue()), gpu.How()).plan
     assert plan.backend == "portable"
     assert f"refused   hopper: {UNALIGNED[case]}" in plan.explain()
     forced = ts.plan(512, 768, 640, dtype=BF16, device="cuda", backend="hopper")
@@ -225,7 +225,7 @@ def test_device_order_is_the_hosts(case, workers):
     for _ in range(3):  # on counters as the launch before left them
         out, around = case.output("cuda")
         probe = Probe(plan.workers, 1024 if workers < 30 else 256, out.device)
-        GemmLaunch(plan, layout)(operands["a"], operands["b"], out, Epilogue(), probe=probe)
+        GemmLaunch(plan, layout)(GemmOperands(operands["a"], operands["b"], out, Epilogue()), probe=probe)
         check_order(plan.schedule, [probe.log(worker) for worker in range(plan.workers)])
         check_case(case, operands, out)
         check_untouched(out, around)

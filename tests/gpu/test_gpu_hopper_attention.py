@@ -17,7 +17,7 @@ if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from attention_maths import Call, Case, call_of, replace
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
@@ -40,7 +40,7 @@ for _name in ("packed", "in pages"):
     CASES[f"8 bits, {_name}"] = replace(CASES[_name], dtype=E4M3)
 
 
-def operands_of(call: Call) -> tuple[Operands, Tensors, Settings]:
+def operands_of(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
     """As the op brings a call to its launch."""
     x, options = call.tensors, call.options
     causal = options.get("causal", False)
@@ -55,7 +55,7 @@ def operands_of(call: Call) -> tuple[Operands, Tensors, Settings]:
     out = nan(*x["q"].shape[:-1], x["v"].shape[-1])
     rows = out.shape[:-1]
     lse = nan(*(rows if len(rows) == 2 else (rows[0], rows[2], rows[1])), dtype=torch.float32)
-    return Operands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
+    return AttentionOperands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
 
 
 def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list[AttentionPlan]:

@@ -17,7 +17,7 @@ from gpu_runs import Differences, captured, check_allocations, nan, on_two_strea
 import tilestream as ts
 from device_order import check_order
 from error_rule import ACTIVATIONS, Maths, check
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.launch import Probe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch
@@ -44,7 +44,7 @@ def test_device_order_is_the_hosts(kind, workers, queues, backend):
         out = nan(m, n)
         probe = Probe(workers, 4096, a.device)
         launch = GemmLaunch(plan, Layout((0, *a.stride()), (0, *b.stride()), (0, *out.stride())))
-        launch(a, b, out, Epilogue(), probe=probe)
+        launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
         check_order(plan.schedule, [probe.log(worker) for worker in range(workers)])
         check(out, Maths(a, b))
 
@@ -145,7 +145,7 @@ def test_caches_hold_no_tensor_alive():
 
 
 def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
-    from tilestream.ops import again
+    from tilestream.launch.cache import launch_cache
 
     a, b = operands(300, 200, 104)
     epilogue = {"bias": randn(200), "activation": "relu"}
@@ -156,12 +156,12 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
     for _ in range(3):
         a.normal_()
         check_call(a)
-    known = len(again._known)
+    known = len(launch_cache.of("call"))
     # Other strides, addresses and dtypes are other calls.
     check_call(a.t().contiguous().t())
     check_call(torch.empty(300 * 104 + 1, device="cuda", dtype=BF16)[1:].view(300, 104).copy_(a))
     check(ts.matmul(a, b, out_dtype=F32), Maths(a, b, out_dtype=F32))
-    assert len(again._known) == known + 3
+    assert len(launch_cache.of("call")) == known + 3
     # A dispatch mode of torch's sees the op; autograd works.
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         ts.matmul(a, b, **epilogue)
@@ -175,7 +175,7 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
 
 @pytest.mark.parametrize("form", ["tensor", "row", "vector"])
 def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form):
-    from tilestream.ops import again
+    from tilestream.launch.cache import launch_cache
 
     def scales():
         row, column = torch.rand(300, 1, device="cuda"), torch.rand(1, 208, device="cuda")
@@ -191,14 +191,14 @@ def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form)
     a, b = randn(300, 128, dtype=E4M3), randn(208, 128, dtype=E4M3)
     first = scales()
     call(a, b.t(), **first)
-    known = len(again._known)
+    known = len(launch_cache.of("call"))
     for _ in range(3):
         a.copy_(randn(*a.shape, dtype=F32))
         call(a, b.t(), **scales())
-    assert len(again._known) == known, "the same launch, other numbers"
+    assert len(launch_cache.of("call")) == known, "the same launch, other numbers"
     call(a, b.t(), **first, use_fast_accum=False)
     call(a, b.to(E5M2).t(), **first)
-    assert len(again._known) == known + 2
+    assert len(launch_cache.of("call")) == known + 2
     with pytest.raises(RuntimeError, match="matmul: scale_a requires a gradient"):
         ts.matmul(a, b.t(), scale_a=first["scale_a"].clone().requires_grad_(), scale_b=first["scale_b"])
 

@@ -35,13 +35,13 @@ def ranks():
 
 
 def gathers(form):
-    """(shape of a shard, gather_dim, N of each b, dtype, form, whether there is a scale a row)."""
-    yield (256, 256), 0, (256,), "bfloat16", form, False
-    yield (200, 512), 0, (136, 72), "bfloat16", form, False
-    yield (2, 130, 256), 1, (256,), "bfloat16", form, False
-    yield (128, 256), 0, (256,), "float8_e4m3fn", form, True
-    yield (64, 128), 1, (64,), "bfloat16", form, False  # K is cut: unfused
-    yield (2048, 2048), 0, (512,), "bfloat16", form, False
+    """(shape of a shard, gather_dim, N of each b, dtype, form, more)."""
+    yield (256, 256), 0, (256,), "bfloat16", form, {}
+    yield (200, 512), 0, (136, 72), "bfloat16", form, {}
+    yield (2, 130, 256), 1, (256,), "bfloat16", form, {}
+    yield (128, 256), 0, (256,), "float8_e4m3fn", form, {"scaled": "row"}
+    yield (64, 128), 1, (64,), "bfloat16", form, {}  # K is cut: unfused
+    yield (2048, 2048), 0, (512,), "bfloat16", form, {}
 
 
 def sums(form):

@@ -7,6 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from fake_cuda import DEVICE
+from tilestream.core.chunks import Chunks, Incoming
+from tilestream.core.gpu_specs import named
+from tilestream.launch.gate import chunk_numbers, chunk_table
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.problem import Problem
 
 launch = pytest.importorskip("tilestream.launch.launch", exc_type=ImportError)
 
@@ -40,3 +45,21 @@ def test_an_eager_launch_keeps_nothing_and_tells_the_allocator_of_its_stream(cud
 
 def test_no_table(cuda, kept):
     assert launch.Table(None).on(GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "chunks", "unread"),
+    [
+        (64, Chunks.uniform(64, 16), []), (64, Chunks((0, 5, 5, 64)), [1]),
+        (0, Chunks.uniform(64, 16), [0, 1, 2, 3]), (0, Chunks((0, 5, 5, 64)), [0, 1, 2]),
+    ],
+)  # fmt: skip
+def test_the_last_worker_out_sees_the_chunks_that_no_tile_reads(n, chunks, unread):
+    """Those without rows; and all, where the output has no columns."""
+    plan = plan_problem(Problem(64, n, 64, rows=Incoming(chunks)), device=named("h100"), backend="portable")
+    count, _, number, *_ = chunk_numbers(plan)
+    assert (count, number) == (chunks.count, len(unread))
+    table = chunk_table(plan, 0)
+    assert (table is None) == bool(chunks.rows_per_chunk)
+    if table is not None:
+        assert table[len(table) - number :] == unread

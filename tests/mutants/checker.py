@@ -339,7 +339,7 @@ ORDERS = (
     ),
     _order(
         "stops with its queue", "missing work",
-        "A worker that finds its queue empty leaves; nobody may come to take the items of the others.",
+        "A worker that finds its queue empty leaves; no other may come to take the items of the other queues.",
         at(TAKE_READY, replace(FOUND_EMPTY, "return None, Cursor(empty=every)")),
     ),
     _order(
@@ -387,12 +387,12 @@ LEAVE = "yield from leave(schedule, gate)"
 DRAINS = (
     _drain(
         "drained by leaving", "missing work",
-        "A worker that finds the launch over leaves, as on the CPU: nobody hands in what is left.",
+        "A worker that finds the launch over leaves, as on the CPU: no worker hands in the rest.",
         at(f"{LOOP}:work_through", replace("item is None", "item is None or not arrived")),
     ),
     _drain(
         "poisoned and not counted in", "missing work",
-        "A part that is poisoned is not counted in: nobody is the last, and its tile is never stored.",
+        "A poisoned part is not counted: there is no last contributor, and its tile is never stored.",
         at(f"{LOOP}:work_through", replace("yield from finish(done)", """
             if arrived:
                 yield from finish(done)
@@ -479,7 +479,7 @@ DRAINS = (
     ),
     _drain(
         "drained and not counted out", "not reset",
-        "A worker that leaves a launch that is over does not count itself out: nobody is the last.",
+        "A worker that leaves a launch that is over does not count itself out: there is no last worker.",
         at(f"{LOOP}:work_through", replace(LEAVE, f"if not (yield Poll()):\n    {LEAVE}")),
     ),
 )  # fmt: skip
@@ -526,7 +526,7 @@ FIXUPS = (
     ),
     _fixup(
         "nobody is the last", "missing work",
-        "Only the look says who is the last: where all look before any counts, nobody is.",
+        "Only the look says who is the last: where all look before any counts, there is none.",
         replace(COUNTED, "yield Add(item)"),
     ),
     _fixup(
@@ -738,7 +738,7 @@ RINGS = (
     ),
     _load(
         "void item loaded", "ring in use",
-        "A void item is handed on, and loaded all the same: nobody multiplies its stages, and gives them back.",
+        "A void item is handed on, and loaded all the same: no consumer multiplies its stages and gives them back.",
         at(LOAD, replace(
             "range(item.k_begin, item.k_end)",
             "range(min(item.k_begin, item.k_end), max(item.k_begin, item.k_end))",
@@ -870,7 +870,7 @@ PRODUCTS = (
     ),
     _product(
         "STOP in place of void items", "missing work",
-        "A load loop that is told that the launch is over hands STOP on: items that nobody has taken stay so.",
+        "A load loop that is told that the launch is over hands STOP on: untaken items stay untaken.",
         replace("voided(item)", "None"),
     ),
 )  # fmt: skip
@@ -1315,7 +1315,7 @@ COPIES = (
     ),
     _copy(
         "copiers by name", "deadlock",
-        "The workers with the first numbers copy: a tile waits for pieces that nobody takes, where they never run.",
+        "The workers with the first numbers copy: where they never run, a tile waits for pieces that no worker takes.",
         signature("pieces, copiers, workers, worker"), replace('number = yield Draw("items")', "number = worker"),
         delete("if number == workers - 1:\n    ..."),
         more=at(f"{VERIFY}.copies:text", replace("copy_items(__p, __c, __w)", "copy_items(__p, __c, __w, worker)")),
@@ -1332,7 +1332,7 @@ COPIES = (
         replace(DRAW, "ticket = yield Peek()\nyield Put(ticket + 1)", 2),
     ),
     _copy(
-        "last piece left", "deadlock", "The last piece is taken for a void ticket: nobody copies it.",
+        "last piece left", "deadlock", "The last piece is taken for a void ticket and not copied.",
         replace("ticket < pieces.count", "ticket < pieces.count - 1"),
         replace(LAST_COPIER, "ticket == pieces.count + copiers - 2"),
     ),
@@ -1352,7 +1352,7 @@ COPIES = (
     ),
     _copy(
         "copy items taken without end", "double work",
-        "The first to take a copy item restores their count: each who comes later is a copier, too.",
+        "The first to take a copy item restores their count: each later worker is a copier, too.",
         replace("number == workers - 1", "number == 0"),
     ),
 )  # fmt: skip

@@ -302,7 +302,7 @@ def _same(pattern: Any, node: Any, names: dict[str, ast.AST]) -> bool:
         return True
     if isinstance(pattern, ast.Name) and pattern.id.startswith("__") and isinstance(node, ast.expr):
         known = names.setdefault(pattern.id, node)
-        return ast.dump(known) == ast.dump(node)
+        return ast.unparse(known) == ast.unparse(node)
     if type(pattern) is not type(node):
         return False
     if not isinstance(pattern, ast.AST):
@@ -404,7 +404,7 @@ def _rebuilt(function: FunctionType, space: dict[str, Any]) -> FunctionType:
 
 
 def load(modules: Sequence[str], edits: Sequence[Edit]) -> dict[str, ModuleType]:
-    """Modules executed anew from edited text; each imports the new ones of those before it, and nobody else does."""
+    """Modules executed anew from edited text; each imports the new ones of those before it."""
     stray = {edit.module for edit in edits} - set(modules)
     if stray:
         raise ValueError(f"edits of {', '.join(sorted(stray))}, which are not among the modules to load")

@@ -210,7 +210,7 @@ def test_a_tile_in_two_chunks_is_what_the_first_chunk_alone_forgets():
     assert "2 rows in tiles of 2 and chunks of 1" in violation.configuration
 
 
-def test_two_slots_do_while_nobody_gives_up():
+def test_two_slots_suffice_while_no_rank_gives_up():
     # What the third slot is for: what is issued behind a kernel that expires. Without an expiry there is none.
     bug = BUGS["two slots and an expiry"]
     assert all(explore("gather", replace(case, expires=())).violation is None for case in bug.cases)

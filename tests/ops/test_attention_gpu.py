@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tilestream.core.gpu_specs import named
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
+from tilestream.launch import cache
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_operands import Settings, Tensors
 from tilestream.plan.attention_planner import plan_attention
@@ -25,37 +26,17 @@ class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-def operands() -> tuple[Operands, Tensors]:
+def operands() -> tuple[AttentionOperands, Tensors]:
     q, k, v, out = (torch.zeros(1, 4, 2, 8).as_subclass(OnGpu) for _ in range(4))
-    return Operands(q, k, v, out, 0.3, None), Tensors(q, k, v)
+    return AttentionOperands(q, k, v, out, 0.3, None), Tensors(q, k, v)
 
 
 @pytest.fixture
-def units(monkeypatch):
-    """The SMs of the current context, to be changed; launches are made by nobody."""
-    found = [0]
-    monkeypatch.setattr(attention_gpu, "context_units", lambda index: found[0])
-    monkeypatch.setattr(attention_gpu, "_launches", {})
-    monkeypatch.setattr(attention_gpu, "_make", lambda *args: lambda operands, incoming: None)
+def gpu(monkeypatch):
+    """The current device, which reports nothing."""
+    monkeypatch.setattr(cache, "context_units", lambda index: 0)
     monkeypatch.setattr(attention_gpu, "check_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return found
-
-
-def test_a_launch_is_for_its_context_and_its_limit(units):
-    x, t = operands()
-
-    def find(limit=0):
-        return attention_gpu.find(x, t, SETTINGS, None, limit)
-
-    whole, limited = find(), find(96)
-    units[0] = 96
-    green = find()
-    assert len({id(one) for one in (whole, limited, green)}) == 3
-    assert find() is green
-    units[0] = 0
-    assert find() is whole
-    assert find(96) is limited
 
 
 def test_the_limit_reaches_the_plan(monkeypatch):
@@ -65,7 +46,7 @@ def test_the_limit_reaches_the_plan(monkeypatch):
         seen.append(limit)
         raise NotImplementedError
 
-    monkeypatch.setattr(attention_gpu, "context_units", lambda index: 0)
+    monkeypatch.setattr(cache, "context_units", lambda index: 0)
     monkeypatch.setattr(attention_gpu, "cuda_properties", lambda index: named("h100"))
     monkeypatch.setattr(attention_gpu, "plan_attention", plan)
     pytest.importorskip("triton")
@@ -87,14 +68,14 @@ class Launch:
 
 
 @pytest.fixture
-def launched(units, monkeypatch):
+def launched(gpu, monkeypatch):
     """A call on a launch of a backend: the launch, what was recorded of it, and what was said."""
     pytest.importorskip("triton")
     from tilestream.launch import trace as spans
 
     def call(backend, captured=False):
         launch = Launch(backend)
-        monkeypatch.setattr(attention_gpu, "_launches", {})
+        monkeypatch.setattr(attention_gpu, "launch_cache", cache.LaunchCache())
         monkeypatch.setattr(attention_gpu, "_make", lambda *args: launch)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         monkeypatch.setattr(spans, "traced", lambda recorder, op, plan, device, issue: issue((recorder, op, plan)))

@@ -49,6 +49,8 @@ BAD = [
     ("weights' rows", lambda: ts.linear(A, B.t(), weight_arrival=ts.Arrival.uniform(2, 3)), ValueError, r"arrival: 3 chunks of 2 rows bring 5 to 6 rows, the input has 4"),
     ("signals elsewhere", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2, signals=torch.zeros(2, dtype=torch.int32, device="meta"))), ValueError, r"signals: on the meta device, which has no memory; they are on the input's device"),
     ("arriving copy", lambda: ts.matmul(rand(2, 1, 6, 5), rand(1, 3, 5, 4), arrival=ts.Arrival.uniform(6, 2)), ValueError, r"matmul: a \[2, 1, 6, 5\] arrives and would have to be copied for the batches \[2, 3\]"),
+    ("arriving in pieces", lambda: ts.matmul(rand(2, 6, 3, 5).transpose(1, 2), rand(2, 3, 5, 4), arrival=ts.Arrival.uniform(6, 6)), ValueError, r"matmul: a \[2, 3, 6, 5\] arrives and would have to be copied for the batches \[2, 3\]"),
+    ("arriving batches turned", lambda: ts.matmul(rand(2, 3, 6, 5).transpose(0, 1), rand(3, 2, 5, 4), arrival=ts.Arrival.uniform(6, 6)), ValueError, r"matmul: a \[3, 2, 6, 5\] arrives and would have to be copied"),
     ("mm of batches", lambda: ts.mm(rand(2, 6, 5), B), ValueError, r"mm: a has shape \[2, 6, 5\]; it has 2 dimensions: use matmul for others"),
     ("mm of a vector", lambda: ts.mm(A, B[:, 0]), ValueError, r"mm: b has shape \[5\]"),
     ("bmm of matrices", lambda: ts.bmm(A, B), ValueError, r"bmm: a has shape \[6, 5\]; it has 3 dimensions"),

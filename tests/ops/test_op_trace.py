@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import GemmOperands
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
@@ -25,7 +25,7 @@ class Launch:
         self.plan = plan_problem(Problem(512, 512, 512, 1, "bfloat16", "bfloat16"), device=device, backend="portable")
         self.given: list[object] = []
 
-    def __call__(self, a, b, out, epilogue, incoming=None, probe=None) -> None:
+    def __call__(self, x, awaited=None, probe=None) -> None:
         self.given.append(probe)
         if isinstance(probe, SpanLog):
             for place in range(self.plan.schedule.grid.tiles):
@@ -36,12 +36,13 @@ class Launch:
 @pytest.fixture
 def launch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
     return Launch()
 
 
 def issue(launch) -> None:
     x = torch.zeros(1)
-    gpu.issue(launch, x, x, x, Epilogue(), None, "linear")
+    gpu.issue(launch, GemmOperands(x, x, x), None, "linear")
 
 
 def test_outside_a_block_nothing_is_written_down(launch):

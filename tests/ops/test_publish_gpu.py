@@ -14,8 +14,9 @@ from error_rule import Maths, check, nans, rand
 from fake_cuda import DEVICE
 from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.flat import FlatArrival
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.ops import publish as module
+from tilestream.ops.gpu import How
 
 
 @pytest.fixture
@@ -23,8 +24,9 @@ def launches(cuda, monkeypatch):
     """The calls of `gpu.run`, each of which computes when its stream is there."""
     made: list[tuple[int, ...]] = []
 
-    def run(a, b, out, epilogue, schedule, workers, *, op, fast_accum, limit):
-        made.append((a.shape[0], b.shape[1], limit))
+    def run(x, how, *, op):
+        a, b, out, epilogue = x
+        made.append((a.shape[0], b.shape[1], how.limit))
         residual = None if epilogue.residual is None else epilogue.residual[0]
         for name, tensor, shape in (("residual", residual, out.shape), ("a", a, (out.shape[0], b.shape[0]))):
             assert tensor is None or tuple(tensor.shape) == tuple(shape), name
@@ -41,7 +43,7 @@ def launches(cuda, monkeypatch):
     def find(*args, **how):
         raise NotImplementedError("no kernel")
 
-    fake = SimpleNamespace(run=run, find=find, issue=None)
+    fake = SimpleNamespace(run=run, find=find, issue=None, How=How)
     monkeypatch.setattr(module, "gpu", fake)
     monkeypatch.setattr(module, "check_device", lambda index: None)
     return made
@@ -72,7 +74,7 @@ def test_a_launch_a_chunk_from_the_pivot_on_and_its_signal_behind_it(cuda, launc
     epilogue = Epilogue(1.0, None, stacked, 1.0, "relu", *scales)
     stream = cuda.stream()
     with cuda.on(stream):
-        assert module.publish(a, b, out, epilogue, flat, "auto", 0, True, 7, "matmul") == "no kernel"
+        assert module.publish(GemmOperands(a, b, out, epilogue), flat, How(limit=7), "matmul") == "no kernel"
     rows, seen = out.view(total, 6), []
     while stream.run(1):
         there = [chunk for chunk, here in enumerate(signals.state()) if here]
@@ -93,9 +95,9 @@ def test_where_the_kernel_publishes_a_reader_waits_for_the_pivot_chunk(cuda, lau
     monkeypatch.setattr(module.gpu, "issue", lambda *args: issued.append(args))
     a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
     flat = flat_of(signals, 4, 13, (), 3)
-    assert module.publish(a, b, out, Epilogue(), flat, "auto", 0, True, 0, "matmul") == ""
-    asked, (launch, *_, epilogue, incoming, op) = issued
-    assert (asked["publishes"].pivot, launch, incoming, op) == (3, "the launch", None, "matmul")
+    assert module.publish(GemmOperands(a, b, out, Epilogue()), flat, How(limit=0), "matmul") == ""
+    asked, (launch, (*_, epilogue), awaited, op) = issued
+    assert (asked["publishes"].pivot, launch, awaited, op) == (3, "the launch", None, "matmul")
     assert epilogue.publish.signals.data_ptr() == signals._eager.data_ptr()
     assert epilogue.publish.epoch == 1
     assert signals._published.first == (signals._eager.data_ptr() + 4 * 3, 1)
@@ -112,7 +114,7 @@ def test_a_launch_that_fails_is_told_to_the_readers(cuda, launches, monkeypatch)
     monkeypatch.setattr(module.gpu, "run", fails)
     a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
     with pytest.raises(RuntimeError, match="out of something"):
-        module.publish(a, b, out, Epilogue(), flat_of(signals, 4, 13, (), 1), "auto", 0, True, 0, "matmul")
+        module.publish(GemmOperands(a, b, out, Epilogue()), flat_of(signals, 4, 13, (), 1), How(limit=0), "matmul")
     cuda.run()
     assert signals._read() == [-1, 1, -1, -1]
     assert isinstance(signals.error(1), RuntimeError)
@@ -127,7 +129,7 @@ def test_a_capture_that_fails_is_told_to_no_eager_reader(cuda, launches, monkeyp
     monkeypatch.setattr(module.gpu, "run", fails)
     a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
     with cuda.capture(), pytest.raises(RuntimeError, match="out of something"):
-        module.publish(a, b, out, Epilogue(), flat_of(signals, 4, 13, (), 1), "auto", 0, True, 0, "matmul")
+        module.publish(GemmOperands(a, b, out, Epilogue()), flat_of(signals, 4, 13, (), 1), How(limit=0), "matmul")
     cuda.run()
     assert signals._read() == [0] * 4
     assert signals.error(1) is None

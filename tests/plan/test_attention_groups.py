@@ -31,7 +31,7 @@ def chosen(problem: AttentionProblem, most: int, kind: str = "dynamic", crowding
 
 
 def spent(problem: AttentionProblem, group: int) -> float:
-    """How long the queue takes, beside nobody ever waiting. Blocks counted one by one."""
+    """Time of the queue over that of workers that never wait. Blocks are counted one by one."""
     rows = -(-problem.seqlen_q // POSITIONS)
     shift = problem.seqlen_k - problem.seqlen_q
     costs = []

@@ -1,4 +1,4 @@
-"""The cost model of CDNA 3 and 4, held to what is published: nobody here has such a GPU."""
+"""The cost model of CDNA 3 and 4, held to published measurements: there was no such GPU."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_few_queries_keep_large_blocks(keys, batch, device):
 
 
 def test_a_window_does_not_lose_the_shares_of_keys_that_arrive():
-    # They are of all of a tile's blocks, whoever of its consumers does them.
+    # They are of all of a tile's blocks, whichever of its consumers does them.
     late = Incoming(Chunks.uniform(4096, 1024))
     made = plan(AttentionProblem(1, 16, 16, 4096, 4096, 128, window=(128, 128), keys=late))
     assert made.shares == 3

@@ -12,7 +12,7 @@ import torch
 import tilestream
 import tilestream as ts
 from tilestream import Arrival
-from tilestream.launch.portable.arguments import Layout, constants, is_aligned, options
+from tilestream.launch.portable.arguments import Layout, config, is_aligned, options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
 from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles
@@ -222,9 +222,9 @@ def test_cdna_multiplies_both_kinds_and_says_which_it_converts(device):
             assert rows == CDNA[device.arch][kind if aligned else f"{kind}, unaligned"]
             assert all(row.ring_bytes(1) <= device.shared for row in rows)
         made = plan(1024, 1024, 1024, dtype=dtypes[0], b_dtype=dtypes[1], device=device)
-        given = constants(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))
+        given = config(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))
         assert converts(dtypes[0], device.arch) == (dtypes == other)
-        assert (given["A_KIND"], given["B_KIND"]) == (dtypes if dtypes == other else ("", ""))
+        assert (dtypes if dtypes == other else ("", "")) == (given.A_KIND, given.B_KIND)
         said = (
             f"refused   8-bit matrix units: {device.arch}'s take {own[0]} and {own[1]}, to which the bits of "
             f"{dtypes[0]} are other numbers: converted to float16 on the way, exactly, and multiplied at its rate"
@@ -236,7 +236,7 @@ def test_amds_matrix_units_add_up_8_bits_in_float32_whatever_is_asked():
     for device in (MI300X, MI355X):
         made = plan(1024, 1024, 1024, dtype=fp8_units(device.arch)[0], use_fast_accum=False, device=device)
         assert made.block == plan(1024, 1024, 1024, dtype=fp8_units(device.arch)[0], device=device).block
-        assert constants(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))["IMPRECISE"] is None
+        assert config(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1))).IMPRECISE is None
         assert "added up in float32 every" not in made.explain()
 
 
@@ -248,12 +248,12 @@ def test_8_bit_operands_where_it_has(arch):
 def test_what_the_kernel_is_compiled_with_for_8_bits():
     for fast, aligned, imprecise in ((True, True, None), (False, True, 128), (False, False, 32)):
         problem = Problem(4096, 4096, 4096, 1, E4M3, "bfloat16", scales="row", fast_accum=fast, aligned=aligned)
-        made = constants(plan_problem(problem, device=H100), layout())
-        assert made["IMPRECISE"] == imprecise, "no more than a K step: Triton takes no more"
-        assert made["SCALES"] == "row"
+        made = config(plan_problem(problem, device=H100), layout())
+        assert imprecise == made.IMPRECISE, "no more than a K step: Triton takes no more"
+        assert made.SCALES == "row"
     far = Problem(4096, 64, 64, 1, E4M3, "bfloat16", scales="row")
     spread = Layout((0, 64, 1), (0, 64, 1), (0, 64, 1), scale_a=(0, 2**20))
-    assert constants(plan_problem(far, device=H100), spread)["WIDE"]
+    assert config(plan_problem(far, device=H100), spread).OFFSETS_64BIT
 
 
 def layout(a=(0, 64, 1), b=(0, 64, 1), out=(0, 64, 1)):
@@ -262,25 +262,25 @@ def layout(a=(0, 64, 1), b=(0, 64, 1), out=(0, 64, 1)):
 
 def test_offsets_are_wide_only_where_they_leave_31_bits():
     made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16"), device=H100)
-    assert not constants(made, layout())["WIDE"]
-    assert not constants(made, layout(a=(2**40, 64, 1)))["WIDE"], "a batch's offset is always 64 bits wide"
-    assert constants(made, layout(a=(0, 2**26, 1)))["WIDE"]
-    assert constants(made, layout(out=(0, 1, 2**26)))["WIDE"]
-    assert not constants(made, layout(out=(0, 1, 2**24)))["WIDE"]
+    assert not config(made, layout()).OFFSETS_64BIT
+    assert not config(made, layout(a=(2**40, 64, 1))).OFFSETS_64BIT, "a batch's offset is always 64 bits wide"
+    assert config(made, layout(a=(0, 2**26, 1))).OFFSETS_64BIT
+    assert config(made, layout(out=(0, 1, 2**26))).OFFSETS_64BIT
+    assert not config(made, layout(out=(0, 1, 2**24))).OFFSETS_64BIT
 
 
 def test_tf32_only_where_it_is_allowed():
     for tf32, precision in ((False, "ieee"), (True, "tf32")):
         made = plan_problem(Problem(64, 64, 64, 1, "float32", "float32", tf32=tf32), device=H100)
-        assert constants(made, layout())["PRECISION"] == precision
+        assert precision == config(made, layout()).PRECISION
     made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16", tf32=True), device=H100)
-    assert constants(made, layout())["PRECISION"] == "ieee"
+    assert config(made, layout()).PRECISION == "ieee"
 
 
 def test_even_k_means_that_no_step_reads_past_the_end():
     for k, even in ((0, False), (64, True), (100, False), (128, True)):
         made = plan_problem(Problem(64, 64, k, 1, "float16", "float16"), device=H100)
-        assert constants(made, layout())["EVEN_K"] == even
+        assert even == config(made, layout()).EVEN_K
 
 
 def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():
@@ -292,7 +292,7 @@ def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():
     columns = plan(4096, 4096, 1024, dtype="bfloat16", device=H100, weight_arrival=Arrival.ragged([0, 100, 4096]))
     assert columns.schedule.raster.order == "table"
     split = plan(4096, 4096, 64, dtype="bfloat16", device=H100, queues=2, weight_arrival=Arrival.uniform(512, 8))
-    assert split.schedule.split == "rows", "a late chunk of columns must idle nobody's queue"
+    assert split.schedule.split == "rows", "a late chunk of columns must leave no queue idle"
     batches = plan(100, 64, 64, batch=3, dtype="float16", device=H100, arrival=Arrival.uniform(70, 5, pivot=2))
     assert batches.schedule.first_batch == 1
     assert plan(64, 64, 64, device=H100).gate is None

@@ -16,6 +16,7 @@ from error_rule import Maths, check, nans, rand
 from streaming import run_together
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.runtime import workspace as module
+from tilestream.runtime.device_workspace import LINE, DeviceWorkspace, captured_words, words_of
 from tilestream.runtime.workspace import Counter, Workspace, workspace
 from tilestream.schedule import Grid, Schedule
 
@@ -32,6 +33,19 @@ def pool(monkeypatch):
 
 def schedule(kind="dynamic", workers=3, **options) -> Schedule:
     return Schedule(kind, Grid(1, 3, 5, 4), workers=workers, **options)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_launch_on_a_gpu_has_counts_for_both_halves_of_each_split_tile(captured):
+    """Hopper's kernel counts the halves of a slot's tile at ``2 * slot`` and ``2 * slot + 1``."""
+    split, device, block = schedule("stream_k", workers=7), torch.device("cpu"), (16, 32)
+    assert split.slots
+    words = captured_words(device, split, block) if captured else DeviceWorkspace(device).open(split, block)
+    assert words.counts.dtype == torch.int32
+    assert words.counts.numel() >= 2 * split.slots
+    assert not words.counts.any()
+    assert words.partials.numel() >= split.slots * 16 * 32
+    assert words.counters.numel() >= words_of(split) == (split.queues + 2) * LINE
 
 
 # Counters -------------------------------------------------------------------------------------------------------------

@@ -133,6 +133,11 @@ class Incoming:
     copied: int = 0
     own_words: bool = False
 
+    @property
+    def chunking(self) -> tuple[object, ...]:
+        """What a launch depends on: not the epoch, nor the signals."""
+        return self.pivot, self.chunks.count, self.chunks.rows_per_chunk or self.chunks.bounds, self.copied
+
 
 @runtime_checkable
 class Arriving(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilestream.core.dtypes import Scales
@@ -14,11 +13,10 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
 
-@dataclass(frozen=True)
-class Epilogue:
+class Epilogue(NamedTuple):
     """``activation(alpha * (scale_a * scale_b) * acc + bias + beta * residual)``, in the accumulator's dtype.
 
-    Parameters
+    Attributes
     ----------
     bias
         ``[N]`` or None.
@@ -62,8 +60,23 @@ class Epilogue:
         return "tensor" if all(scale.numel() == 1 for scale in given) else "row"
 
 
-class Operands(NamedTuple):
-    """Tensors in canonical form: heads behind rows, whatever layout the caller has; any strides, the last 1.
+class GemmOperands(NamedTuple):
+    """``out = epilogue(a @ b)`` in canonical form.
+
+    Attributes
+    ----------
+    a, b, out
+        ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    epilogue: Epilogue = Epilogue()
+
+
+class AttentionOperands(NamedTuple):
+    """Attention's tensors in canonical form: heads behind rows in any layout of the caller's; the last stride is 1.
 
     Attributes
     ----------

@@ -18,7 +18,6 @@ from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
-from tilestream.ops.operands import multiply
 
 
 class Call(NamedTuple):
@@ -69,9 +68,7 @@ def _prepare(state: GroupState, request: Request, plan: DistributedPlan, into: S
         ) -> torch.Tensor:
             scale = request.scale_a if request.cuts_last else scale
             late = None if arrival is None else deadline
-            return multiply(
-                a, request.bs[i], request.options(i, out=out, scale_a=scale, arrival=arrival, deadline=late)
-            )
+            return request.product(a, i, out=out, scale_a=scale, arrival=arrival, deadline=late)
 
         return compute
 

@@ -21,7 +21,6 @@ from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
 from tilestream.distributed.request import ALL_REDUCE, Request
-from tilestream.ops.operands import multiply
 
 #: Why the group's own all-reduce is taken. The arithmetic: docs/distributed.md.
 UNMEASURED = "nobody has measured this shape class to be faster than the group's own all-reduce"
@@ -66,7 +65,7 @@ def run(states: list[GroupState], request: Request) -> torch.Tensor:
         if plain and a.is_cuda and plans[0].decision.library:
             total = torch.matmul(a, b)
         else:
-            total = multiply(a, b, request.options(bias=None, out_dtype=dtype)).to(wide)
+            total = request.product(a, bias=None, out_dtype=dtype).to(wide)
         for state, plan in zip(inner_first, plans, strict=True):
             with state.call():
                 agree(state, plan, a.device)
@@ -81,11 +80,10 @@ def run(states: list[GroupState], request: Request) -> torch.Tensor:
 def _one_shot(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
     a, b = request.a, request.b
     shape, average = (*a.shape[:-1], b.shape[-1]), request.reduce_op == "avg"
-    options = functools.partial(request.options, bias=None, out_dtype=dtype)
     seconds = request.seconds(state)
 
     def product(out: torch.Tensor) -> None:
-        multiply(a, b, options(out=out.view(shape)))
+        request.product(a, bias=None, out_dtype=dtype, out=out.view(shape))
 
     total = matmul_reduce(
         state, plan, (math.prod(shape[:-1]), shape[-1]), dtype, product, average, request.bias, seconds, a.device

@@ -30,7 +30,6 @@ from tilestream.distributed.internode import Steps, exchange_between_nodes
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.request import Request, wide_dtype
 from tilestream.ops.library import result_dtype
-from tilestream.ops.operands import multiply
 
 T = TypeVar("T")
 
@@ -116,7 +115,7 @@ def _gather_then_multiply(mesh: NodeMesh, request: Request) -> tuple[torch.Tenso
     gathered, _ = all_gather_matmul(mesh, rows)
     a = gathered.movedim(0, -2).reshape(*a_shard.shape[:-1], k)
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-        outs = [multiply(a, b, request.options(i)) for i, b in enumerate(request.bs)]
+        outs = [request.product(a, i) for i in range(len(request.bs))]
     return a if request.return_a else a_shard.new_empty(0), outs
 
 

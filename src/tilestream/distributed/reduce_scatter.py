@@ -15,7 +15,6 @@ from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.request import Request, wide_dtype
 from tilestream.distributed.shards import Part, Shards
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import multiply
 from tilestream.ops.publish import Publication, matmul_published
 from tilestream.ops.scales import canonical_scales
 
@@ -66,8 +65,8 @@ def run(state: GroupState, request: Request) -> torch.Tensor:
         if plan.transport == "gloo":
             total = _by_gloo(state, plan, shards, request, dtype, seconds)
         else:
-            plain = request.options(bias=None, out_dtype=dtype)
-            whole = multiply(_by_rank(shards, a).reshape(rows, -1), b, plain).view(shards.shape)
+            by_rank = _by_rank(shards, a).reshape(rows, -1)
+            whole = request.product(by_rank, bias=None, out_dtype=dtype).view(shards.shape)
             agree(state, plan, a.device)
             total = reduce_scatter(state, whole.transpose(0, 1).contiguous())  # one batch is not copied
     return finish(request, total, state.world, dtype).view(shape)
@@ -99,7 +98,7 @@ def _by_gloo(
         at = (part.batch, rank, slice(part.begin, part.end))
         if into.numel():
             scale_a = scale if of_rows is None else of_rows[at]
-            multiply(a[at], request.b, request.options(bias=None, out=into, out_dtype=into.dtype, scale_a=scale_a))
+            request.product(a[at], bias=None, out=into, out_dtype=into.dtype, scale_a=scale_a)
 
     return gloo.matmul_scatter(state, plan, shards, product, (dtype, wide_dtype(dtype)), seconds)
 

@@ -16,7 +16,8 @@ import torch
 from tilestream.arrival.flat import check_deadline
 from tilestream.distributed.dispatch import FORMS, Form, Op
 from tilestream.distributed.group_state import GroupState
-from tilestream.ops.operands import Options, autocast, multiply
+from tilestream.ops import request as matmul
+from tilestream.ops.checks import autocast
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -87,14 +88,14 @@ class Request(NamedTuple):
         """Whether the last dimension of ``a`` is the one that is cut."""
         return self.dim == self.a.dim() - 1
 
-    def options(self, i: int = 0, **changes: Any) -> Options:
-        """The matmul's options for ``bs[i]``."""
+    def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
+        """``a @ bs[i]`` with the call's options, but for ``changes``."""
         activation = None if self.activations[i] == "none" else self.activations[i]
         of_call = {
             "bias": self.biases[i], "activation": activation, "out_dtype": self.out_dtype, "scale_a": self.scale_a,
             "scale_b": self.scales_b[i], "fast_accum": self.fast_accum,
         }  # fmt: skip
-        return Options(self.op, **(of_call | changes))
+        return matmul.multiply(matmul.Request(self.op, a, self.bs[i], **(of_call | changes)))
 
     def rehearse(self, rows: int, k: int, gathers_scales: bool = False) -> list[torch.dtype]:
         """Raise what the matmuls of ``[rows, k]`` would raise; returns the dtypes of their results.
@@ -183,7 +184,7 @@ def check_request(
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"{op}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
     _check_devices(op, a, b=bs, bias=biases, scale_a=[scale_a], scale_b=scales_b)
-    a, *bs = autocast(Options(op), a, *bs)
+    a, *bs = autocast(op, False, a, *bs)
     return Request(
         op, a, bs, biases, activations, scale_a, scales_b, dim, reduce_op, out_dtype, fast_accum, return_a,
         form, None if deadline is None else check_deadline(deadline),
@@ -251,12 +252,12 @@ def _rehearsed(
     kinds = (bias, scale_a, scale_b)
     added, of_a, of_b = (None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in kinds)
     left, right = (torch.empty(x[0], dtype=x[1], device="meta") for x in (a, b))
-    options = Options(
-        op, bias=added, activation=None if activation == "none" else activation, out_dtype=out_dtype, scale_a=of_a,
-        scale_b=of_b,
+    request = matmul.Request(
+        op, left, right, bias=added, activation=None if activation == "none" else activation, out_dtype=out_dtype,
+        scale_a=of_a, scale_b=of_b,
     )  # fmt: skip
     with torch.no_grad():
-        return multiply(left, right, options).dtype
+        return matmul.multiply(request).dtype
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

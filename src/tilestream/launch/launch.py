@@ -1,9 +1,14 @@
-"""What the launches of all GPU kernels have in common: words for a launch, tables, and which call issues what."""
+"""`Launch`: a kernel of any GPU backend, for one plan and one layout, and what all of them have in common.
+
+The way of a call: `tilestream.launch.cache.signature` finds a `Launch`; `Launch.__call__` gives it words to work on;
+`Launch.issue` packs addresses and numbers; a `Kernel`, or on Hopper a `tilestream.launch.launcher.Launcher`, takes them
+to the driver.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -13,11 +18,13 @@ from tilestream.arrival.device import Apart, GateWords
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.error_record import op_number
-from tilestream.core.operands import Epilogue
-from tilestream.core.schedule import Schedule
+from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.schedule import RECORD
 from tilestream.launch.gate import NO_GATE, GateArguments, chunk_table, queue_table
+from tilestream.launch.launcher import watched
 from tilestream.launch.trace import SpanLog
+from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.plan.copies import Copies
 from tilestream.plan.plan import Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
@@ -56,13 +63,13 @@ class Copied(Signals, Protocol):
         """What a launch on the current stream copies."""
 
 
-def offered(incoming: Awaited | None) -> list[Copied]:
+def offered(awaited: Awaited | None) -> list[Copied]:
     """The operands whose copies are offered to kernels, in an order that all launches share.
 
     Each is locked while a launch is made that may take them: two launches whose operands are swapped, in two threads,
     would else wait for each other.
     """
-    operands = () if incoming is None else (incoming.rows, incoming.columns)
+    operands = () if awaited is None else (awaited.rows, awaited.columns)
     found = {signals.key: signals for signals in operands if signals is not None and signals.copied}
     return [cast("Copied", found[key]) for key in sorted(found)]
 
@@ -89,97 +96,155 @@ class Probe:
 class Launch:
     """A GPU kernel for one plan, one layout of the operands and one alignment of their addresses.
 
-    Holds no operand: a call is given all of them.
+    What a plan and a layout decide is worked out once. A call gives the operands, of which nothing is kept.
+
+    Parameters
+    ----------
+    counts
+        Whether the launch works on words: counters, partial results, lists.
+    listed
+        Elements of either half of a list that the launch makes for itself.
+    floats
+        Elements of partial results that it asks for, whatever its schedule.
+    copies
+        The operand whose copies the kernel makes.
     """
 
+    #: Why the kernel waits for nothing that arrives; empty where it does.
+    refuses = ""
+
+    def __init__(
+        self, plan: Plan | AttentionPlan, counts: bool, listed: int = 0, floats: int = 0, copies: Copies = "none"
+    ) -> None:
+        self.plan: Any = plan
+        self._schedule = plan.schedule if counts else None
+        self._listed, self._floats, self._copies = listed, floats, copies
+
+    def __call__(self, x: Any, awaited: Awaited | None = None, probe: Probe | SpanLog | None = None) -> None:
+        """Issue the launch on the current stream of the current device, which is the operands'.
+
+        Parameters
+        ----------
+        x
+            `GemmOperands`, or `AttentionOperands`.
+        awaited
+            What arrives, if and only if the plan is for such.
+        probe
+            A log to write: another kernel is launched then.
+        """
+        if awaited is not None and self.refuses:
+            raise ValueError(self.refuses)
+        device, schedule, block = x[0].device, self._schedule, self.plan.block
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        if schedule is None:
+            self._issue(stream, x, NO_WORDS, awaited, probe)
+        elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            words = captured_words(device, schedule, block, self._listed, self._floats)
+            self._issue(stream, x, words, awaited, probe)
+        else:
+            workspace = device_workspace(device, stream)
+            with workspace.lock:
+                self._issue(
+                    stream, x, workspace.open(schedule, block, self._listed, self._floats), awaited, probe
+                )  # fmt: skip
+
+    def _issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
+        """`issue`, around which the operands whose copies are offered are locked."""
+        if self._copied(awaited) is None:
+            self.issue(stream, x, words, awaited, probe)
+            return
+        with contextlib.ExitStack() as around:
+            for signals in offered(awaited):
+                around.enter_context(signals.copying())
+            self.issue(stream, x, words, awaited, probe)
+
+    def issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
+        """Launch the kernel on ``stream``, with ``words`` to work on."""
+        raise NotImplementedError
+
+    def _copied(self, awaited: Awaited | None) -> Copied | None:
+        """The signals of the operand whose copies the kernel makes."""
+        if awaited is None or self._copies == "none":
+            return None
+        return cast("Copied", awaited.rows if self._copies == "rows" else awaited.columns)
+
+
+class GemmLaunch(Launch):
+    """What the launches of all GEMM kernels are told: tables, the gate, copies."""
+
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        super().__init__(plan, plan.schedule.kind != "static" or plan.gate is not None, copies=plan.copies)
         self.table = Table(plan.schedule.raster.table)
         self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
         self._queues = Table(queue_table(plan))
-        self._copies = plan.copies
         if self._copies != "none" and not 1 <= plan.copiers <= plan.workers:
             raise ValueError(
                 f"plan: copiers={plan.copiers} of {plan.workers} workers; where the kernel makes the copies, from 1 to "
                 "all of its workers do"
             )
-        self._wordless = plan.schedule.kind == "static" and plan.gate is None
 
-    def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-        incoming: Awaited | None = None, probe: Probe | SpanLog | None = None,
-    ) -> None:  # fmt: skip
-        """Issue the launch on the current stream of the current device, which is the operands'."""
-        coming = () if self._copied(incoming) is None else offered(incoming)
-
-        def issue(stream: int, words: Words) -> None:
-            with contextlib.ExitStack() as around:
-                for signals in coming:
-                    around.enter_context(signals.copying())
-                self.issue(stream, a, b, out, epilogue, words, incoming, probe)
-
-        with_words(a.device, None if self._wordless else self.plan.schedule, self.plan.block, issue)
-
-    def issue(
-        self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Awaited | None, probe: Probe | SpanLog | None,
-    ) -> None:  # fmt: skip
-        """Launch the kernel on ``stream``, with ``words`` to work on."""
-        raise NotImplementedError
-
-    def copies(self, incoming: Awaited | None) -> CopyArguments:
+    def copies(self, awaited: Awaited | None) -> CopyArguments:
         """What a launch on the current stream copies itself; asked before `gate`, which would have it copied."""
-        coming = self._copied(incoming)
-        return NO_COPIES if coming is None else coming.take_copies(self.plan.copiers)
+        signals = self._copied(awaited)
+        return NO_COPIES if signals is None else signals.take_copies(self.plan.copiers)
 
-    def _copied(self, incoming: Awaited | None) -> Copied | None:
-        """The signals of the operand whose copies the kernel makes."""
-        if incoming is None or self._copies == "none":
-            return None
-        return cast("Copied", incoming.rows if self._copies == "rows" else incoming.columns)
-
-    def gate(self, device: torch.device, incoming: Awaited | None, apart: bool = False) -> GateArguments:
+    def gate(self, device: torch.device, awaited: Awaited | None, apart: bool = False) -> GateArguments:
         """What a launch on the current stream is told of what arrives; ``apart``: see `Signals.use`, of A's rows."""
-        if incoming is None:
+        if awaited is None:
             return NO_GATE
         rows, columns = (
-            (None, None, 1, 0) if signals is None else signals.use(apart and signals is incoming.rows)
-            for signals in (incoming.rows, incoming.columns)
+            (None, None, 1, 0) if signals is None else signals.use(apart and signals is awaited.rows)
+            for signals in (awaited.rows, awaited.columns)
         )
-        report = channel(device)
         return GateArguments(
             rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
-            report.records, report.claims, self._queues.on(device), rows[2], rows[3], columns[2], columns[3],
-            int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
+            *records_of(device), self._queues.on(device), rows[2], rows[3], columns[2], columns[3], *bounds_of(awaited),
         )  # fmt: skip
 
 
-def with_words(
-    device: torch.device, schedule: Schedule | None, block: Sequence[int], issue: Callable[[int, Words], None],
-    listed: int = 0, floats: int = 0,
-) -> None:  # fmt: skip
-    """Issue a launch on the current stream, with words to work on; ``schedule`` is None where it needs none.
+def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a gate reports: the records and the claims of the device's error channel."""
+    report = channel(device)
+    return report.records, report.claims
 
-    Parameters
-    ----------
-    block
-        Of a slot: see `Words`.
-    issue
-        Told the stream and the words.
-    listed
-        Elements of either half of a list that the launch makes for itself.
-    floats
-        Elements of partial results that it asks for, whatever its schedule.
+
+def bounds_of(awaited: Awaited) -> tuple[int, int]:
+    """Nanoseconds that a gate may wait, and the number of the op."""
+    return int(1e9 * min(awaited.deadline, LONGEST_SECONDS)), op_number(awaited.op)
+
+
+class Kernel:
+    """A Triton kernel with a grid: compiled, or found in Triton's cache, by its first launch.
+
+    Later launches go to the compiled kernel's own launcher, without what Triton does around it each time. That takes a
+    third of the time. They take addresses and no tensors: the launcher asks the driver about each tensor.
     """
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    if schedule is None:
-        issue(stream, NO_WORDS)
-    elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        issue(stream, captured_words(device, schedule, block, listed, floats))
-    else:
-        workspace = device_workspace(device, stream)
-        with workspace.lock:
-            issue(stream, workspace.open(schedule, block, listed, floats))
+
+    def __init__(self, function: Any, grid: tuple[int, int, int], options: dict[str, Any] | None = None) -> None:
+        self._function, self._grid, self._options = function, grid, options or {}
+        self._compiled: Any = None
+
+    def take(self, values: Iterable[Any]) -> Iterable[Any]:
+        """Arguments of the next launch: tensors for the first, then their addresses."""
+        return values if self._compiled is None else map(address, values)
+
+    def __call__(self, stream: int, filled: tuple[Any, ...]) -> None:
+        """Launch with all arguments, of which tensors have gone through `take`."""
+        compiled = self._compiled
+        if compiled is None:
+            kernel = self._function[self._grid](*filled, **self._options)
+            self._compiled = None if INTERPRETED else kernel
+        elif watched():
+            compiled[self._grid](*filled, stream=stream)
+        else:
+            compiled.run(
+                *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
+            )  # fmt: skip
+
+    def load(self, filled: tuple[Any, ...]) -> None:
+        """Have the kernel on the device before the first launch, for arguments like these."""
+        if self._compiled is None and not INTERPRETED:
+            self._compiled = self._function.warmup(*filled, grid=self._grid, **self._options)
 
 
 def address(x: Any) -> Any:

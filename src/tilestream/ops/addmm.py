@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.request import Request, multiply
 
 
 def addmm(
@@ -45,10 +45,10 @@ def addmm(
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
     return multiply(
-        a,
-        b,
-        Options(
+        Request(
             "addmm",
+            a,
+            b,
             residual=input,
             beta=beta,
             alpha=alpha,
@@ -59,5 +59,5 @@ def addmm(
             schedule=schedule,
             workers=workers,
             deadline=deadline,
-        ),
+        )
     )

@@ -10,7 +10,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
-from tilestream.ops import attention_again
+from tilestream.ops import attention_cached
 from tilestream.ops.attention_library import (
     attention_arriving_op,
     attention_arriving_out_op,
@@ -31,9 +31,9 @@ from tilestream.ops.attention_operands import (
     to_rows_first,
     window_of,
 )
-from tilestream.ops.library import clear_signals_op
+from tilestream.ops.checks import autocast, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import Options, autocast, refuse_tangents
+from tilestream.ops.request import clear_signals
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import AttentionLayout
 from tilestream.runtime import shutdown
@@ -182,11 +182,11 @@ def attention(
             layout, causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule,
             splits,
         )  # fmt: skip
-        key = attention_again.key_of(q, k, v, others, said)
-        done = None if key is None else attention_again.run(key, q, k, v, others)
+        key = attention_cached.signature_of(q, k, v, others, said)
+        done = None if key is None else attention_cached.replay(key, q, k, v, others)
         if done is not None:
             return done
-    Options(op, arrival=arrival, workers=workers, deadline=deadline).check()
+    check_waiting(op, workers, deadline, arrival=arrival)
     if schedule not in ATTENTION_SCHEDULES:
         raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
     check_splits(f"{op}: ", splits)
@@ -196,7 +196,7 @@ def attention(
     }  # fmt: skip
     check_kinds(op, q=q, k=k, v=v, out=out, **lists)
     refuse_tangents(op, q, k, v, sinks, instead="torch.nn.functional.scaled_dot_product_attention")
-    q, k, v = autocast(Options(op, arrival=arrival), q, k, v)
+    q, k, v = autocast(op, arrival is not None, q, k, v)
     is_causal, alignment = alignment_of(op, causal)
     left, right = window_of(op, window)
     packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
@@ -230,7 +230,7 @@ def attention(
             result, lse = _call(t, s, arrival, deadline, into)
     answer = out if out is not None else result.transpose(1, 2) if layout == "bhsd" else result
     if key is not None:
-        attention_again.remember(key, q_given, t, s, answer, result, lse if return_lse else None)
+        attention_cached.insert(key, q_given, t, s, answer, result, lse if return_lse else None)
     return (answer, lse) if return_lse else answer
 
 
@@ -287,8 +287,7 @@ def _call(
             pair = attention_arriving_op(*t, *s, *arriving, limit())
         else:
             attention_arriving_out_op(*t, *s, *arriving, into, lse, limit())
-        if flat.words is not None and not flat.words.is_cuda:  # there the launch does it
-            clear_signals_op(flat.words)
+        clear_signals(flat.words)
         if into is None:
             return pair
     assert into is not None

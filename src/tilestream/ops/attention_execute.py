@@ -10,19 +10,16 @@ import torch
 from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.core.gate import RowGate
 from tilestream.core.grid import WorkItem
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, seen_by
-from tilestream.launch.cpu.launch import Launch
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.ops.execute import run_inline, see_all
+from tilestream.ops.execute import launch, see_all
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
-from tilestream.runtime.workspace import workspace
-from tilestream.trace.record import current as current_recorder
 
 
 def execute(
-    operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0
+    operands: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0
 ) -> None:
     """Run attention on the CPU; returns when the outputs are complete, or raises.
 
@@ -42,19 +39,9 @@ def execute(
     )
     awaited = Awaited.of(keys, None, deadline, "attention", t.q.device)
     end = time.perf_counter() + deadline
-    recorder = current_recorder()
-    if plan.schedule.grid.tiles:
-        with workspace() as scratch:
-            tiles = Tiles(plan, sequences)
-            body = AttentionBody(plan, operands, tiles, scratch)
-            if plan.variant == "inline" and recorder is None:
-                run_inline(plan.schedule, body)
-            else:
-                Launch(
-                    "attention", plan.schedule, None if keys is None else _gate(plan, tiles), body, scratch,
-                    awaited=awaited, threads=torch.get_num_threads() if plan.variant == "inline" else 1,
-                    recorder=recorder, label=plan.label,
-                ).run()  # fmt: skip
+    tiles = Tiles(plan, sequences)
+    gate = None if keys is None else _gate(plan, tiles)
+    launch("attention", plan, gate, lambda scratch: AttentionBody(plan, operands, tiles, scratch), awaited)
     if awaited is not None:
         see_all(awaited, end)
 

@@ -1,39 +1,31 @@
-"""GPU operands of attention to a launch. What a problem and a layout decide is looked up, not worked out."""
+"""Maps attention's GPU operands to a cached launch, as `tilestream.ops.gpu` does for matmul."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilestream.arrival.flat import Awaited, FlatArrival
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
+from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.gpu import issue
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy.hopper_attention import refuse_strides
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
-from tilestream.trace.record import current
+from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
-    from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
-    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
+    from tilestream.launch.launch import Launch
     from tilestream.launch.portable.attention_arguments import AttentionLayout
-    from tilestream.launch.portable.attention_launch import AttentionLaunch
     from tilestream.plan.attention_plan import AttentionPlan
 
-    AnyLaunch: TypeAlias = AttentionLaunch | CdnaAttentionLaunch | HopperAttentionLaunch
 
-logger = logging.getLogger(__name__)
-
-#: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
-_launches: dict[object, AnyLaunch] = {}
-_MOST_LAUNCHES = 4096
-
-
-def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0) -> None:
+def run(
+    operands: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0
+) -> None:
     """Issue attention on the current stream of the operands' device.
 
     Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
@@ -61,48 +53,21 @@ def run(operands: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, d
     if awaited is not None and awaited.rows.by_matmul:  # they may be of that matmul's stream
         for operand in (operands.k, operands.v):
             operand.record_stream(torch.cuda.current_stream(device))
-    if device.index == torch.cuda.current_device():
-        _issue(launch, operands, awaited)
-    else:
-        with torch.cuda.device(device):
-            _issue(launch, operands, awaited)
+    issue(launch, operands, awaited, "attention")
 
 
-def _issue(launch: AnyLaunch, operands: Operands, awaited: Awaited | None) -> None:
-    """Launch; where somebody records, with a log of who did which item when."""
-    recorder = current()
-    if recorder is None:
-        launch(operands, awaited)
-        return
-    from tilestream.launch.trace import traced, untraced
-
-    if why := untraced(launch.plan.backend):
-        logger.warning("attention: %s", why)
-        launch(operands, awaited)
-        return
-    writes = cast("AttentionLaunch | HopperAttentionLaunch", launch)
-    traced(recorder, "attention", launch.plan, operands.q.device, lambda log: writes(operands, awaited, log))
-
-
-def find(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> AnyLaunch:
+def find(x: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> Launch:
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
-    key = (
-        *((y.shape, y.stride(), y.data_ptr() % 16) for y in (x.q, x.k, x.v, x.out)), x.q.dtype, x.q.device,
-        None if x.lse is None else x.lse.stride(),
-        *(None if y is None else (y.shape, y.stride()) for y in t[3:]),
-        context_units(x.q.device.index) if x.q.device.type == "cuda" else 0,  # a plan is for so many
-        s, limit, x.q.dtype == torch.float32 and allows_tf32(), None if keys is None else keys.chunking,
-    )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
-        launch = _make(x, t, s, keys, limit)
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
+    tensors = (x.q, x.k, x.v, x.out, x.lse, *t[3:])
+    key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
+    found: Any = launch_cache.get(key)
+    if found is None:
+        found = launch_cache.insert(key, _make(x, t, s, keys, limit))
+    launch: Launch = found
     return launch
 
 
-def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int) -> AnyLaunch:
+def _make(x: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int) -> Launch:
     # Triton is imported when a GPU computes something, not before.
     device = cuda_properties(x.q.device.index)
     tf32 = x.q.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
@@ -116,7 +81,7 @@ def _make(x: Operands, t: Tensors, s: Settings, keys: FlatArrival | None, limit:
     return launch_of(plan, layout, x.out.data_ptr() % 16 == 0)
 
 
-def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> AnyLaunch:
+def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> Launch:
     """The launch of a plan's backend. ``aligned``: whether the output's address is a multiple of 16."""
     if plan.backend == "cdna":
         from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
@@ -131,7 +96,7 @@ def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True
     return AttentionLaunch(plan, layout)
 
 
-def layout_of(x: Operands) -> AttentionLayout:
+def layout_of(x: AttentionOperands) -> AttentionLayout:
     """The strides of canonical operands."""
     from tilestream.launch.portable.attention_arguments import AttentionLayout
 

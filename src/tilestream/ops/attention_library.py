@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import FlatArrival, check_deadline
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_backward import gradients
 from tilestream.ops.attention_execute import execute
@@ -104,7 +104,7 @@ def _run(
     out: torch.Tensor, lse: torch.Tensor | None, t: Tensors, s: Settings, arriving: _Arriving, worker_limit: int
 ) -> None:
     q, k, v, *others = t
-    operands = Operands(q.detach(), k.detach(), v.detach(), out, s.scale, lse, *others)
+    operands = AttentionOperands(q.detach(), k.detach(), v.detach(), out, s.scale, lse, *others)
     keys = FlatArrival.from_ints(arriving.keys, arriving.words)
     run = attention_gpu.run if out.is_cuda else execute
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.

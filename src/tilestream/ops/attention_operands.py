@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from tilestream.arrival.flat import FlatArrival
+from tilestream.ops.checks import check_dense
+from tilestream.ops.scales import check_scale_dtype
 from tilestream.plan.attention_problem import (
     ATTENTION_DTYPES,
     HEAD_DIM_STEP,
@@ -22,12 +24,11 @@ from tilestream.plan.attention_problem import (
 
 #: More heads than any model has: where there are more of them than rows, heads and rows have changed places.
 MOST_HEADS = 256
-_DEVICES = ("cpu", "cuda", "meta")
 _DTYPES = tuple(getattr(torch, name) for name in ATTENTION_DTYPES)
 
 
 class Tensors(NamedTuple):
-    """The registered ops' tensors: `tilestream.core.operands.Operands` says what each is."""
+    """The registered ops' tensors: `tilestream.core.operands.AttentionOperands` says what each is."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -148,39 +149,28 @@ def most(op: str, name: str, value: object, packed: torch.Tensor | None, lengths
 
 
 def check_kinds(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raise unless these are dense tensors on one device, with a dtype that they may have."""
-    device: torch.device | None = None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
-        if tensor.device.type not in _DEVICES:
-            raise NotImplementedError(
-                f"{op}: {name} is on {tensor.device}; this version computes on the CPU and on CUDA and ROCm GPUs: use "
-                f"torch.nn.functional.scaled_dot_product_attention there, or {name}.cpu()"
-            )
-        if tensor.layout != torch.strided or tensor.is_nested:
-            what = "is nested: pack it, and pass cu_seqlens_q=" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise TypeError(f"{op}: {name} {what}; tensors are dense")
-        if device is not None and tensor.device != device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
-        device = tensor.device
-        if name in ("q", "k", "v"):
-            if tensor.dtype not in _DTYPES:
-                raise TypeError(
-                    f"{op}: {name} is {tensor.dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first"
-                )
-            if tensor.dtype == torch.float64 and tensor.is_cuda:
-                raise TypeError(f"{op}: {name} is {tensor.dtype} on a GPU; only the CPU takes it: {name}.float()")
-        elif name.startswith("scale_"):
-            if tensor.dtype != torch.float32:
-                raise TypeError(f"{op}: {name} is {tensor.dtype}; scales are torch.float32: {name}.float()")
-        elif name == "sinks":
-            if not tensor.is_floating_point():
-                raise TypeError(f"{op}: sinks is {tensor.dtype}; sinks are scores, of a floating-point dtype")
-        elif name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k") and tensor.dtype != torch.int32:
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; it is torch.int32: {name}.int()")
+    """`check_dense` for the tensors of attention."""
+    check_dense(op, "torch.nn.functional.scaled_dot_product_attention", tensors, _check_dtype, _dense)
+
+
+def _dense(op: str, name: str, nested: bool) -> str:
+    return (": pack it, and pass cu_seqlens_q=" if nested else "") + "; tensors are dense"
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    dtype = tensor.dtype
+    if name in ("q", "k", "v"):
+        if dtype not in _DTYPES:
+            raise TypeError(f"{op}: {name} is {dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first")
+        if dtype == torch.float64 and tensor.is_cuda:
+            raise TypeError(f"{op}: {name} is {dtype} on a GPU; only the CPU takes it: {name}.float()")
+    elif name.startswith("scale_"):
+        check_scale_dtype(op, name, tensor)
+    elif name == "sinks":
+        if not tensor.is_floating_point():
+            raise TypeError(f"{op}: sinks is {dtype}; sinks are scores, of a floating-point dtype")
+    elif name in ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k") and dtype != torch.int32:
+        raise TypeError(f"{op}: {name} is {dtype}; it is torch.int32: {name}.int()")
 
 
 def to_rows_first(

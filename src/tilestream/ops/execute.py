@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
+from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout
-from tilestream.core.operands import ACTIVATIONS, Epilogue
+from tilestream.core.gate import Needs
+from tilestream.core.operands import ACTIVATIONS, Epilogue, GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.launch.cpu.launch import Body, Launch
@@ -26,10 +27,11 @@ from tilestream.ops.scales import FP8_DTYPES, canonical_scales, check_scale_dtyp
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCALES
 from tilestream.plan.problem import Incoming, Problem, Scales, dtype_name
-from tilestream.runtime.workspace import workspace
+from tilestream.runtime.workspace import Workspace, workspace
 from tilestream.trace.record import current as current_recorder
 
 if TYPE_CHECKING:
+    from tilestream.plan.attention_plan import AttentionPlan
     from tilestream.plan.plan import Plan
 
 
@@ -58,18 +60,10 @@ def problem_of(
 
 
 def execute(
-    plan: Plan,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    epilogue: Epilogue,
-    rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-    op: str = "matmul",
+    plan: Plan, x: GemmOperands, awaited: Awaited | None = None, op: str = "matmul",
     publishes: FlatArrival | None = None,
-) -> None:
-    """Run ``plan`` on canonical operands; returns when ``out`` (``[B, M, N]``) is complete, or raises.
+) -> None:  # fmt: skip
+    """Run ``plan`` on canonical operands with a batch; returns when ``out`` is complete, or raises.
 
     ``publishes``: where each chunk of its rows is signalled when it is there; if this raises, as one that has failed.
 
@@ -78,33 +72,37 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    awaited = Awaited.of(rows, columns, deadline, op, a.device)
-    end = time.perf_counter() + deadline
-    if publishes is not None:
-        with _publishing(plan, out, publishes.signals(op, a.device)) as publisher:
-            _launch(plan, a, b, out, epilogue, awaited, op, publisher)
+    end = time.perf_counter() + (0.0 if awaited is None else awaited.deadline)
+
+    def body_of(scratch: Workspace) -> Body:
+        return GemmBody(*x, plan.schedule, plan.block, scratch)
+
+    if publishes is None:
+        launch(op, plan, plan.gate, body_of, awaited)
     else:
-        _launch(plan, a, b, out, epilogue, awaited, op)
+        with _publishing(plan, x.out, publishes.signals(op, x.a.device)) as publisher:
+            launch(op, plan, plan.gate, body_of, awaited, publisher)
     if awaited is not None:
         see_all(awaited, end)
 
 
-def _launch(
-    plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-    awaited: Awaited | None, op: str, publisher: Publisher | None = None,
+def launch(
+    op: str, plan: Plan | AttentionPlan, gate: Needs | None, body_of: Callable[[Workspace], Body],
+    awaited: Awaited | None, publisher: Publisher | None = None,
 ) -> None:  # fmt: skip
-    recorder = current_recorder()
-    if plan.schedule.grid.tiles:
-        with workspace() as scratch:
-            body = GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch)
-            if plan.variant == "inline" and recorder is None:
-                run_inline(plan.schedule, body)
-            else:
-                threads = torch.get_num_threads() if plan.variant == "inline" else 1
-                Launch(
-                    op, plan.schedule, plan.gate, body, scratch,
-                    awaited=awaited, threads=threads, publisher=publisher, recorder=recorder, label=plan.label,
-                ).run()  # fmt: skip
+    """Perform a plan's schedule, in the calling thread or by workers of its own."""
+    recorder, inline = current_recorder(), plan.variant == "inline"
+    if not plan.schedule.grid.tiles:
+        return
+    with workspace() as scratch:
+        body = body_of(scratch)
+        if inline and recorder is None:
+            run_inline(plan.schedule, body)
+            return
+        Launch(
+            op, plan.schedule, gate, body, scratch, awaited=awaited, publisher=publisher, recorder=recorder,
+            threads=torch.get_num_threads() if inline else 1, label=plan.label,
+        ).run()  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -230,12 +228,13 @@ def run_plan(
         if rows is not None or columns is not None or plan.gate is not None:
             _check_chunks(plan, a, b, rows, columns)
         gpu.run(
-            a, b, out, epilogue, plan=plan, rows=rows, columns=columns, deadline=check_deadline(deadline), op="plan.run"
-        )
+            GemmOperands(a, b, out, epilogue), gpu.How(), plan, rows, columns, check_deadline(deadline), "plan.run"
+        )  # fmt: skip
         return out
     a3, b3, out3 = (t if ndim == 3 else t.unsqueeze(0) for t in (a, b, out))
     _check_chunks(plan, a3, b3, rows, columns)
-    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), "plan.run")
+    awaited = Awaited.of(rows, columns, check_deadline(deadline), "plan.run", device)
+    execute(plan, GemmOperands(a3, b3, out3, epilogue), awaited, "plan.run")
     for flat in (rows, columns):
         if flat is not None:
             flat.signals("plan.run", device).clear()

@@ -1,48 +1,60 @@
-"""GPU operands to a launch. What a problem and a layout decide is looked up, not worked out."""
+"""Maps GPU operands to a cached launch, keyed by `tilestream.launch.cache.signature`."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
-from tilestream.core.operands import Epilogue
+from tilestream.core.chunks import Incoming
+from tilestream.core.dtypes import dtype_name
+from tilestream.core.operands import GemmOperands
+from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.properties import allows_tf32, context_units, cuda_properties
+from tilestream.runtime.properties import allows_tf32, cuda_properties
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
-    from tilestream.launch.launch import Launch
+    from tilestream.launch.launch import GemmLaunch, Launch
     from tilestream.launch.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-#: Launches made so far. They hold plans and compiled kernels, no tensor of a caller.
-_launches: dict[object, Launch] = {}
-_MOST_LAUNCHES = 4096
+
+class How(NamedTuple):
+    """What a call says of its launch.
+
+    Attributes
+    ----------
+    schedule, workers
+        As for `tilestream.matmul`; 0: as many workers as the device has.
+    fast_accum
+        See `tilestream.plan.problem.Problem`.
+    limit
+        On the workers: see `tilestream.plan.limit`.
+    """
+
+    schedule: str = "auto"
+    workers: int = 0
+    fast_accum: bool = True
+    limit: int = 0
 
 
 def run(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    epilogue: Epilogue,
-    schedule: str = "auto",
-    workers: int = 0,
+    x: GemmOperands,
+    how: How,
     plan: Plan | None = None,
     rows: FlatArrival | None = None,
     columns: FlatArrival | None = None,
     deadline: float = DEFAULT_DEADLINE,
     op: str = "matmul",
-    fast_accum: bool = True,
-    limit: int = 0,
 ) -> None:
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
@@ -50,106 +62,86 @@ def run(
 
     Parameters
     ----------
-    a, b, out
-        ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
     plan
-        The plan to run; None: one is made, with ``schedule`` and ``workers`` (0: as many as the device has).
+        The plan to run; None: one is made as ``how`` says.
     rows, columns
         How A's rows and B's columns arrive; None where they are there.
     deadline, op
-        Seconds that the kernel may wait for them, and who asks.
-    fast_accum
-        See `tilestream.plan.problem.Problem`.
-    limit
-        On the workers: see `tilestream.plan.limit`.
+        Seconds that the kernel may wait for them, and the op's name, for messages.
 
     Raises
     ------
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    check_device(a.device.index)
-    awaited = Awaited.of(rows, columns, deadline, op, a.device)
-    chunking: tuple[object, ...] = ()
+    device = x.a.device
+    check_device(device.index)
+    awaited = Awaited.of(rows, columns, deadline, op, device)
     if awaited is not None:
-        for operand, signals in ((a, awaited.rows), (b, awaited.columns)):
+        for operand, signals in ((x.a, awaited.rows), (x.b, awaited.columns)):
             if signals is not None and signals.by_matmul:  # its memory may be of that matmul's stream
-                operand.record_stream(torch.cuda.current_stream(a.device))
-        chunking = tuple(None if flat is None else flat.chunking for flat in (rows, columns))
-    elif not out.numel():
+                operand.record_stream(torch.cuda.current_stream(device))
+    elif not x.out.numel():
         return
-    launch = find(a, b, out, epilogue, schedule, workers, plan, rows, columns, chunking, fast_accum, limit)
-    if a.device.index == torch.cuda.current_device():
-        issue(launch, a, b, out, epilogue, awaited, op)
-    else:
-        with torch.cuda.device(a.device):
-            issue(launch, a, b, out, epilogue, awaited, op)
+    issue(find(x, how, plan, rows, columns), x, awaited, op)
 
 
-def issue(
-    launch: Launch, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue,
-    awaited: Awaited | None, op: str,
-) -> None:  # fmt: skip
-    """Launch; where somebody records, with a log of who did which item when."""
+def issue(launch: Launch, x: Any, awaited: Awaited | None, op: str) -> None:
+    """Launch on the operands' device. While a block of `tilestream.trace` records, the launch writes a log."""
+    device = x[0].device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            issue(launch, x, awaited, op)
+        return
     recorder = current()
     if recorder is None:
-        launch(a, b, out, epilogue, awaited)
+        launch(x, awaited)
         return
     from tilestream.launch.trace import traced, untraced
 
     if why := untraced(launch.plan.backend):
         logger.warning("%s: %s", op, why)
-        launch(a, b, out, epilogue, awaited)
+        launch(x, awaited)
         return
-    traced(recorder, op, launch.plan, a.device, lambda log: launch(a, b, out, epilogue, awaited, log))
+    traced(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
 
 
 def find(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
-    plan: Plan | None = None, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
-    chunking: tuple[object, ...] = (), fast_accum: bool = True, limit: int = 0,
-    publishes: Incoming | None = None,
-) -> Launch:  # fmt: skip
+    x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None, publishes: Incoming | None = None,
+) -> GemmLaunch:  # fmt: skip
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`.
 
-    ``publishes``: see `tilestream.plan.problem.Problem`; ``chunking`` tells it from others, too.
+    ``publishes``: see `tilestream.plan.problem.Problem`.
 
     Raises
     ------
     NotImplementedError
         If the chunks of such an output are published by no kernel.
     """
-    bias, residual = epilogue.bias, epilogue.residual
-    scale_a, scale_b = epilogue.scale_a, epilogue.scale_b
-    key = (
-        a.shape, a.stride(), b.shape, b.stride(), out.stride(), a.dtype, b.dtype, out.dtype, a.device,
-        schedule, workers, limit, id(plan), 0 if plan is not None else context_units(a.device.index),
-        a.dtype == torch.float32 and allows_tf32(),
-        # What the compiled kernel assumes of addresses.
-        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16 == 0,
-        None if bias is None else (bias.dtype, bias.stride(), bias.data_ptr() % 16 == 0),
-        None if residual is None else (residual.dtype, residual.stride(), residual.data_ptr() % 16 == 0),
-        None if scale_a is None else (scale_a.shape, scale_a.stride(), scale_a.data_ptr() % 16 == 0),
-        None if scale_b is None else (scale_b.shape, scale_b.stride(), scale_b.data_ptr() % 16 == 0),
-        fast_accum, epilogue.alpha != 1.0, epilogue.activation, publishes is None, *chunking,
+    e = x.epilogue
+    settings = (
+        *how[:-1], id(plan), e.alpha != 1.0, e.activation,
+        *(None if one is None else one.chunking for one in (rows, columns, publishes)),
     )  # fmt: skip
-    launch = _launches.get(key)
-    if launch is None:
-        launch = _make(a, b, out, epilogue, schedule, workers, plan, rows, columns, fast_accum, limit, publishes)
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
+    tensors = (x.a, x.b, x.out, e.bias, e.residual, e.scale_a, e.scale_b)
+    key = signature("gemm", tensors, settings, how.limit)
+    found: Any = launch_cache.get(key)
+    if found is None:
+        made = _make(x, how, plan, rows, columns, publishes)
+        found = launch_cache.insert(key, made)
+    launch: GemmLaunch = found
     return launch
 
 
 def _make(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: str, workers: int,
-    plan: Plan | None, rows: FlatArrival | None, columns: FlatArrival | None, fast_accum: bool, limit: int,
-    publishes: Incoming | None,
-) -> Launch:  # fmt: skip
+    x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None, publishes: Incoming | None = None,
+) -> GemmLaunch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
     from tilestream.launch.portable.arguments import Layout, is_aligned
 
+    a, b, out, epilogue = x
     residual = epilogue.residual
     layout = Layout(
         _strides(a), _strides(b), _strides(out),
@@ -176,11 +168,11 @@ def _make(
             plain=epilogue.trivial and _by_tma(out, layout),
             b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
             scales=epilogue.scales,
-            fast_accum=fast_accum or a.dtype not in FP8_DTYPES,
+            fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
             publishes=publishes,
         )  # fmt: skip
         backend = None if publishes is None else "hopper"  # the one that publishes
-        plan = plan_problem(problem, workers or None, schedule, device=device, limit=limit, backend=backend)
+        plan = plan_problem(problem, how.workers or None, how.schedule, device=device, limit=how.limit, backend=backend)
     elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
         raise ValueError(
             f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
+from tilestream.core.operands import GemmOperands
 from tilestream.ops import gpu
 from tilestream.ops.execute import execute, make_epilogue, problem_of
 from tilestream.ops.overlap import refuse_overlap
@@ -140,28 +141,28 @@ def _run(
     scale_a, scale_b, fast_accum, worker_limit = optional
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    epilogue = make_epilogue(out, bias, residual, alpha, beta, activation, scale_a, scale_b)
+    x = GemmOperands(a, b, out, make_epilogue(out, bias, residual, alpha, beta, activation, scale_a, scale_b))
     if not fresh:
-        refuse_overlap(out, epilogue, a=a, b=b)
+        refuse_overlap(out, x.epilogue, a=a, b=b)
     rows = FlatArrival.from_ints(row_arrival, row_signals)
     columns = FlatArrival.from_ints(column_arrival, column_signals)
     publishes = None if published is None else FlatArrival.from_ints(published.publish, published.signals)
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.
-    bound = limits.tighter(worker_limit, limits.limit())
+    how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     if out.is_cuda and published is not None and publishes is not None:
         from tilestream.ops.publish import publish
 
-        publish(a, b, out, epilogue, publishes, schedule, workers, fast_accum, bound, published.op)
-        return
-    if out.is_cuda:
-        gpu.run(
-            a, b, out, epilogue, schedule, workers, None, rows, columns, check_deadline(deadline), op, fast_accum, bound
-        )
-        return
-    a3, b3, out3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b, out))
-    problem = problem_of(a3, b3, out.dtype, rows, columns, epilogue.scales, publishes)
-    plan = plan_problem(problem, workers or None, schedule, default_workers=torch.get_num_threads(), limit=bound)
-    execute(plan, a3, b3, out3, epilogue, rows, columns, check_deadline(deadline), op, publishes)
+        publish(x, publishes, how, published.op)
+    elif out.is_cuda:
+        gpu.run(x, how, None, rows, columns, check_deadline(deadline), op)
+    else:
+        if a.dim() == 2:
+            x = GemmOperands(a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0), x.epilogue)
+        problem = problem_of(x.a, x.b, out.dtype, rows, columns, x.epilogue.scales, publishes)
+        plan = plan_problem(
+            problem, workers or None, schedule, default_workers=torch.get_num_threads(), limit=how.limit
+        )  # fmt: skip
+        execute(plan, x, Awaited.of(rows, columns, check_deadline(deadline), op, a.device), op, publishes)
 
 
 # torch leaves out arguments that are the schema's defaults: those of `_Optional`, all or the last ones.

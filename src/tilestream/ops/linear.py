@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.request import Request, multiply
 
 
 def linear(
@@ -53,10 +53,10 @@ def linear(
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
     return multiply(
-        x,
-        weight.t() if isinstance(weight, torch.Tensor) else weight,
-        Options(
+        Request(
             "linear",
+            x,
+            weight.t() if isinstance(weight, torch.Tensor) else weight,
             out=out,
             bias=bias,
             residual=residual,
@@ -72,7 +72,7 @@ def linear(
             schedule=schedule,
             workers=workers,
             deadline=deadline,
-        ),
+        )
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.request import Request, multiply
 
 
 def matmul(
@@ -107,10 +107,10 @@ def matmul(
     tensor([4., 0.])
     """
     return multiply(
-        a,
-        b,
-        Options(
+        Request(
             "matmul",
+            a,
+            b,
             out=out,
             bias=bias,
             residual=residual,
@@ -125,5 +125,5 @@ def matmul(
             schedule=schedule,
             workers=workers,
             deadline=deadline,
-        ),
+        )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops.operands import Options, multiply
+from tilestream.ops.request import Request, multiply
 
 
 def mm(
@@ -35,10 +35,10 @@ def mm(
     """
     _check_dims("mm", 2, a, b)
     return multiply(
-        a,
-        b,
-        Options(
+        Request(
             "mm",
+            a,
+            b,
             out=out,
             bias=bias,
             residual=residual,
@@ -52,7 +52,7 @@ def mm(
             schedule=schedule,
             workers=workers,
             deadline=deadline,
-        ),
+        )
     )
 
 
@@ -85,10 +85,10 @@ def bmm(
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
     return multiply(
-        a,
-        b,
-        Options(
+        Request(
             "bmm",
+            a,
+            b,
             out=out,
             bias=bias,
             residual=residual,
@@ -102,7 +102,7 @@ def bmm(
             schedule=schedule,
             workers=workers,
             deadline=deadline,
-        ),
+        )
     )
 
 

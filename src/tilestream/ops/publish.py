@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import GemmOperands
 from tilestream.launch.gate import PublishArguments
 from tilestream.ops import gpu
 from tilestream.ops.execute import make_epilogue
@@ -25,7 +24,7 @@ from tilestream.runtime.driver import stream_write
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
-    from tilestream.launch.launch import Launch
+    from tilestream.launch.launch import GemmLaunch
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +58,16 @@ class Publication:
         return words[: self.chunks], words[self.chunks :]
 
 
-def publish(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, flat: FlatArrival, schedule: str,
-    workers: int, fast_accum: bool, limit: int, op: str,
-) -> str:  # fmt: skip
-    """``out = epilogue(a @ b)``, each chunk of its rows signalled to whoever waits for that arrival's present epoch.
+def publish(x: GemmOperands, flat: FlatArrival, how: gpu.How, op: str) -> str:
+    """``out = epilogue(a @ b)``, each chunk of its rows signalled to readers of that arrival's present epoch.
 
     Returns when it is issued, on the current stream of the operands' device.
 
     Parameters
     ----------
-    a, b, out
-        Canonical: ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
     flat
         The arrival.
-    schedule, workers, fast_accum, limit, op
+    how, op
         As of `tilestream.ops.gpu.run`.
 
     Returns
@@ -86,66 +80,60 @@ def publish(
     ValueError, RuntimeError
         As of `tilestream.arrival.device.DeviceSignals.publish`.
     """
-    check_device(a.device.index)
-    signals = cast("DeviceSignals", flat.signals(op, a.device))
-    incoming = flat.published(out.shape[:-1].numel())
-    with torch.cuda.device(a.device):
-        launch, why = _kernel(a, b, out, epilogue, incoming, "dynamic", workers, fast_accum, limit)
+    device = x.a.device
+    check_device(device.index)
+    signals = cast("DeviceSignals", flat.signals(op, device))
+    incoming = flat.published(x.out.shape[:-1].numel())
+    with torch.cuda.device(device):
+        launch, why = _kernel(x, incoming, how._replace(schedule="dynamic"))
         captured = torch.cuda.is_current_stream_capturing()
         words = signals.publish()
         try:
             if launch is not None:
-                gpu.issue(launch, a, b, out, replace(epilogue, publish=PublishArguments(*words)), None, op)
+                gpu.issue(launch, _published(x, PublishArguments(*words)), None, op)
                 signals.published(incoming.pivot)
             else:
                 logger.info("%s: a launch for each chunk that is published: %s", op, why)
-                for chunk in _chunk_by_chunk(a, b, out, epilogue, incoming, schedule, workers, fast_accum, limit, op):
+                for chunk in _chunk_by_chunk(x, incoming, how, op):
                     signals.set(chunk)
                 signals.published(None)
         except BaseException as error:
-            if not captured:  # else there is no graph, and nobody waits
-                signals.fail(error)  # who waits for what is missing is told
+            if not captured:  # else there is no graph, and no reader
+                signals.fail(error)  # readers that wait for the rest are told
             raise
     return why
 
 
-def _kernel(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, publishes: Incoming, schedule: str,
-    workers: int, fast_accum: bool, limit: int,
-) -> tuple[Launch | None, str]:  # fmt: skip
+def _published(x: GemmOperands, publish: PublishArguments) -> GemmOperands:
+    return x._replace(epilogue=x.epilogue._replace(publish=publish))
+
+
+def _kernel(x: GemmOperands, publishes: Incoming, how: gpu.How) -> tuple[GemmLaunch | None, str]:
     """The launch that computes all and publishes; or why there is none."""
-    chunks = publishes.chunks
     try:
-        found = gpu.find(
-            a, b, out, epilogue, schedule, workers, chunking=(chunks.rows_per_chunk or chunks.bounds, publishes.pivot),
-            fast_accum=fast_accum, limit=limit, publishes=publishes,
-        )  # fmt: skip
+        return gpu.find(x, how, publishes=publishes), ""
     except NotImplementedError as error:  # the plan's refusal, before anything is launched
         return None, str(error)
-    return found, ""
 
 
-def _chunk_by_chunk(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, publishes: Incoming, schedule: str,
-    workers: int, fast_accum: bool, limit: int, op: str,
-) -> Iterator[int]:  # fmt: skip
+def _chunk_by_chunk(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> Iterator[int]:
     """Launch the chunks one by one, from the pivot on; yields each behind its last launch."""
+    a, b, out, epilogue = x
     chunks, m = publishes.chunks, out.shape[-2]
+    residual, scale_a, scale_b = epilogue.residual, epilogue.scale_a, epilogue.scale_b
     for i in range(chunks.count):
         chunk = (publishes.pivot + i) % chunks.count
         begin, end = chunks.range_of(chunk)
         while begin < end:  # a batch at a time
             batch, row = divmod(begin, m)
             rows = slice(row, min(m, row + end - begin))
-            residual, scale_a, scale_b = epilogue.residual, epilogue.scale_a, epilogue.scale_b
-            own = replace(
-                epilogue,
+            own = epilogue._replace(
                 residual=None if residual is None else _rows(residual, batch, rows).unsqueeze(0),
                 scale_a=scale_a if scale_a is None or scale_a.numel() == 1 else _rows(scale_a, batch, rows),
                 scale_b=None if scale_b is None else _of_batch(scale_b, batch),
             )
-            operands = _rows(a, batch, rows), _of_batch(b, batch), _rows(out, batch, rows)
-            gpu.run(*operands, own, schedule, workers, op=op, fast_accum=fast_accum, limit=limit)
+            part = GemmOperands(_rows(a, batch, rows), _of_batch(b, batch), _rows(out, batch, rows), own)
+            gpu.run(part, how, op=op)
             begin += rows.stop - rows.start
         yield chunk
 
@@ -200,14 +188,14 @@ def matmul_published(
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:
         raise ValueError(f"{op}: {chunks.count} chunks to publish; there are signals for {publication.chunks}")
-    epilogue = make_epilogue(out, None, None, 1.0, 0.0, "none", scale_a, scale_b)
-    publishes = Incoming(chunks, pivot)
-    launch, why = _kernel(a, b, out, epilogue, publishes, "auto", 0, fast_accum, limit)
+    x = GemmOperands(a, b, out, make_epilogue(out, None, None, 1.0, 0.0, "none", scale_a, scale_b))
+    publishes, how = Incoming(chunks, pivot), gpu.How(fast_accum=fast_accum, limit=limit)
+    launch, why = _kernel(x, publishes, how)
     if launch is not None:
-        launch(a, b, out, replace(epilogue, publish=publication.at(epoch)))
+        launch(_published(x, publication.at(epoch)))
         return ""
     logger.info("%s: a launch for each chunk that is published: %s", op, why)
     stream = torch.cuda.current_stream(a.device).cuda_stream
-    for chunk in _chunk_by_chunk(a, b, out, epilogue, publishes, "auto", 0, fast_accum, limit, op):
+    for chunk in _chunk_by_chunk(x, publishes, how, op):
         stream_write(stream, publication.address(chunk), epoch)
     return why

@@ -1,4 +1,4 @@
-"""`plan`: what people ask, checked, as a problem to plan."""
+"""`plan`: checks the caller's arguments and plans the problem that they describe."""
 
 from __future__ import annotations
 
@@ -83,24 +83,24 @@ def plan(
         ``(rows, columns)`` of a tile; None: the cost model's choice.
     order
         Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
-        or pairs, in order (give ``tile`` too, so that you know how many there are). Each batch is done in this order.
-        Where an operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice
-        where it can), or ``"chunk_major"``, from the pivot on whatever arrives.
+        or pairs, in order (with ``tile``, which decides how many there are). Each batch is done in this order. Where an
+        operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice where it
+        can), or ``"chunk_major"``, from the pivot on.
     queues, shares
         Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
     arrival, weight_arrival
-        How A's rows, and B's columns (a weight's rows), come in.
+        How A's rows, and B's columns (a weight's rows), arrive.
     publish
         The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. Where no
-        kernel does that, the plan is that of the whole without, and says why there is a launch a chunk. Neither an
-        operand that arrives nor another schedule than ``"auto"`` and ``"dynamic"`` goes with it.
+        kernel does that, the plan is that of the whole problem, and says why there is a launch a chunk. Excludes
+        operands that arrive, and schedules other than ``"auto"`` and ``"dynamic"``.
     layout
-        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for one that is the transpose of a row-major
-        matrix. A weight ``[N, K]`` of a linear layer makes ``"nt"``. Of use to GPUs, which cannot address all of them
-        alike where an extent is odd. None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores take them.
+        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for the transpose of a row-major matrix. A
+        weight ``[N, K]`` of a linear layer makes ``"nt"``. It decides what a GPU can address where an extent is odd.
+        None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores need it.
     backend
-        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it can, on AMD GPUs the portable
-        one.
+        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it does the problem, on AMD GPUs
+        the portable one.
     variant, stages
         Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
         or ``"staged"``, likewise.
@@ -229,7 +229,7 @@ def plan(
 
 
 def check_publish(op: str, schedule: str, arriving: bool) -> None:
-    """Of ``publish=``: refuse what does not go with it.
+    """Refuse what ``publish=`` excludes.
 
     Raises
     ------
@@ -249,8 +249,8 @@ def check_publish(op: str, schedule: str, arriving: bool) -> None:
 
 
 def default_workers(device: DeviceProperties) -> int | None:
-    """The workers of a device by itself, where that is not its properties' number: torch's threads, on the CPU."""
-    torch = sys.modules.get("torch")  # not imported for this question's sake
+    """The device's own number of workers, where it differs from its properties': torch's threads, on the CPU."""
+    torch = sys.modules.get("torch")  # not imported only to count its threads
     return torch.get_num_threads() if torch is not None and device.backend == "cpu" else None
 
 
@@ -261,7 +261,7 @@ def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
 
 
 def device_properties(device: object) -> DeviceProperties:
-    """What `plan` takes for a device, as its properties.
+    """The properties of a device as `plan` takes it.
 
     Raises
     ------

@@ -101,7 +101,7 @@ class AttentionPlan(AttentionCandidate):
         )
 
     def explain(self) -> str:
-        """What was chosen, what was refused and why, and the floor, for people."""
+        """What was chosen, what was refused and why, and the floor."""
         return explain(self)
 
 

@@ -1,4 +1,4 @@
-"""`attention_plan`, what people ask, and `plan_attention`: candidates of the backends, the best of which is a plan."""
+"""`attention_plan`, which checks the caller's arguments, and `plan_attention`, which compares backends' candidates."""
 
 from __future__ import annotations
 
@@ -24,22 +24,16 @@ from tilestream.plan.workers import workers_of
 
 logger = logging.getLogger(__name__)
 
-#: What a caller may ask for as ``schedule=``: there is no K whose end could be shared out afterwards.
+#: What a caller may give as ``schedule=``: attention has no K to split.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
-#: What a caller may ask for as ``backend=``, on GPUs.
+#: What a caller may give as ``backend=``, on GPUs.
 BACKENDS = ("hopper", "cdna", "portable")
-#: Why a queue, where the caller does not say.
+#: Why the default is a queue.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 
 
 def check_splits(op: str, splits: object) -> None:
-    """Raise unless ``splits`` is one that a caller may ask for.
-
-    Raises
-    ------
-    ValueError
-        If it is not.
-    """
+    """Raise `ValueError` unless ``splits`` is a number of shares that a caller may force."""
     if splits is None:
         return
     if not isinstance(splits, int) or isinstance(splits, bool) or not 1 <= splits <= hopper_attention.MOST_SHARES:
@@ -60,7 +54,7 @@ def plan_attention(
     limit: int = 0,
     splits: int | None = None,
 ) -> AttentionPlan:
-    """`attention_plan` for an `AttentionProblem`; the same object for the same question.
+    """`attention_plan` for an `AttentionProblem`; equal arguments give the same object.
 
     ``limit``: see `tilestream.plan.limit`.
 
@@ -118,7 +112,7 @@ def plan_attention(
 
 
 def _unsplit(problem: AttentionProblem, backend: str, splits: int) -> str:
-    """Why a backend does not split keys as it was asked to."""
+    """Why a backend does not split keys as forced."""
     if backend == "hopper":
         return hopper_attention.unsplit(problem, splits)
     return f"the {'CPU' if backend == 'cpu' else backend} kernel takes a tile's keys one after the other"
@@ -128,7 +122,7 @@ def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
     splits: int | None,
 ) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
-    """Which backend, its candidates, and why not the other one."""
+    """The backend, its candidates, and why not the other backend."""
     fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
     if backend not in (None, fast, "portable"):
         fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)

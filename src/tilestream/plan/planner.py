@@ -1,4 +1,4 @@
-"""`plan_problem`: asks the backends for candidates, and makes the best one a plan."""
+"""`plan_problem`: candidates of the backends, of which the best becomes the plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilestream.plan.workers import workers_of
 
 logger = logging.getLogger(__name__)
 
-#: The fast backends, for people.
+#: The fast backends, as messages call them.
 NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
-#: What a queue may cost on an idle device, as a share, before a static grid is taken: a static one loses 40 % where a
+#: The share that a queue may cost on an idle device before a static grid is taken: a static grid loses 40 % where a
 #: neighbour holds a few SMs.
 QUEUE_MAY_COST = 0.01
 _NO_FASTER = "no faster than {} here, and a late worker would hold up its tiles"
@@ -47,9 +47,9 @@ def plan_problem(
     limit: int = 0,
     consult: bool = True,
 ) -> Plan:
-    """`plan` for a `Problem`; the same object for the same question.
+    """`plan` for a `Problem`; equal arguments give the same object.
 
-    ``limit``: see `tilestream.plan.limit`; ``consult``: whether what was measured counts, see `tilestream.plan.tuned`.
+    ``limit``: see `tilestream.plan.limit`; ``consult``: whether measurements count, see `tilestream.plan.tuned`.
     """
     device = device or cpu_properties()
     named, order = (order, None) if isinstance(order, str) else (None, order)
@@ -110,7 +110,7 @@ def _on_gpu(
     problem: Problem, device: DeviceProperties, workers: int, backend: str | None, kinds: tuple[Kind, ...], auto: bool,
     forced: Forced,
 ) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
-    """Which backend, its candidates, and why not the other one."""
+    """The backend, its candidates, and why not the other backend."""
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
     if backend not in (None, fast, "portable"):
@@ -183,7 +183,7 @@ def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
 def _as_measured(
     problem: Problem, device: DeviceProperties, best: Candidate, found: list[Candidate], why: str
 ) -> tuple[Candidate, str, tuple[Refusal, ...]]:
-    """The candidate that `tilestream tune` found to be the fastest here, if it was run; why; and what it replaces."""
+    """The fastest candidate by `tilestream tune`, if it was run; why; and what it replaces."""
     entry = tuned.lookup(problem, device)
     if entry is None:
         return best, why, ()
@@ -192,7 +192,7 @@ def _as_measured(
         return (
             best,
             why,
-            (Refusal("what was measured", "tilestream tune found a plan that there is no more: tune anew"),),
+            (Refusal("what was measured", "tilestream tune kept a plan that no longer exists: tune again"),),
         )
     why = f"fastest of {entry['plans']} plans that tilestream tune measured here on {entry['date']}"
     if measured is best:
@@ -212,7 +212,7 @@ def _best(found: list[Candidate]) -> Candidate:
 
 
 def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
-    """Why the other one of the two not."""
+    """Why not the other of the two."""
     other = "dynamic" if best.schedule.kind == "static" else "static"
     seconds = min((c.predicted for c in found if c.schedule.kind == other and c.block == best.block), default=math.inf)
     if other == "dynamic":

@@ -1,8 +1,7 @@
-"""What `tilestream tune` measured: a file of the user's, which plans consult and can do without.
+"""Measurements of `tilestream tune`: an optional file in the user's cache folder.
 
-The cost model chooses by itself; where this file has measured the very problem, on a device of that name with as many
-workers and with the same versions of tilestream and Triton, the plan is what was fastest there, and says so. A file
-that is not there, or `TILESTREAM_TUNED=0`, changes nothing.
+If the file has the very problem, on a device of the same name with as many workers and with the same versions of
+tilestream and Triton, the plan is the one that was fastest there, and says so. Otherwise the cost model chooses.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: ``0``: nothing is consulted; a path: the file; not set: `tuned.json` in the user's cache folder.
+#: ``0``: no file; a path: that file; not set: `tuned.json` in the user's cache folder.
 ENVIRONMENT = "TILESTREAM_TUNED"
 
 Knobs = dict[str, int | str]
@@ -35,7 +34,7 @@ Entry = Mapping[str, Any]
 
 
 def tuned_path() -> Path | None:
-    """The file; None where none is to be consulted."""
+    """The file; None if none is to be read."""
     given = os.environ.get(ENVIRONMENT, "")
     if given == "0":
         return None
@@ -46,7 +45,7 @@ def tuned_path() -> Path | None:
 
 
 def knobs(candidate: Candidate | Plan) -> Knobs:
-    """What tells a candidate, or a plan, from the others of the same problem, as the file has it."""
+    """What distinguishes a candidate, or a plan, from the others of its problem, as the file has it."""
     schedule = candidate.schedule
     return {
         "variant": candidate.variant,
@@ -64,15 +63,15 @@ def knobs(candidate: Candidate | Plan) -> Knobs:
 
 
 def problem_key(problem: Problem) -> str:
-    """All of a problem in a line: extents, and what is not as it is for most."""
-    most = {entry.name: entry.default for entry in fields(problem)}
-    rest = {name: getattr(problem, name) for name in most if name not in ("m", "n", "k", "dtype")}
-    extra = [f"{name}={value}" for name, value in rest.items() if value != most[name]]
+    """A problem as a line: extents, and every field that is not its default."""
+    defaults = {entry.name: entry.default for entry in fields(problem)}
+    rest = {name: getattr(problem, name) for name in defaults if name not in ("m", "n", "k", "dtype")}
+    extra = [f"{name}={value}" for name, value in rest.items() if value != defaults[name]]
     return " ".join([f"{problem.m}x{problem.n}x{problem.k}", problem.dtype, *extra])
 
 
 def device_key(device: DeviceProperties) -> str:
-    """A device and the versions that made its kernels."""
+    """A device, and the versions that compile its kernels."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -81,7 +80,7 @@ def device_key(device: DeviceProperties) -> str:
 
 
 def lookup(problem: Problem, device: DeviceProperties) -> Entry | None:
-    """What was measured for a problem, if it was."""
+    """The measurement of a problem, if there is one."""
     path = tuned_path()
     if path is None:
         return None
@@ -90,12 +89,12 @@ def lookup(problem: Problem, device: DeviceProperties) -> Entry | None:
 
 
 def matching(entry: Entry, found: list[Candidate]) -> Candidate | None:
-    """The candidate that an entry names; None where there is none such any more."""
+    """The candidate that an entry names; None if it no longer exists."""
     return next((one for one in found if knobs(one) == entry["knobs"]), None)
 
 
 def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
-    """Write an entry beside those that are there.
+    """Add an entry to the file.
 
     Returns
     -------
@@ -122,13 +121,13 @@ def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
 
 
 def forget() -> None:
-    """Read the file anew when it is asked for next."""
+    """Read the file again at its next use."""
     _read.cache_clear()
 
 
 @functools.cache
 def _read(path: Path) -> dict[str, dict[str, Entry]]:
-    """The file, once a process. One that cannot be read is as none, and said to be so."""
+    """The file, read once a process; empty, with a warning, if it cannot be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(entry["knobs"], dict) for entries in data.values() for entry in entries.values()):

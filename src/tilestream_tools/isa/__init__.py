@@ -1,5 +1,5 @@
-"""What the compiler made of a kernel, without a GPU: its machine code read, and what it should cost.
+"""What the compiler made of a kernel, without a GPU: its machine code and the estimated cost of its main loop.
 
-``amdgcn`` parses, ``rates`` holds what is published of an instruction, ``model`` puts the two together; ``kernels`` is
-the table of what can be compiled, ``build`` compiles, ``report`` says what came of it.
+``amdgcn`` parses assembly, ``rates`` holds published rates of instructions, ``model`` combines the two; ``kernels`` is
+the table of kernels that can be compiled, ``build`` compiles, ``report`` prints.
 """

@@ -1,7 +1,7 @@
-"""AMDGCN assembly as LLVM writes it: a kernel's registers, its basic blocks, and what their instructions are.
+"""AMDGCN assembly as LLVM writes it: a kernel's registers, its basic blocks, and the meaning of their instructions.
 
-Text in, plain values out: no Triton, no GPU. What is read of an instruction is what a model or a test asks for: its
-kind, the bits that each lane moves, the counters a wait leaves, the registers it writes and reads. The rest stays text.
+Text in, plain values out: no Triton, no GPU. An instruction is parsed as far as a model or a test needs: its kind, the
+bits that each lane moves, the counters that a wait leaves, the registers it writes and reads. The rest stays text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Compiling a kernel for a GPU that is not there, by way of the kernel's own launch path.
+"""Compiling a kernel for a GPU that is not present, through the kernel's own launch path.
 
-Triton's driver is replaced by one that knows a target and nothing else, **for this process and for good**: so this runs
-in a process of its own (``python -m tilestream_tools.isa``, the compile gates of the tests), never in one that
-launches.
+Triton's driver is replaced, **for this process and for good**, by one that knows only a target. So this runs in a
+process of its own (``python -m tilestream_tools.isa``, the compile gates of the tests), never in one that launches.
 """
 
 from __future__ import annotations

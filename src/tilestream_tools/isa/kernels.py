@@ -1,7 +1,7 @@
-"""The kernels that `tilestream isa` knows, by name: a small table that a new kernel joins by one line.
+"""The kernels that `tilestream isa` knows, by name: a table that a new kernel joins by one line.
 
-An entry says which archs it compiles for, and names the function ``(question) -> Source`` that makes what is compiled;
-that function is imported when it is asked for. A kernel outside this package joins by `register`.
+An entry says which archs it compiles for and names the function ``(question) -> Source`` that makes what is compiled;
+the function is imported on demand. A kernel outside this package joins by `register`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Entry(NamedTuple):
     what
         In a few words.
     k
-        Of the question, where nobody says.
+        Of the question; the default.
     """
 
     archs: tuple[str, ...]

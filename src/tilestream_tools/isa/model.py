@@ -1,13 +1,13 @@
-"""What an iteration of a kernel's main loop takes on one compute unit, by its assembly and published rates.
+"""The time of an iteration of a kernel's main loop on one compute unit, from its assembly and published rates.
 
-Two answers. The **floor** is what its instructions occupy: the matrix units, LDS, the issue slots, the way from L2, and
-memory; no order of theirs goes below the largest. The **estimate** lets the waves of one worker run the loop's text in
-order, as the hardware does: each issues an instruction when its turn has come, its operands are there and the unit is
-free, and stops at ``s_waitcnt`` and ``s_barrier``; a load waits while as much is under way to the compute unit as can
-be. What the waits do not hide shows as the difference.
+There are two answers. The **floor** is what its instructions occupy: matrix units, LDS, issue slots, the path from L2,
+and memory; in no order can they take less than the largest of these. The **estimate** lets the waves of one worker run
+the loop in order, as the hardware does: a wave issues an instruction when it is its turn, the operands are ready and
+the unit is free, and stops at ``s_waitcnt`` and ``s_barrier``; a load waits while the compute unit has as much in
+flight as it can. The difference is what the waits do not hide.
 
-What is not modelled: bank conflicts of LDS, misses of the instruction cache, other workers on the compute unit, and the
-clock, which falls under load (a share of the peak is of the peak at the same clock).
+Not modelled: bank conflicts of LDS, misses of the instruction cache, other workers on the compute unit, and the clock,
+which falls under load (a share of the peak is of the peak at the same clock).
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class _Machine:
         self._matrix = [0.0] * rates.simds
         self._lds = self._feed = 0.0
         self._coming: deque[tuple[float, float]] = deque()  # when, and how many bytes; in order
-        self._turn = [(0.0, i) for i in range(warps)]  # who can issue next, and when
+        self._turn = [(0.0, i) for i in range(warps)]  # which wave can issue next, and when
 
     def run(self) -> float:
         """Cycles of an iteration, once they are alike."""

@@ -1,4 +1,4 @@
-"""What an instruction takes, as published: CDNA 3 (gfx942) and CDNA 4 (gfx950).
+"""Published costs of instructions: CDNA 3 (gfx942) and CDNA 4 (gfx950).
 
 Sources
 -------
@@ -7,7 +7,7 @@ Sources
   Matrix Instruction Calculator and in the ISA guides' tables of dependencies. They agree with the peaks of the data
   sheets: 32x32x8 of bfloat16 in 8 passes is 512 operations a cycle of one SIMD, 2048 of a compute unit.
 * Registers, waves, LDS: "AMD Instinct MI300" (CDNA 3) and CDNA 4 instruction set architecture guides, chapters 2, 3.
-* LDS, bytes a cycle (128; reads of CDNA 4: 256), and cycles to its data (50 to 70); that a wave is held up while it
+* LDS, bytes a cycle (128; reads of CDNA 4: 256), and cycles to its data (50 to 70); how long a wave stalls while it
   hands over what it writes (``ds_write_b128``: 20 cycles); cycles from a load to its data under load (about 1000, where
   L2 has most of it); bytes that a compute unit can have under way (32 KiB of its L1, and 12 entries of 1 KiB before
   it): AMD's *gfx950-gluon-tutorials* (``docs/lds_throughput.md``, ``docs/tcp_bound_tile_model.md``,

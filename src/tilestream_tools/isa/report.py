@@ -1,7 +1,6 @@
-"""What `tilestream isa` says of a compiled kernel: taken from its text, and for people.
+"""What `tilestream isa` says of a compiled kernel: plain numbers, as JSON and as tables.
 
-A report is plain numbers, the same in JSON as in the tables. It is made in a process of its own (`of`), so that
-compiling for a GPU that is not there changes nothing here.
+A report is made in a process of its own (`of`), so that compiling for a GPU that is not present changes nothing here.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def made_barriers(ptx: str) -> list[tuple[Place | None, int]]:
 def reused_barriers(ptx: str) -> list[int]:
     """Places in shared memory, in bytes, where a barrier is made and where something else lies.
 
-    A barrier that nobody uses is dead to the compiler, which gives its place away, without an ``mbarrier.inval``. See
+    An unused barrier is dead to the compiler, which gives its place away, without an ``mbarrier.inval``. See
     `tilestream.kernels.hopper.ring` for what becomes of what lies there.
 
     Seen are loads, stores, atomics, matrix stores and asynchronous copies of any width, at a place that is a constant.
@@ -176,7 +176,7 @@ def reused_barriers(ptx: str) -> list[int]:
 
 
 def idle_barriers(ptx: str, sizes: Sequence[int]) -> list[int]:
-    """Of arrays of so many barriers each, made one behind the other: the numbers of those that nobody uses.
+    """Of arrays of so many barriers each, made one behind the other: the numbers of the unused ones.
 
     To be used is to be waited for, and to be arrived at. Barriers beyond those arrays are one each. Of an array that is
     indexed by a register one element is as good as all.

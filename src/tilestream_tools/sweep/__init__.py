@@ -1,4 +1,4 @@
-"""What it costs when the device is not all yours: schedules and peers, timed while somebody else holds a part of it.
+"""Contention: schedules and peers timed while another kernel or process holds a part of the device.
 
-Imported by the command ``tilestream sweep`` and by benchmarks; imports torch, and Triton where there is a GPU.
+Used by the command ``tilestream sweep`` and by benchmarks; imports torch, and Triton where there is a GPU.
 """

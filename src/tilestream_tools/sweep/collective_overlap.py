@@ -1,15 +1,15 @@
-"""Beside a real collective: a matmul and NCCL's all-reduce or all-gather at once, on two GPUs or more.
+"""A matmul beside NCCL's all-reduce or all-gather, at once, on two GPUs or more.
 
 ::
 
     begin;  collective on its own stream;  head start;  matmul;  wait for the collective;  end
 
-NCCL is told how many SMs it may have (a CTA each); the matmul is told nothing. With a head start the collective is
-under way when the matmul comes, as that of the layer before is. Without one both become possible at once, and the
-matmul's launch wins: workers, or torch's first wave, hold every SM, and the collective begins when the first leaves;
-only a matmul that was told to leave SMs free (``told``) lets it begin. Each point has the collective's time alone and
-the matmul's, and what both may take at least: the collective's, or the matmul's and what it loses of the device while
-the collective runs.
+NCCL is told how many SMs it may have (a CTA each); the matmul is told nothing. With a head start the collective is in
+flight when the matmul comes, as the collective of the layer before would be. Without one, both become possible at once
+and the matmul's launch wins: workers, or torch's first wave, hold every SM, and the collective begins when the first
+worker leaves. Only a matmul that was told to leave SMs free (``told``) lets it begin earlier. Each point has the time
+of the collective alone, that of the matmul, and a lower bound for both: the collective's time, or the matmul's and what
+it loses of the device while the collective runs.
 """
 
 from __future__ import annotations

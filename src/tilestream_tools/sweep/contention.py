@@ -1,11 +1,11 @@
-"""Who takes a part of the device away, while a ``with`` block measures on what is left.
+"""Ways to take a part of the device away while a ``with`` block measures on the rest.
 
 `Neighbour`
-    Another kernel holds SMs, and nobody tells the kernels that are measured.
+    Another kernel holds SMs; the measured kernels are not told.
 `GreenContext`
-    The driver gives the block a context with fewer SMs, and whoever asks is told.
+    The driver gives the block a context with fewer SMs, and reports their number.
 `BusyCores`
-    Processes that never rest, on cores of their own; the CPU's form of the first.
+    Busy processes on cores of their own: the CPU's form of `Neighbour`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DPI = 100
 _TEXT, _FAINT = "#22262b", "#6b7280"
-#: Colours that are told apart by those who see few, in the order of the implementations.
+#: Colours for colour-blind readers, in the order of the implementations.
 _COLOURS = {
     "auto": "#0072b2", "dynamic": "#0072b2", "static": "#d55e00", "stream_k": "#009e73", "told": "#56b4e9",
     "torch": "#22262b", "quack": "#cc79a7", "quack-dynamic": "#e69f00",

@@ -24,7 +24,7 @@ class Point:
     shape, name, dtype
         The problem, ``MxNxK``.
     by
-        Who took it: ``neighbour``, ``green``, ``busy``, ``nccl``.
+        What took it: ``neighbour``, ``green``, ``busy``, ``nccl``.
     taken, left, units
         SMs (cores) taken, left, and of the device. By ``nccl``: how many it was allowed.
     implementation, queues

@@ -1,11 +1,11 @@
-"""The sweep itself: each way of running each shape, side by side, with more and more of the device taken away.
+"""The sweep: each way of running each shape, interleaved, with more and more of the device taken away.
 
 ::
 
     for shape, for units taken:
       each way once, on all of the device: compiled, loaded, its answer checked
       with the units taken:  all ways in turn, in another order each round;  each way once more, into NaN
-      those answers are checked, and figures above the peak of what was left refused
+      those answers are checked; figures above the peak of the rest of the device are refused
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Runner:
     Parameters
     ----------
     taker
-        Who takes units away.
+        What takes units away.
     device
         All of it.
     rounds
@@ -229,7 +229,7 @@ class Runner:
         rounds = self.rounds or max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / (2 * expected + 1e-3))))
         with self.taker.taking(count) as there:
             for way, one in prepared.items():
-                # Asked for again: where the taker tells those who ask, the plan is one for what is left.
+                # Asked for again: where the taker reports it, the plan is one for the rest of the device.
                 prepared[way] = prepare(way, shape, dtype, left, a, b, one.out)
             calls = {str(way): one.call for way, one in prepared.items()}
             timing = self.clock.interleave(calls, rounds=rounds, warmup=2)

@@ -2,12 +2,12 @@
 
 ::
 
-    report[me] = SM + 1                   # released: whoever reads it knows that the SM is held from now on
-    until stop or the deadline:  nap, look
+    report[me] = SM + 1                   # released: from now on the SM is held
+    until stop or the deadline:  nap, poll
     left[me] = why
 
-With its shared memory gone, no CTA that wants some finds room beside it; so what is measured meanwhile has the other
-SMs. CTAs that want none do: a memory-bound kernel of the framework's may run there.
+No CTA that needs shared memory finds room on a held SM, so the measured kernel has the other SMs. CTAs without shared
+memory do: a memory-bound kernel of the framework's may run there.
 """
 
 from __future__ import annotations

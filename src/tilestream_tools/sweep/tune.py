@@ -151,7 +151,7 @@ def tune(
     -------
     Tuned
     """
-    from tilestream.core.operands import Epilogue
+    from tilestream.core.operands import Epilogue, GemmOperands
     from tilestream.ops import gpu
     from tilestream.plan.planner import plan_problem
 
@@ -162,7 +162,7 @@ def tune(
     a, b = (x if letter == "n" else x.t() for x, letter in zip((a, b), layout, strict=True))
     peer = torch.mm(a, b)
     # The problem as an op makes it of such operands: what plans are looked up by.
-    problem = gpu.find(a, b, peer, Epilogue(), "auto", 0).plan.problem
+    problem = gpu.find(GemmOperands(a, b, peer, Epilogue()), gpu.How()).plan.problem
     model = plan_problem(problem, device=device, consult=False)
     found = measure(likely(problem, device, model, within), a, b, Check.of_product(a, b, peer), clock, tell)
     tuned.save(problem, device, found.entry())

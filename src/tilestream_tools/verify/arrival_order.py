@@ -1,8 +1,7 @@
-"""Configurations of model 1 in arrival order: raster and queues as a plan makes them.
+"""Configurations of model 1 in arrival order, with raster and queues as a plan makes them.
 
-Liveness is what there is to show: whatever order the chunks come in, and however the workers' deadlines fall, each item
-is taken once, nobody waits beside work, and all come to their end. Safety is the gate's, which every item passes here
-as elsewhere.
+They show liveness: in every order of chunks and expiries, each item is taken once, no worker waits while there is work,
+and all workers end. Safety is the gate's, which every item passes as elsewhere.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """The model of the Hopper attention's rings: `attention_protocol`, explored as `ring` is for the GEMM.
 
-Items come without end, of any of some numbers of key blocks, none among them, and STOP after any of them. What must
-hold: nobody is ever stuck; each consumer multiplies each block of K, then of V, of each item once and in order, by that
-item's queries, from buffers that hold just that; no copy goes to a buffer that is read or being filled; a slot still
-holds the item when it is read again at its end; after STOP all leave and no item is unfinished. Where keys arrive, any
-wait at the gate may end with the launch, and so may any look at the abort word: no block is copied that was not waited
-for, with a fence behind the wait, and a result is taken for void if and only if a block of the item was not copied.
+The stream of items is endless, of any of some numbers of key blocks, none included, with STOP after any of them.
+Properties: no loop is ever stuck. Each consumer multiplies each block of K, then of V, of each item once and in order,
+by that item's queries, from buffers that hold just that. No copy goes to a buffer that is read or being filled. A slot
+still holds the item when it is read again at its end. After STOP all loops leave and no item is unfinished. Where keys
+arrive, any wait at the gate and any poll of the abort word may end with the launch: no block is copied unless it was
+waited for and fenced, and a result is void if and only if a block of the item was not copied. Converted values are
+fenced before they are multiplied.
 
-Values that are converted nobody may multiply before a fence.
-
-Reductions as in `ring`, for the same reasons: *Next* is delayed, *Retire* too; *Expect*, *Copy*, *Start*, *Fence* and
-*Done* are eager: a fence says something of what its own loop has read and written. A copy lands when somebody may wait
-for it. Consumers are not interchangeable: each has queries of its own.
+Reductions as in `ring`, for the same reasons: *Next* and *Retire* are delayed; *Expect*, *Copy*, *Start*, *Fence* and
+*Done* are eager (a fence concerns what its own loop has read and written). A copy lands when a process may wait for it.
+Consumers are not interchangeable: each has its own queries.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from tilestream_tools.verify.attention_protocol import (
 from tilestream_tools.verify.barriers import arrived, blocks, fresh
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 from tilestream_tools.verify.protocol import Arrive, Expect, Fence, Get, Next, Put, Retire, WaitBarrier, k_steps
 from tilestream_tools.verify.ring import say_item
 
@@ -313,7 +312,7 @@ class AttentionModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        here = self.blocked(m)
         if here and not self.environment(m):
             raise Fault("deadlock", "; ".join(here))
         if not here and any(m[self.left : self.left + NUMBERS]):

@@ -19,32 +19,32 @@
                                                     its rows sees
                                                   read the slot again; finish the item; arrive item_empty[slot]
 
-To leave a block out: wait k_full; arrive k_empty; (wait order; arrive order); wait v_full; arrive v_empty. Consumers
+To leave out a block: wait k_full; arrive k_empty; (wait order; arrive order); wait v_full; arrive v_empty. Consumers
 leave out blocks of their own, up to one less than the item has.
 
-The kernel's load loop takes its next item before it loads V of the last block, where it has registers for that: it
-waits for nobody there, and barriers come in the same order.
+If registers suffice, the kernel's load loop takes its next item before it loads V of the last block. Taking waits for
+no barrier, so the barriers come in the same order.
 
-Where keys arrive, the load loop asks whether the launch is over before it puts an item, which then has no blocks and is
-marked void; and it waits at the gate before it fills a block's first stage. Told "over" there, it marks the item, and
-fills the stages that consumers will wait for with nothing. The last of those comes behind the mark, so a consumer that
-looks for it at the item's end finds it.
+Where keys arrive, the load loop asks whether the launch is over before it puts an item. If so, the item has no blocks
+and is marked void. It also waits at the gate before it fills a block's first stage. Told "over" there, it marks the
+item and fills the stages that consumers will wait for with nothing. The last of them follows the mark, so a consumer
+that looks for the mark at the item's end finds it.
 
-Values of 8 bits are converted: the load loop fills ``raw`` buffers in place of those of V, and a loop between it and
-the math loops, which also follows the item ring::
+Values of 8 bits are converted: the load loop fills ``raw`` buffers instead of those of V. A convert loop between it and
+the math loops follows the item ring, too::
 
     convert loop
       wait item_full[slot]; item = slots[slot]; arrive item_empty[slot]; STOP: leave
       for each block: wait raw_full; wait v_empty; convert; fence; arrive raw_empty; arrive v_full
 
-*Fences.* Copies and multiplications read through the asynchronous proxy. So the convert loop fences between what it
-writes and its consumers' multiplications, the load loop between a chunk that it has seen arrive and its copies of it,
-and a math loop between a strip of the output that it writes and its store, which is part of *Done*: strips go through
-buffers of the consumer's own, as `tilestream_tools.verify.buffers` has it for the GEMM.
+*Fences.* Copies and multiplications read through the asynchronous proxy. So the convert loop fences between its writes
+and its consumers' multiplications, the load loop between a chunk's arrival and its copies of the chunk, and a math loop
+between writing a strip of the output and the strip's store, which is part of *Done*: strips go through buffers of the
+consumer's own, as in `tilestream_tools.verify.buffers` for the GEMM.
 
-That is `tilestream.kernels.hopper.attention` with `attention_load`, `attention_math` and `attention_convert`: a test
-runs their text and compares. An item may have no blocks. The slot is kept until the item's end, so the load loop is one
-item ahead at most, and each consumer has room for the queries of ``queries`` items.
+This is `tilestream.kernels.hopper.attention` with `attention_load`, `attention_math` and `attention_convert`; a test
+runs both texts and compares. An item may have no blocks. The slot is kept until the item's end, so the load loop is at
+most one item ahead, and each consumer has room for the queries of ``queries`` items.
 """
 
 from __future__ import annotations

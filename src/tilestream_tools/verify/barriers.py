@@ -1,15 +1,15 @@
 """The barriers, stages and slots of a worker, as the hardware has them: what the operations of `protocol` mean.
 
-An mbarrier has a phase bit, a count of pending arrivals and a count of pending bytes (here: loads). The phase completes
-when both are zero; then the bit flips and the arrivals count anew. ``wait(parity)`` blocks while the bit *is* the
-parity: on a new barrier wait(0) blocks and wait(1) passes, and a waiter two phases late cannot tell and waits in vain,
-or passes.
+An mbarrier has a phase bit, a count of pending arrivals and a count of pending bytes (here: loads). When both counts
+are zero, the phase completes: the bit flips and the arrivals count anew. ``wait(parity)`` blocks while the bit *is* the
+parity: on a new barrier wait(0) blocks and wait(1) passes. A waiter that is two phases late cannot tell, so it waits in
+vain, or passes.
 
-A stage is filled by one load here. On the hardware it is several (A's tile and B's) that one `Expect` covers: the phase
-completes with the last of them, and until then the stage is as unfit to read.
+A stage is filled by one load here. On the hardware there are several (A's tile and B's), covered by one `Expect`: the
+phase completes with the last of them, and until then the stage must not be read.
 
-A load fills its stage at any moment after it was started. A multiplication reads its stage until the `Retire` that
-waits for it. So a load that is started into a stage that is still read, or still being filled, is a fault at once.
+A load may fill its stage at any moment after its start. A multiplication reads its stage until the `Retire` that waits
+for it. So a load that starts into a stage that is being read or filled is a fault at once.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class RingMemory:
         m[at] = arrived(m[at], self.counts[barrier], arrivals, loads)
 
     def see(self, m: Memory) -> None:
-        """The load loop has seen at a gate that something is there: copies do not, until it has fenced."""
+        """The load loop has seen an arrival at a gate; copies see it only after a fence."""
         m[self.unfenced] = 1
 
     def _acquired(self, m: Memory) -> None:
@@ -225,4 +225,4 @@ class RingMemory:
 
 
 def _data(code: int) -> str:
-    return f"K step {(code - 1) % STEPS} of item {(code - 1) // STEPS}" if code else "what nobody has loaded"
+    return f"K step {(code - 1) % STEPS} of item {(code - 1) // STEPS}" if code else "nothing that was loaded"

@@ -1,9 +1,9 @@
 """The C buffers of a worker's math loops, as the hardware has them: what `Drain`, `Fill`, `Fence` and `Store` mean.
 
-A store of TMA reads its buffer at any moment between its start and the `Drain` that waits for it; each consumer waits
+A TMA store may read its buffer at any moment between its start and the `Drain` that waits for it; each consumer waits
 for its own stores, the oldest first. So a buffer that is filled while a store may still read it is a fault at once, and
-so is a store that may still read when the kernel has ended. A store reads through the async proxy: what was written
-and not fenced it may not see.
+so is a store that may still read when the kernel has ended. A store reads through the async proxy: it may not see what
+was written and not fenced.
 """
 
 from __future__ import annotations

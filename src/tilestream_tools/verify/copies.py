@@ -1,20 +1,20 @@
-"""Model 8: workers that copy what arrives themselves, before their tiles.
+"""Model 8: workers that copy the arriving operand themselves, before their tiles.
 
-Explored is `tilestream.core.copy_items.copy_items`, over several launches: a launch of a stream begins when the one
-before has ended. What a worker stores of a piece is under way until it counts it. Then it takes tiles, one a chunk, in
-the order of the chunks, from one queue; each waits for its chunk's signal, and reads it. The deadline may expire at any
-gate whose chunk is not there: that sets the abort word, and the tiles of those who are told so become NaN.
+It explores `tilestream.core.copy_items.copy_items` over several launches; a launch begins when the one before has
+ended. What a worker stores of a piece is in flight until it counts the piece. Then it takes tiles, one a chunk, in the
+order of the chunks, from one queue; each tile waits for its chunk's signal and reads the chunk. The deadline may expire
+at any gate whose chunk has not arrived: that sets the abort word, and the tiles of workers that are told so become NaN.
 
-Workers start when they like, each other's copies half done or whole. Some may never run: then there is one launch, and
-nobody may depend on them. Where words are reset (a graph that is replayed), a chunk's signal is any word but 0, and the
-last worker out zeroes them all.
+Workers start at any time, with the others' copies half done or complete. Some may never run: then there is one launch,
+and no worker may depend on them. Where words are reset (a replayed graph), a chunk's signal is any word but 0, and the
+last worker out zeroes all signals.
 
-What must hold: a tile finds all of its chunk written, in this launch; whoever runs comes to an end; and when all have
-left, whether the deadline expired or not, each piece was copied once, each chunk signalled, and all counts are zero.
+Properties: a tile finds its whole chunk written, in this launch. Every worker that runs ends. When all have left,
+whether the deadline expired or not, each piece was copied once, each chunk signalled, and all counts are zero.
 
-Reductions: *Copy* and *Read* are eager. What a Copy stores nobody may read before its worker's next count, and what a
-Read needs only grows: done at once they show every piece that is copied twice, and every read before arrival. *End* is
-eager, as in model 6.
+Reductions: *Copy* and *Read* are eager. No process may read what a Copy stores before its worker's next count, and what
+a Read needs only grows: done at once they show every piece that is copied twice, and every read before arrival. *End*
+is eager, as in model 6.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tilestream.core.copy_items import Copy, CountPiece, Draw, Pieces, Restore, 
 from tilestream.core.loop import Poll
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 
 Turn = Generator[Any, int, Any]
 
@@ -324,9 +324,8 @@ class CopyModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        stuck = [f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
-        if stuck:
-            raise Fault("deadlock", "; ".join(stuck))
+        if here := self.blocked(m):
+            raise Fault("deadlock", "; ".join(here))
 
 
 def configurations(full: bool) -> Iterator[CopyCase]:

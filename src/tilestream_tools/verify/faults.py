@@ -1,4 +1,4 @@
-"""What can go wrong, and how it is told: `Fault` inside a model, `Violation` to the outside."""
+"""What can go wrong, and how it is reported: `Fault` inside a model, `Violation` outside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 #: Kind of a violation, and what it says.
 KINDS: dict[str, str] = {
-    "deadlock": "nobody can go on, and nothing outside can help",
+    "deadlock": "no process can go on, and no event from outside can help",
     "livelock": "steps go round in a circle without new work",
     "missing work": "all have left, and a tile is not finished",
     "double work": "a K step of a tile is done twice",
@@ -19,7 +19,7 @@ KINDS: dict[str, str] = {
     "signal out of range": "a wait for a chunk that does not exist",
     "idle beside work": "a worker waits, and an item is left whose chunks have arrived",
     "gate ignored": "an item is done although its gate said that the launch is over",
-    "poisoned in vain": "an item is poisoned by a worker that nobody told that the launch is over",
+    "poisoned in vain": "an item is poisoned by a worker that was not told that the launch is over",
     "poison lost": "a tile with a poisoned part is stored as a number",
     "reset too early": "a word is zeroed while a worker or a producer may still use it",
     "not reset": "all have left, and the words are not as the next launch has to find them",

@@ -1,30 +1,28 @@
 """Model 4: the ranks of a gather, their streams, hosts and watchdogs, over slots, signals and abort words.
 
-Explored is the text of `tilestream.core.protocols.gather`, as GPUs perform it. A rank is its host, which issues calls
+It explores `tilestream.core.protocols.gather`, as GPUs perform it. A rank consists of its host, which issues calls
 ahead of the device; the calling stream, kernel included; the side stream; and the watchdog. Calls may also come from
-two streams in turn, which know nothing of each other. A copy has a begin and an end, and anything may come between.
-Before each call the caller writes the next shard to the tensor that the shard of the stream's last call was in.
+two streams in turn that do not synchronise. A copy has a begin and an end, and any operation may come between. Before
+each call the caller writes the next shard to the tensor that held the shard of the stream's last call.
 
-From call to call shards may be pushed or pulled, and of different numbers of chunks. A place in a slot and a signal
-have the number of their chunk in the whole, and so are other ranks' then.
+From call to call shards may be pushed or pulled, in different numbers of chunks. A place in a slot and a signal have
+the number of their chunk in the whole, so another call's chunk of that number may be another rank's.
 
-The world outside may make a kernel that waits expire (``expires``: also one whose peers are only late), and may take a
-rank away for good, at any moment, in the middle of a copy too (``lost``).
+The environment may make a waiting kernel expire (``expires``: also one whose peers are only late), and may remove a
+rank for good at any moment, in the middle of a copy too (``lost``).
 
-What must hold: a kernel reads of each chunk the data of its own epoch and no other, whole, or it hands in NaN; nobody
-is ever stuck for good, the ranks that have lost a peer included; where no kernel has expired all calls are done; where
-one has, every rank that is left is told.
+Properties: a kernel reads of each chunk the complete data of its own epoch, or it hands in NaN. No rank is ever stuck
+for good, ranks that have lost a peer included. Where no kernel has expired, all calls are done; where one has, every
+remaining rank is told.
 
-Reductions, and why they hide nothing:
+Reductions, and why they hide no fault:
 
-- *Filled, Pushed, Pulled, ReadDone* are delayed to the operation after them: a copy that takes longer can be disturbed
-  longer.
-- *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed longer, and sees what was there at
-  first.
-- *Signal, Tell, Post, Done, Ended* are eager: they make others go on, and take no behaviour away. What
-  could come between one of them and the end of the copy before it can come before both. So it is with *Break*, *Abort*,
-  *Overrule* and *Release* and the look before them, which changes nothing.
-- *Issued* and what awaits a rank's own streams are lazy: they wait for what, once it is there, stays, and change
+- *Filled, Pushed, Pulled, ReadDone* are delayed to the operation after them: a longer copy can be disturbed for longer.
+- *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed for longer, and sees the first values.
+- *Signal, Tell, Post, Done, Ended* are eager: they enable others and remove no behaviour. What could come between one
+  of them and the end of the copy before it can come before both. The same holds for *Break*, *Abort*, *Overrule* and
+  *Release* and the look before them, which changes nothing.
+- *Issued* and the waits for a rank's own streams are lazy: what they wait for stays once it is there, and they change
   nothing.
 """
 
@@ -41,7 +39,7 @@ from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Ended,
 
 
 class Write(NamedTuple):
-    """The caller, on the calling stream: write the shard of ``epoch`` to his tensor."""
+    """The caller, on the calling stream: write the shard of ``epoch`` to its tensor."""
 
     epoch: int
 
@@ -220,41 +218,31 @@ class GatherModel(RanksModel):
         return (1,) if expired <= m[self.at(rank, "ended")] else (0, 1)
 
     def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
-        return (0,) if self._over(rank, m) >= op.epoch else ()
+        return (0,) if self.over(rank, m) >= op.epoch else ()
 
     def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
 
-    def _over(self, rank: int, m: Memory) -> int:
-        """The last call that is over."""
+    def over(self, rank: int, m: Memory) -> int:
+        """As of `RanksModel`."""
         return min(int(m[self.at(rank, "ended")]), int(m[self.at(rank, "sided")]))
 
     def _await_flag(self, rank: int, op: p.AwaitFlag, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
 
-    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
-        if self._over(rank, m) >= op.epoch:
-            return (1,)
-        waits: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]  # the side stream
-        return (0,) if type(waits) is p.AwaitFlag and not self._await_flag(rank, waits, m) else ()
-
-    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
-        # 1: a flag that came between the look and the write is overwritten.
-        return (0, 1)
+    def waiting(self, rank: int, m: Memory) -> p.AwaitFlag | None:
+        """As of `RanksModel`: the side stream's."""
+        op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
+        return op if type(op) is p.AwaitFlag and not self._await_flag(rank, op, m) else None
 
     def _gate(self, rank: int, op: Gate, m: Memory) -> Sequence[int]:
         place = self.place(op.epoch % self.case.sets, op.rank, op.chunk, op.epoch)
         arrived = (1,) if m[self.at(rank, "signals", place)] >= op.epoch else ()
         return (*arrived, 0) if m[self.at(rank, "over")] >= op.epoch else arrived
 
-    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
-        over = self._over(rank, m)
-        return (over + 1,) if m[self.at(rank, "issued")] > over else (0,)
-
     _asked: ClassVar[dict[type, Asked]] = {
         **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitSide: _await_side,
-        p.AwaitFlag: _await_flag, Gate: _gate, p.Oldest: _oldest,
-        p.AwaitDone: _await_done, p.Release: _release_answers,
+        p.AwaitFlag: _await_flag, Gate: _gate,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -357,16 +345,10 @@ class GatherModel(RanksModel):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = max(m[self.at(rank, "over")], op.epoch)
 
-    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
-        for peer in p.peers(rank, self.case.world):
-            flag = self.at(rank, "flags", peer)
-            m[flag] = op.epoch if answer else max(m[flag], op.epoch)
-
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, p.Ask: _asks, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled, p.Signal: _signal,
         p.Push: _push, p.Pushed: _pushed, p.Tell: _tell, p.Flag: _flag, p.Pull: _pull,
         p.Pulled: _pulled, p.Done: _done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
-        p.Release: _release,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 A state is a tuple: the local state of each process, then the shared memory. A step is one operation of one process, or
 one event of the environment (a chunk arrives, a deadline expires, a load lands).
 
-With reductions on, a step is a chain: *delayed* operations, one operation, then *eager* operations of the same process.
+With reductions, a step is a chain: *delayed* operations, one operation, then *eager* operations of the same process.
 
-- An operation may be **delayed** until just before the next operation of its process if doing it later takes no
-  behaviour away from anybody and adds no fault that could not happen anyway.
-- An operation may be **eager**, done at once after the operation before it, if nobody can tell, except that doing it at
-  once shows at least the faults that doing it later would show.
+- An operation may be **delayed** until just before the next operation of its process if delaying removes no behaviour
+  of other processes and adds no fault that could not happen anyway.
+- An operation may be **eager**, done directly after the operation before it, if no other process can tell, except that
+  doing it at once shows at least the faults that doing it later would show.
 
-Each model argues for its own choices. Tests compare the verdicts with and without on small sizes.
+Each model argues for its own choices. Tests compare the verdicts with and without reductions on small sizes.
 """
 
 from __future__ import annotations
@@ -94,8 +94,18 @@ class Model:
         return (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """Whether the next step of this process concerns nobody else, now or later: then it goes first, alone."""
+        """Whether the next step of this process concerns no other process, now or later: then it goes first, alone."""
         return False
+
+    def blocked(self, m: Memory) -> list[str]:
+        """The processes that have not left, and what each is at."""
+        return [
+            f"{p.name} at {self.say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT
+        ]
+
+    def say(self, op: Any) -> str:
+        """An operation in a trace."""
+        return str(op)
 
     # What all have in common ----------------------------------------------------------------------------------------
 
@@ -112,7 +122,7 @@ class Model:
         Raises
         ------
         Fault
-            If a step breaks a property, or nobody can do anything and that is no good end.
+            If a step breaks a property, or no process can do anything and that is no good end.
         """
         out: list[tuple[State, bool]] = []
         pids = [pid for pid in range(len(self.processes)) if state[pid] != LEFT]

@@ -1,11 +1,11 @@
-"""Model 9: ranks that reduce a few rows in one shot, each reading all others' slots: hosts, streams and watchdogs.
+"""Model 9: ranks that reduce a few rows in one shot, each reading all other ranks' slots: hosts, streams and watchdogs.
 
-Explored are `tilestream.core.protocols.one_shot.reduce`, and the host's part and the watchdog that it shares with
-sums (`begin_sum` of `tilestream.core.protocols.reduce_scatter`, `watch` of `tilestream.core.protocols.gather`), over
-several calls, with ranks that lose patience or are lost.
+It explores `tilestream.core.protocols.one_shot.reduce`, and the host's part and the watchdog that it shares with sums
+(`begin_sum` of `tilestream.core.protocols.reduce_scatter`, `watch` of `tilestream.core.protocols.gather`), over several
+calls, with ranks that lose patience or are lost.
 
-What must hold: whoever adds, and was not overruled, finds every rank's product of his call in its slot, and nobody
-writes there until he has done so; nobody waits for ever; and where one has given up, all know.
+Properties: a rank that adds and was not overruled finds every rank's product of its call in its slot, and no rank
+writes there until it has added. No rank waits for ever. Where one has given up, all know.
 """
 
 from __future__ import annotations
@@ -89,26 +89,17 @@ class OneShotModel(RanksModel):
     def _hear(self, rank: int, op: text.HearPeer, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
 
-    def _waits(self, rank: int, m: Memory) -> text.HearPeer | None:
-        """What the calling stream is stuck at: a flag that does not say it yet."""
+    def over(self, rank: int, m: Memory) -> int:
+        """As of `RanksModel`."""
+        return int(m[self.at(rank, "heard")])
+
+    def waiting(self, rank: int, m: Memory) -> text.HearPeer | None:
+        """As of `RanksModel`: the calling stream's."""
         op: Any = self.locals.op[m[rank * self._roles + 1]]
         return op if isinstance(op, text.HearPeer) and not self._hear(rank, op, m) else None
 
-    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
-        heard = m[self.at(rank, "heard")]
-        return (heard + 1,) if m[self.at(rank, "issued")] > heard else (0,)
-
-    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
-        if m[self.at(rank, "heard")] >= op.epoch:
-            return (1,)
-        return () if self._waits(rank, m) is None else (0,)
-
-    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
-        return (0, 1)  # 1: a flag that came between the look and the write is overwritten
-
     _asked: ClassVar[dict[type, Asked]] = {
         **RanksModel._asked, p.AwaitCall: _await_call, p.AwaitSide: _await_side, text.HearPeer: _hear,
-        p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -148,17 +139,9 @@ class OneShotModel(RanksModel):
     def _added(self, rank: int, op: text.Added, answer: int, m: Memory) -> None:
         m[self.at(rank, "adding")], m[self.at(rank, "from")], m[self.at(rank, "added")] = 0, 0, op.epoch
 
-    def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
-        m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
-
-    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
-        for peer in p.peers(rank, self.case.world):
-            flag = self.at(rank, "flags", peer)
-            m[flag] = op.epoch if answer else max(m[flag], op.epoch)
-
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.TellPeer: _tell_peer,
-        text.Heard: _heard, text.AddSlots: _add, text.Added: _added, p.Overrule: _overrule, p.Release: _release,
+        text.Heard: _heard, text.AddSlots: _add, text.Added: _added,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------
@@ -166,12 +149,3 @@ class OneShotModel(RanksModel):
     def lose(self, rank: int, m: Memory) -> None:
         """As of `RanksModel`."""
         m[self.at(rank, "adding")] = m[self.at(rank, "from")] = 0
-
-    def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
-        """As of `RanksModel`: the watchdog, of a stream that waits for a peer."""
-        stuck = self._waits(rank, m)
-        if stuck is None or m[self.at(rank, "expired")] or (rank, stuck.epoch) not in self.case.expires:
-            return []
-        n = m.copy()
-        n[self.at(rank, "expired")] = 1
-        return [(f"rank {rank} loses patience in call {stuck.epoch}", n)]

@@ -1,4 +1,4 @@
-"""The operations of model 1, as traces tell them; and those that only seeded bugs have a use for."""
+"""The operations of model 1 in traces, and the operations that only seeded bugs use."""
 
 from __future__ import annotations
 

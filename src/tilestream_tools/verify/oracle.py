@@ -1,6 +1,6 @@
 """What model 1 knows of the problem itself: what a tile reads, and what must be finished.
 
-Worked out from bounds and sizes, row by row and column by column, with none of the arithmetic that is being checked
+It is worked out from bounds and sizes, row by row and column by column, without the arithmetic that is being checked
 (`Chunks.of_rows`, `Gate.needs`, `Schedule.ticket`).
 """
 

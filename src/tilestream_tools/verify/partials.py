@@ -1,7 +1,7 @@
 """Stream-K's counts and slots in the memory of model 1: what both ways to hand in a part mean, and parts that are NaN.
 
-A product that a worker holds is told here by its slot, as a partial is: a part is done once, by one worker, so what the
-slot names is held by the one who did it.
+A product that a worker holds is identified by its slot, as a partial result is. A part is done once, by one worker, so
+the slot identifies the worker that holds it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Partials:
         m[self.poisoned] |= nan << self.position[item.tile]
 
     def hold(self, who: str, item: WorkItem, nan: bool, m: Memory) -> None:
-        """A worker has a part's product, and nobody else can see it."""
+        """A worker holds a part's product, invisible to others."""
         m[self._place(self.held, who, item)] = self._code(item, nan)
         m[self.poisoned] |= nan << self.position[item.tile]
 
@@ -104,7 +104,7 @@ class Partials:
             if own:
                 if not m[held]:
                     raise Fault("wrong data", f"{who} adds a part of tile {tile} that it does not hold")
-                m[slot] = m[held]  # if it was written, too, nobody reads that any more
+                m[slot] = m[held]  # if it was written, too, no worker reads that copy
             elif not m[slot] & 1 and (type(op) is AddUp or not self._holds(m[slot], op.item)):  # its own it can see
                 raise Fault(
                     "partial not visible",

@@ -1,15 +1,14 @@
 """Protocols as processes: the local states of generator programs, found by replay.
 
-A program is a generator function that yields operations, is sent their answers, and returns the state it carries to
-its next turn, or None when it leaves. So a process's local state is (carried state, answers so far in this turn): the
-next operation follows from it by running the generator again up to there. Local states are interned as small
+A program is a generator function that yields operations, is sent their answers, and returns the state that it carries
+to its next turn, or None when it leaves. So a process's local state is (carried state, answers so far in this turn):
+the next operation follows from it by running the generator again up to there. Local states are interned as small
 integers, so that the states of a model hash fast, and merge when they are equal.
 
-With ``merge``, histories that leave the generator at the same place with the same variables are one local state: what
-a worker once read from a counter and no longer remembers keeps no states apart. What a property is about is told apart
-all the same (``remember``): of all its turns, the first answer of that sort. That the generator then goes on the
-same way is checked, not believed: up to `ALIASES` of the merged histories are carried along, and wherever one of
-them goes somewhere else than the first, `Locals` raises.
+With ``merge``, histories that leave the generator at the same place with the same variables are one local state: a
+counter value that a worker has read and forgotten keeps no states apart. What a property depends on is kept apart all
+the same (``remember``): the first answer of that kind in all turns. That merged histories go on the same way is
+checked: up to `ALIASES` of them are carried along, and where one of them differs from the first, `Locals` raises.
 """
 
 from __future__ import annotations

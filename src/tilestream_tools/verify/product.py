@@ -1,14 +1,13 @@
-"""The product of both models: several workers, each with a load loop and a math loop, on one schedule and one gate.
+"""The product of models 1 and 2: several workers, each with a load loop and a math loop, on one schedule and one gate.
 
-It is there to doubt the argument that the two models compose (see the package), on sizes where it fits: the load loop
-asks the real schedule and passes the real gate (`handed_on` is the first half of `work_through`), hands STOP on and
-then leaves (`leave`), its math loops still at work; and a math loop ends each item with the text of `hand_in` or
-`settle`. What is read is checked where a load starts; what is finished, where Compute or Poison comes, which here is
-the epilogue. What a load loop was told at a gate, its math loops do: an item that is handed on void is poisoned, and no
-other.
+It tests the argument that the two models compose (see the package) at sizes where that is feasible. The load loop asks
+the real schedule and passes the real gate (`handed_on` is the first half of `work_through`), hands STOP on and then
+leaves (`leave`) with its math loops still at work. A math loop ends each item with the text of `hand_in` or `settle`.
+What is read is checked where a load starts; what is finished, at Compute or Poison, which here is the epilogue. The
+math loops act on what the load loop was told at a gate: an item that is handed on void is poisoned, and no other.
 
-Reductions: those of both models, whose operations do not touch each other's memory. Workers are not taken as
-interchangeable: each has rings of its own. Tiles are stored from registers: C buffers concern no one else.
+Reductions: those of both models, whose operations do not touch each other's memory. Workers are not interchangeable:
+each has rings of its own. Tiles are stored from registers: C buffers concern no other process.
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ class ProductModel(WorkersModel):
         if steps > 0 and told_by is not None:
             raise Fault("gate ignored", f"{self.processes[pid].name} hands an item on after a {told_by} has said no")
         if steps < 0 and told_by is None:
-            raise Fault("poisoned in vain", f"{self.processes[pid].name} hands a void item on, and nobody told it to")
+            raise Fault("poisoned in vain", f"{self.processes[pid].name} hands a void item on, and was not told to")
 
     def _load(self, pid: int, op: Load, answer: int, m: Memory) -> None:
         missing = self.oracle.needs(op.item) & ~m[self.arrived]

@@ -1,4 +1,4 @@
-"""The load loop and the math loops of one worker, as the Hopper kernels have them: over an item ring and a ring.
+"""The load loop and the math loops of one worker of the Hopper GEMM, over an item ring and a ring of stages.
 
 ::
 
@@ -13,28 +13,28 @@
         expect bytes at full[stage]                 wait until 1 mma is in flight: the one before is done
         load into the stage -> full[stage]          arrive empty[the stage before]
                                                   wait until 0 are in flight; arrive empty[the last stage]
-                                                  of a void item: NaN, and no stage is looked at
+                                                  void item: NaN, and no stage is read
                                                   for strip in the tile's strips:
-                                                    wait until 1 store reads (0, with one C buffer; and
-                                                      0 where the store before took the same of two)
+                                                    wait until 1 store reads (0, with one C buffer, and
+                                                      where the store before used the same one of two)
                                                     fill the strip's C buffer; fence; store it
 
-That is `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation: a test runs the text of
-both and compares. Where a loop stands is arithmetic of `tilestream.core.ring`, the same functions there and here.
-Both loops walk over the same items, and the math loop takes its K counts from the item it is handed: STOP has none, and
-a *void* item, whose gate says that the launch is over, fewer than none. K runs backwards in it, so the load loop has no
-step of it to load, and the math loop none to wait for. What was seen at a gate, copies see behind a fence (`Acquired`).
+This is `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation; a test runs both texts and
+compares. Places in a ring are arithmetic of `tilestream.core.ring`, the same functions here and there. Both loops walk
+over the same items, and the math loop takes its K counts from the item that it is handed. STOP has no K steps. A *void*
+item, whose gate said that the launch is over, has a negative count: K runs backwards, so the load loop loads no step of
+it and the math loop waits for none. A fence (`Acquired`) orders what a gate has seen before the copies behind it.
 
-Who is in the math loop (`Ring.consumers`):
+`Ring.consumers` says which math loops there are:
 
 - ``single``: one consumer;
 - ``cooperative``: two, each with half of every tile: both read every stage, and ``empty`` counts 2;
-- ``ping_pong``: two, which take turns: a consumer does every other item, and steps over the stages of the others. Order
+- ``ping_pong``: two that take turns: a consumer does every other item and steps over the stages of the others. Order
   barriers hand the tensor cores over, so that one's epilogue runs under the other's mma.
 
-An operation of a consumer here is one of all its threads there: a `WaitBarrier` is done by each of them, and before an
-`Arrive`, which one thread does, the compiler has them meet (``bar.sync`` of the consumer's own barrier). Not said here:
-launches that are chained (each loop waits for the kernel before, then begins), and what an epilogue reads.
+An operation of a consumer stands for all its threads: each of them performs a `WaitBarrier`, and before an `Arrive`,
+which one thread performs, the compiler makes them meet (``bar.sync`` of the consumer's own barrier). The text leaves
+out chained launches (each loop waits for the kernel before, then begins) and the operands of an epilogue.
 
 The loops are generators like `tilestream.core.loop.work`: one turn is one item.
 """

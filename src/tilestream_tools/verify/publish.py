@@ -1,11 +1,11 @@
 """Model 6: workers that publish their output, chunk by chunk, and readers that take each chunk when it is signalled.
 
-Explored is `tilestream.core.loop.publish`, for tiles that may straddle chunks, over several launches: a launch of a
-stream begins when the one before has ended. Stores are under way until their worker has waited for them. What a worker
-does before (multiplications, the epilogue) is nobody else's, and no reader waits for anything but a signal.
+It explores `tilestream.core.loop.publish` for tiles that may straddle chunks, over several launches; a launch begins
+when all workers have left the one before. Stores are in flight until their worker has waited for them. What a worker
+does before (multiplications, the epilogue) is private, and readers wait for signals only.
 
-What must hold: a reader finds all of its chunk written, by the launch that it waits for; every chunk is signalled in
-every launch; and the counts are zero in between.
+Properties: a reader finds its whole chunk written, by the launch that it waits for. Every chunk is signalled in every
+launch. The counts are zero between launches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.loop import Announce, CountRows, Landed, RestoreRows, Share
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 
 Turn = Generator[Any, int, Any]
 
@@ -149,7 +149,7 @@ def worker(case: PublishCase, number: int, at: tuple[int, int]) -> Turn:
 
 
 def reader(case: PublishCase, chunk: int, launch: int) -> Turn:
-    """Whoever waits for a chunk."""
+    """A reader of a chunk."""
     yield AwaitSignal(chunk, launch)
     yield ReadChunk(chunk, launch)
     return launch + 1 if launch < case.launches else None
@@ -249,7 +249,5 @@ class PublishModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [process.name for pid, process in enumerate(self.processes) if m[pid] != LEFT]
-        if here:
-            stuck = (f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT)
-            raise Fault("deadlock", "; ".join(stuck))
+        if here := self.blocked(m):
+            raise Fault("deadlock", "; ".join(here))

@@ -1,8 +1,8 @@
 """What the models of ranks have in common: hosts, watchdogs, abort words, ranks that are lost.
 
-A rank is some processes: the host, which issues calls ahead of the device; calling streams, kernels included; other
-streams; and the watchdog, which is the last of them. `tilestream_tools.verify.gather`,
-`tilestream_tools.verify.sums` and `tilestream_tools.verify.one_shot` say what streams do.
+A rank consists of processes: the host, which issues calls ahead of the device; calling streams, kernels included; other
+streams; and the watchdog, which is the last of them. `tilestream_tools.verify.gather`, `tilestream_tools.verify.sums`
+and `tilestream_tools.verify.one_shot` say what the streams do.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class RanksModel(Model):
         return int((epoch - 1) % self.case.streams)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """As `Model.urgent`: where nobody can give up, what hosts and watchdogs do only lets others go on."""
+        """As `Model.urgent`: where no rank can give up, hosts and watchdogs only let others go on."""
         if self.case.expires or self.case.lost is not None or 0 < pid % self._roles < self._roles - 1:
             return False
         op = self.locals.op[m[pid]]
@@ -210,8 +210,29 @@ class RanksModel(Model):
         first = rank * self._roles
         return (0,) if all(local == LEFT for local in m[first : first + self._roles - 1]) else ()
 
+    def over(self, rank: int, m: Memory) -> int:
+        """The last call of a rank that its watchdog need not look after."""
+        raise NotImplementedError
+
+    def waiting(self, rank: int, m: Memory) -> Any:
+        """The wait for a peer's flag at which a rank's stream is blocked; None: at none."""
+        raise NotImplementedError
+
+    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
+        over = self.over(rank, m)
+        return (over + 1,) if m[self.at(rank, "issued")] > over else (0,)
+
+    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
+        if self.over(rank, m) >= op.epoch:
+            return (1,)
+        return () if self.waiting(rank, m) is None else (0,)
+
+    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
+        return (0, 1)  # 1: a flag that came between the look and the write is overwritten
+
     _asked: ClassVar[dict[type, Asked]] = {
         p.Begin: _begin, Issued: _issued, p.AwaitPost: _await_post, p.AwaitKernel: _await_kernel, p.Notice: _notice,
+        p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -239,15 +260,35 @@ class RanksModel(Model):
     def _abort(self, rank: int, op: p.Abort, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "abort")] = 1
 
+    def told(self, epoch: int) -> int:
+        """What a flag reads that says all of a call."""
+        return epoch
+
+    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
+        for peer in p.peers(rank, self.case.world):
+            flag = self.at(rank, "flags", peer)
+            m[flag] = self.told(op.epoch) if answer else max(m[flag], self.told(op.epoch))
+
+    def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
+        m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
+
     _does: ClassVar[dict[type, Does]] = {
-        p.Begin: _set_issued, p.Post: _post, Ended: _ended, p.Break: _break, p.Abort: _abort,
+        p.Begin: _set_issued, p.Post: _post, Ended: _ended, p.Break: _break, p.Abort: _abort, p.Release: _release,
+        p.Overrule: _overrule,
     }  # fmt: skip
 
     # The world outside, and ends ------------------------------------------------------------------------------------
 
     def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
-        """What a rank's patience may come to."""
-        raise NotImplementedError
+        """A watchdog may give up a stream that waits for a peer, from when the call's kernel has ended."""
+        wait = self.waiting(rank, m)
+        if wait is None or m[self.at(rank, "expired")] or (rank, wait.epoch) not in self.case.expires:
+            return []
+        if m[self.at(rank, "ended")] < wait.epoch:
+            return []
+        n = m.copy()
+        n[self.at(rank, "expired")] = 1
+        return [(f"rank {rank} is out of patience with call {wait.epoch}", n)]
 
     def lose(self, rank: int, m: Memory) -> None:
         """What else becomes of a rank that is lost."""

@@ -1,4 +1,4 @@
-"""`run`: all configurations of a level, one after the other or on several processes, and what came of it."""
+"""`run`: all configurations of a level, one after the other or on several processes, and the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilestream_tools.verify.sweep import MODELS, Case, Level, configurations
 
 #: States at which the search for the shortest trace gives up.
 PLAIN_LIMIT = 2_000_000
-#: Of a gather: four processes a rank, and most steps concern nobody else. There it is the other search that finds.
+#: The same for ranks: each has four processes, and most steps concern no other. There the search with reductions finds.
 GATHER_LIMIT = 5_000
 
 
@@ -79,7 +79,7 @@ def explore(model: str, case: Case) -> Result:
     limit = GATHER_LIMIT if model in ("gather", "sums") else PLAIN_LIMIT
     try:
         violation, states = check(lambda reduce: case.build(reduce), str(case), limit)
-    except NotAlikeError:  # a program that looks at its worker's number: then nobody is interchangeable
+    except NotAlikeError:  # the program depends on its worker's number: no workers are interchangeable
         violation, states = check(lambda reduce: case.build(reduce, symmetry=False), str(case), limit)
     return Result(model, str(case), states, time.perf_counter() - began, violation)
 

@@ -1,29 +1,28 @@
 """Model 2: the load loop and the math loops of one worker, over item ring and stage ring.
 
-Items come without end: any sequence of K counts, and STOP after any of them, when the schedule is at its end. So there
-is no bound on how long the loops run; item numbers count modulo `NUMBERS`, more than can be under way at once. At any
-item the gate may say that the launch is over (`RingCase.expires`): that item is void, and so are those after it.
+The stream of items is endless: any sequence of K counts, and STOP after any of them. So the run length of the loops is
+unbounded; item numbers count modulo `NUMBERS`, more than can be in flight at once. At any item the gate may say that
+the launch is over (`RingCase.expires`): that item and all later ones are void.
 
-What must hold: nobody is ever stuck; each consumer multiplies each K step of each of its items once, in order, from a
-stage that holds just that; no load goes to a stage that is read or being loaded, and none comes between a gate and the
-fence behind it; the epilogue has the whole of its item, or NaN, just where it is void, and stores each strip of a tile
-once, from a C buffer that holds just that and that no store reads when it is filled; after STOP all leave, no store
-reads any more, and both rings are as they were. Every circle of states takes a new item, so an item is finished in a
-bounded number of steps.
+Properties: no loop is ever stuck. Each consumer multiplies each K step of each of its items once, in order, from a
+stage that holds just that step. No load goes to a stage that is being read or loaded, and none lies between a gate and
+the fence behind it. The epilogue has the whole item, or NaN if and only if the item is void. It stores each strip of a
+tile once, from a C buffer that holds just that strip and that no store read when it was filled. After STOP all loops
+leave, no store reads any more, and both rings are as they were. Every circle of states takes a new item, so an item is
+finished in a bounded number of steps.
 
-Reductions, and why they hide nothing:
+Reductions, and why they hide no fault:
 
-- *Next*, *Pass* and *Acquired* touch nothing of the rings, and are delayed until the load loop can hand the item on.
-- *Retire* is delayed to the operation after it: a stage that is read for longer is a stage that can be
-  overwritten for longer.
-- *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect on its own completes no phase. A load that
-  starts, or an mma that starts, has its stage in use from then on: done at once, it shows every overlap. Where the
-  order of a load and an mma on one stage could matter, both orders are faults.
-- *Settle*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and what `Settle` is
-  answered nobody else asks. (Where two have one buffer, by mistake, each leaves it with a store in flight: in whatever
-  order they come, the second fills it too early.)
-- *Landing* is lazy: a load lands only when somebody may wait for it. What else could come before it, a second load into
-  the stage or an mma on it, is a fault.
+- *Next*, *Pass* and *Acquired* do not touch the rings, and are delayed until the load loop can hand the item on.
+- *Retire* is delayed to the operation after it: a stage that is read for longer can be overwritten for longer.
+- *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect alone completes no phase. A load or an mma uses
+  its stage from its start on: done at once, it shows every overlap. Where the order of a load and an mma on one stage
+  could matter, both orders are faults.
+- *Settle*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and no other process
+  sees the answer to `Settle`. (Where two consumers share a buffer by mistake, each leaves it with a store in flight: in
+  either order, the second fills it too early.)
+- *Landing* is lazy: a load lands only when a process may wait for it. What else could come before it, a second load
+  into the stage or an mma on it, is a fault.
 - *Symmetry*: the two consumers of a cooperative ring are interchangeable.
 """
 
@@ -37,7 +36,7 @@ from tilestream.schedule import WorkItem
 from tilestream_tools.verify.barriers import STEPS, VOID, RingMemory
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 from tilestream_tools.verify.protocol import (
     Acquired,
     Drain,
@@ -253,7 +252,7 @@ class RingModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [f"{p.name} at {say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        here = self.blocked(m)
         if not here:
             self.at_end(m)
         elif not self.environment(m):
@@ -267,6 +266,10 @@ class RingModel(Model):
         self.rings.buffers.at_end(m)
         if self.case.ends_clean:
             self.rings.at_end(m)
+
+    def say(self, op: Any) -> str:
+        """As `Model.say`."""
+        return say(op)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """As `Model.tell`."""

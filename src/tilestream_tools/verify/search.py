@@ -1,4 +1,4 @@
-"""Breadth-first search through all states of a model, and the shortest way to what is wrong."""
+"""Breadth-first search through all states of a model, and the shortest way to a fault."""
 
 from __future__ import annotations
 

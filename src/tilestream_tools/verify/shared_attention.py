@@ -1,9 +1,8 @@
-"""Model 3 for CDNA's attention: a stage holds a block's keys and its values, and these are read at different times.
+"""Model 3 for CDNA's attention: a stage holds a block's keys and its values, which are read at different times.
 
-The text is `attend_direct` and `attend_staged`; `tilestream.kernels.cdna.attention` says it in the kernel's words. A
-block is a step of `tilestream_tools.verify.shared_ring`, whose operations, machine and properties these are. An
-item's step 0
-is its queries, which lie in the room of the first stage until they are in registers; its blocks come behind.
+The text is `attend_direct` and `attend_staged`, as in `tilestream.kernels.cdna.attention`. A block is a step of
+`tilestream_tools.verify.shared_ring`, whose operations, machine and properties apply. Step 0 of an item is its queries,
+which lie in the first stage until they are in registers; its blocks follow.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def attend_direct(ring: SharedRing, item: Item) -> Turn:
         yield Have()
         yield from read(stage, VALUES, item, 1 + block)
         stage = after(stage, ring.depth)
-    # The kernel waits for all at once: that is the same, and the last of them are wanted by nobody.
+    # The kernel waits for all of them at once, which is equivalent: no later step reads the last of them.
     for i in range(ring.depth - 1):
         yield WaitLoads(a_block * (ring.depth - 2 - i))
     yield from meet()

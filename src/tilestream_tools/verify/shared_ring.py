@@ -1,18 +1,17 @@
 """Model 3: the warps of one worker over a ring without mbarriers, as the CDNA kernel has it.
 
-There is one loop for load and math, and each warp runs it: it copies its own share of a stage and reads all of it.
-What it knows of its own copies is a count of those in flight, in *instructions*, oldest first; what it knows of the
-others' is a barrier, which waits for no copy and for no read. The text is `direct` and `staged`; the heads of
-`tilestream.kernels.cdna.ring` and `.gemm` say the same in the kernel's words.
+One loop does load and math, and each warp runs it: a warp copies its own share of a stage and reads all of it. It
+counts its own copies in flight in *instructions*, oldest first. A barrier orders warps, and waits for no copy and no
+read. The text is `direct` and `staged`; the heads of `tilestream.kernels.cdna.ring` and `.gemm` say the same for the
+kernel.
 
-What must hold: no warp is ever stuck; a stage is read when every warp's share of the step that is meant has landed; no
-copy, and no write, goes to a stage that somebody reads or that is still being filled; nothing is put before it has come
-into its registers; no wait is for copies that only a later step, or the other operand, needs; nothing is in flight when
-a worker leaves.
+Properties: no warp is ever stuck. A stage is read when every warp's share of the intended step has landed. No copy or
+write goes to a stage that a warp reads or that is still being filled. A value is put only after it has come into its
+registers. No wait covers copies that only a later step, or the other operand, needs. Nothing is in flight when a worker
+leaves.
 
-A copy lands when a wait says so, and not before. It may land earlier on the hardware; but what could then go wrong, a
-stage that is overwritten while somebody reads it, is a fault as soon as the copy is started. Items are given, not
-chosen: every warp is told the same ones.
+A copy lands when a wait says so, and not before. On the hardware it may land earlier; the resulting error, a stage
+overwritten while a warp reads it, is already a fault when the copy starts. Every warp is given the same items.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from tilestream.core.ring import after, before
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
-from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.processes import Process
 
 #: K steps, at most, in what a share holds: ``1 + item * STEPS + step``.
 STEPS = 64
@@ -284,7 +283,7 @@ class SharedModel(Model):
         return self.registers + operand * self.case.ring.warps + warp
 
     def _free(self, what: str, stage: int, pid: int, m: Memory) -> None:
-        """Raise `Fault` if somebody reads the stage, or this warp's share of it is still being filled."""
+        """Raise `Fault` if a warp reads the stage, or this warp's share of it is still being filled."""
         for warp in range(self.case.ring.warps):
             if stage in m[self.reading + warp]:
                 raise Fault("overwritten while read", f"warp {pid} {what} stage {stage} while warp {warp} reads it")
@@ -356,7 +355,7 @@ class SharedModel(Model):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [f"{p.name} at {self.locals.op[m[pid]]}" for pid, p in enumerate(self.processes) if m[pid] != LEFT]
+        here = self.blocked(m)
         if here:
             raise Fault("deadlock", "; ".join(here))
         for warp in range(self.case.ring.warps):
@@ -365,4 +364,4 @@ class SharedModel(Model):
 
 
 def _said(held: int) -> str:
-    return f"step {(held - 1) % STEPS} of item {(held - 1) // STEPS}" if held else "what nobody has copied"
+    return f"step {(held - 1) % STEPS} of item {(held - 1) // STEPS}" if held else "nothing that was copied"

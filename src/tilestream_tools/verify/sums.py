@@ -1,11 +1,11 @@
-"""Model 7: the ranks of a sum, their streams, hosts and watchdogs: model 4 for products that are pulled and added.
+"""Model 7: the ranks of a reduce-scatter, their streams, hosts and watchdogs; products are pulled and added.
 
-Explored is the text of `tilestream.core.protocols.reduce_scatter`, as GPUs perform it, in a world like that of
-`tilestream_tools.verify.gather`, whose words these are; in place of lanes there is a side stream. The kernel waits for
-nobody; so what may expire is the watchdog's patience, once it has ended, while the side stream waits for a peer.
+It explores `tilestream.core.protocols.reduce_scatter`, as GPUs perform it, in a world like that of
+`tilestream_tools.verify.gather`, whose words these are, with a side stream in place of lanes. The kernel waits for no
+rank. The watchdog's patience may expire after the kernel has ended, while the side stream waits for a peer.
 
-What must hold: a sum is of its own epoch's parts, all of them, whole; or it is NaN, from the call on that the watchdog
-has overruled. For the rest as in model 4. So are the reductions: Compute is as Fill, Publish as Signal, Sum as Read.
+Properties: a sum is of all parts of its own epoch, complete; or it is NaN, from the call on that the watchdog has
+overruled. The rest, reductions included, is as in model 4: Compute corresponds to Fill, Publish to Signal, Sum to Read.
 """
 
 from __future__ import annotations
@@ -119,27 +119,18 @@ class SumModel(RanksModel):
     def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
 
-    def _waits(self, rank: int, m: Memory) -> q.AwaitPart | None:
-        """What the side stream is stuck at: a flag that does not say it yet."""
+    def over(self, rank: int, m: Memory) -> int:
+        """As of `RanksModel`."""
+        return int(m[self.at(rank, "sided")])
+
+    def waiting(self, rank: int, m: Memory) -> q.AwaitPart | None:
+        """As of `RanksModel`: the side stream's."""
         op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
         return op if isinstance(op, q.AwaitPart) and not self._await_part(rank, op, m) else None
 
-    def _await_done(self, rank: int, op: p.AwaitDone, m: Memory) -> Sequence[int]:
-        if m[self.at(rank, "sided")] >= op.epoch:
-            return (1,)
-        return () if self._waits(rank, m) is None else (0,)
-
-    def _oldest(self, rank: int, op: p.Oldest, m: Memory) -> Sequence[int]:
-        sided = m[self.at(rank, "sided")]
-        return (sided + 1,) if m[self.at(rank, "issued")] > sided else (0,)
-
-    def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
-        # 1: a flag that came between the look and the write is overwritten.
-        return (0, 1)
-
     _asked: ClassVar[dict[type, Asked]] = {
         **RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
-        p.AwaitSide: _await_side, p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
+        p.AwaitSide: _await_side,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -204,13 +195,9 @@ class SumModel(RanksModel):
         m[self._reader(rank, op.epoch)] = 0
         m[self.at(rank, "summed")] = max(m[self.at(rank, "summed")], op.epoch)
 
-    def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
-        m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
-
-    def _release(self, rank: int, op: p.Release, answer: int, m: Memory) -> None:
-        for peer in p.peers(rank, self.case.world):
-            flag, told = self.at(rank, "flags", peer), self._told(op.epoch, self.case.chunks)
-            m[flag] = told if answer else max(m[flag], told)
+    def told(self, epoch: int) -> int:
+        """As of `RanksModel`."""
+        return self._told(epoch, self.case.chunks)
 
     def _done(self, rank: int, op: p.Done, answer: int, m: Memory) -> None:
         m[self.at(rank, "sided")] = op.epoch
@@ -221,7 +208,7 @@ class SumModel(RanksModel):
     _does: ClassVar[dict[type, Does]] = {
         **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.TellPart: _tell_part,
         q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, p.Done: _done, q.Sum: _sum,
-        q.Summed: _summed, p.Overrule: _overrule, p.Release: _release,
+        q.Summed: _summed,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------
@@ -229,13 +216,3 @@ class SumModel(RanksModel):
     def lose(self, rank: int, m: Memory) -> None:
         """As of `RanksModel`."""
         m[self.at(rank, "pull")] = 0
-
-    def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
-        """As of `RanksModel`: the watchdog, of a side stream that waits when the kernel has ended."""
-        stuck = self._waits(rank, m)
-        patient = stuck is None or m[self.at(rank, "ended")] < stuck.epoch or m[self.at(rank, "expired")]
-        if stuck is None or patient or (rank, stuck.epoch) not in self.case.expires:
-            return []
-        n = m.copy()
-        n[self.at(rank, "expired")] = 1
-        return [(f"rank {rank} is out of patience with call {stuck.epoch}", n)]

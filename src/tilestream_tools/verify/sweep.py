@@ -185,7 +185,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
 
 
 def _fewer_running(full: bool) -> Iterator[WorkersCase]:
-    """Only some of the workers ever run: nobody may depend on the others."""
+    """Only some of the workers ever run: no worker may depend on the others."""
     some: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
     for running in some:
         for bounds in ((), (0, 3, 5)):
@@ -233,7 +233,7 @@ def _drained(full: bool) -> Iterator[WorkersCase]:
     for kind, w, bounds in product(get_args(Kind), (1, 2, 3), (*LAYOUTS[2], *UNREAD[2])):
         for drain in get_args(Drain)[1:]:
             yield matmul(kind, w, 2, bounds=bounds, pivot=1, k=2, drain=drain, quarantined=True)
-    # Words that are not reset: workers that never run are missed by nobody.
+    # Words that are not reset: no worker misses those that never run.
     some: tuple[tuple[int, ...], ...] = ((0,), (2,), (0, 1), (1, 2)) if full else ((1,), (0, 2))
     for running, pivot in product(some, range(2)):
         yield matmul("static", 3, 3, bounds=(0, 3, 5), pivot=pivot, running=running, drain="poison")

@@ -165,7 +165,7 @@ class Words(Model):
         if kind is ops.AwaitCount or kind is ops.AwaitTile or kind is ops.WaitForever:
             return (1,)
         if kind in ops.POLLS and past is not None:
-            return (1,)  # nobody takes the abort word back while this worker is in
+            return (1,)  # no worker resets the abort word while this worker is in
         return (0, 1) if kind in ops.WAITS or (kind in ops.POLLS and self.case.gate is not None) else (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
@@ -256,7 +256,7 @@ class Words(Model):
         if self.locals.past[m[pid]] is None:
             raise Fault(
                 "poisoned in vain",
-                f"{self.processes[pid].name} poisons tile {item.tile}, and nobody told it that the launch is over",
+                f"{self.processes[pid].name} poisons tile {item.tile}, and was not told that the launch is over",
             )
         self._hand_in(pid, op, m, nan=True)
 

@@ -1,56 +1,55 @@
 """Model 1: workers x queues x gates x expiry and drain.
 
-Every worker runs a protocol text that a backend runs, `tilestream.core.loop.work` or `work_through`, or another
-program given in its place. What its operations mean on the words they share says `tilestream_tools.verify.words`.
+Every worker runs a protocol that a backend runs, `tilestream.core.loop.work` or `work_through`, or another program
+given in its place. `tilestream_tools.verify.words` says what its operations mean on the words that workers share.
 
 Chunks arrive in any order, or never; each signal comes up with its chunk, once. The deadline may expire whenever a
-worker is blocked at a chunk that is not there: that sets the abort word, and that worker's wait is answered 0. Nobody
-but the launch's workers sets that word. What a tile reads is worked out here row by row, from the bounds alone;
+worker is blocked at a chunk that has not arrived: that sets the abort word, and the wait is answered 0. Only the
+launch's workers set that word. The model works out what a tile reads row by row, from the bounds alone;
 `Chunks.of_rows` and `Gate.needs` are what is being checked.
 
-What must hold beside what holds for all (each item once, none before its chunks, nobody stuck, counts and slots as
-they were), by `Drain`:
+Properties for all (each item once, none before its chunks, no worker stuck, counts and slots as they were), and by
+`Drain`:
 
-- *leave*: after an expiry a worker that is told so takes nothing more.
-- *poison*: after an expiry, too, each item is handed in once and each tile stored. Nobody computes who was told that
-  the launch is over, ever after; nobody poisons who was not. A split tile is NaN if one of its parts is, and only then.
-- *reset*: that, and in the end counters, exit count and abort word are 0. The abort word was reset when all others had
-  left. The signals were so too, and when each chunk had arrived: none can come up for the next launch. Or, only where
-  the launch was over, they are in quarantine.
+- *leave*: after an expiry a worker that is told so takes no further item.
+- *poison*: after an expiry, too, each item is handed in once and each tile stored. A worker that was told that the
+  launch is over computes no more; a worker that was not told poisons nothing. A split tile is NaN if and only if one of
+  its parts is.
+- *reset*: as *poison*, and in the end counters, exit count and abort word are 0. The abort word was reset after all
+  others had left. The signals were reset after all others had left and each chunk had arrived, so none can come up for
+  the next launch. Or, only if the launch was over, they are in quarantine.
 
-In arrival order, and until a worker finds its deadline passed where it waits for several queues: nobody waits, at a
-gate or for queues, while a queue has an item to take whose chunks have arrived. Only with that is "no order of arrival
-holds it up" more than "it ends"; and a gate never waits, whose item's chunks were seen.
+In arrival order, until a worker's deadline has passed in a wait for several queues: no worker waits, at a gate or for
+queues, while a queue has an item whose chunks have arrived. A gate never waits for an item whose chunks were seen.
 
-Either way, at most one item a worker is computed after an expiry. A launch whose words are reset leaves to the next
-either what it found, or signals in quarantine, which come up as they like and with nothing there
-(`WorkersCase.quarantined`). Both beginnings are explored: that is why graphs replay.
+At most one item a worker is computed after an expiry. A launch whose words are reset leaves to the next either what it
+found, or signals in quarantine, which come up at any time and mean nothing (`WorkersCase.quarantined`). Both beginnings
+are explored, so graphs may be replayed.
 
-Reductions, and why they hide nothing:
+Reductions, and why they hide no fault:
 
-- *Compute* and *Poison* are eager. Nobody else reads what they write before their worker's own Count, and what they
-  need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the same
-  reason: what it needs (visible partials) only grows. So are *Write* and *AddUp*; what comes between them, a look at
-  the count, adding to it and restoring it, is a step each.
-- *Poll* and *Wait* are delayed to the next operation of their worker, in *leave*, but for arrival order, where a
-  Ready comes next, which looks at the abort word too. They change nothing; what delaying takes away is an order in
-  which one is answered "go on", then the deadline expires, then the worker's next operation comes. That next
-  operation does not look at the abort word (else it would be a Poll or a Wait), so expiry and operation change
-  places: the worker that is blocked, and lets the deadline expire, stays blocked meanwhile. Whatever came between
-  them and depends on the expiry is a worker that was told "over", and leaves. In *poison* and *reset* it does not
-  leave: it takes, counts, counts itself out, and the other's next operation may see that. There nothing is delayed.
-  (The seeded bug "over asked too early" is one that delaying would hide.)
-- *Ready* is a step of its own. Its answers are more than a device gives, which looks at one queue after the other: any
-  queue whose chunks are there. And a deadline that has passed for one wait may not have for the next.
-- *Arrivals* are lazy: a chunk arrives only when a worker waits for it, or in arrival order for any. Arriving enables
-  that Wait (or Ready) and nothing else, and a chunk that arrives as late as it can shows every read before arrival,
-  every expiry, and every signal that is reset before it came. So are signals that come up late, out of quarantine.
-- *After an expiry* a worker that is at a Poll or a Wait goes first, alone. What it is answered depends on nobody: the
-  abort word stays set while a worker is in, or else its Reset is the fault that is found. And what the worker then does
-  up to its next operation on shared words (Poll, Take, Count, Leave) nobody can tell, but by the check of double work,
-  which asks for no order. A chunk that arrives after the expiry does so in the Wait that sees it.
-- *Local states* that no answers can tell apart are one (`Locals.minimise`); a worker that was told that the launch is
-  over stays apart from one that was not.
+- *Compute* and *Poison* are eager. No other process reads what they write before their worker's own Count, and what
+  they need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the
+  same reason (visible partials only grow), and so are *Write* and *AddUp*. Between those two, a look at the count,
+  adding to it and restoring it are steps of their own.
+- In *leave*, *Poll* and *Wait* are delayed to the next operation of their worker, but for arrival order, where a Ready
+  follows, which reads the abort word too. They change nothing. Delaying removes the orders in which one of them is
+  answered "go on", then the deadline expires, then the worker's next operation comes. That operation does not read the
+  abort word (else it would be a Poll or a Wait), so expiry and operation can change places: the blocked worker that
+  lets the deadline expire stays blocked meanwhile, and a worker in between that depends on the expiry was told "over"
+  and leaves. In *poison* and *reset* it would not leave: it takes, counts and counts itself out, and the other's next
+  operation may see that. There nothing is delayed. (Delaying would hide the seeded bug "over asked too early".)
+- *Ready* is a step of its own. Its answers are more than a device gives, which polls one queue after the other: any
+  queue whose chunks have arrived. And a deadline that has passed for one wait may not have passed for the next.
+- *Arrivals* are lazy: a chunk arrives only when a worker waits for it, or in arrival order for any. An arrival enables
+  that Wait (or Ready) and nothing else. A chunk that arrives as late as possible shows every read before arrival, every
+  expiry, and every signal that is reset before it came. The same holds for late signals out of quarantine.
+- *After an expiry* a worker at a Poll or a Wait goes first, alone. Its answer depends on no other process: the abort
+  word stays set while a worker is in, or else its Reset is the fault that is found. No other process sees what the
+  worker does up to its next operation on shared words (Poll, Take, Count, Leave), but the check of double work, which
+  depends on no order. A chunk that arrives after the expiry does so in the Wait that sees it.
+- *Local states* that no answers can tell apart are merged (`Locals.minimise`); a worker that was told that the launch
+  is over stays apart from one that was not.
 - *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks that they are.
 """
 
@@ -242,7 +241,7 @@ class WorkersModel(Words):
         return out
 
     def _check_idle(self, name: str, op: Any, m: Memory) -> None:
-        """In arrival order, while there is time: nobody waits, not even for several queues, while one has an item."""
+        """In arrival order, before the deadline: no worker waits while a queue has an item."""
         if m[self.aborted] or m[self.passed]:
             return
         queue = self.idle(m)
@@ -253,17 +252,15 @@ class WorkersModel(Words):
 
     def at_rest(self, m: Memory) -> None:
         """As `Model.at_rest`."""
-        here = [(p.name, self.locals.op[m[pid]]) for pid, p in enumerate(self.processes) if m[pid] != LEFT]
-        if here:
-            who = "; ".join(f"{name} at {self.say(op)}" for name, op in here)
+        if here := "; ".join(self.blocked(m)):
             if m[self.aborted]:
-                raise Fault("not drained", f"the launch is over, and {who}")
-            for _, op in here:
+                raise Fault("not drained", f"the launch is over, and {here}")
+            for op in (self.locals.op[m[pid]] for pid in range(len(self.processes)) if m[pid] != LEFT):
                 if type(op) in ops.WAITS and self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]:
                     return  # the chunk may come, or the deadline
                 if type(op) is Ready and op.queues:
                     return
-            raise Fault("deadlock", who)
+            raise Fault("deadlock", here)
         self.at_end(m)
 
     def at_end(self, m: Memory) -> None:

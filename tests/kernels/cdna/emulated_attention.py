@@ -14,7 +14,7 @@ from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tenso
 
 from tilestream.core import attention as rules
 from tilestream.core import integers, raster
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.cdna import attention, attention_copy
 from tilestream.kernels.cdna import attention_softmax as cdna_softmax
 from tilestream.kernels.device import varlen as attention_list
@@ -126,7 +126,7 @@ def memory(x: torch.Tensor | None, dtype: Dtype) -> Memory | None:
     return None if x is None else Memory(x.detach().double().numpy(), dtype)
 
 
-def listed(plan: AttentionPlan, x: Operands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def listed(plan: AttentionPlan, x: AttentionOperands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What `tilestream.kernels.device.varlen.list_sequences` makes."""
     p = plan.problem
     if not p.varlen:
@@ -144,7 +144,7 @@ def listed(plan: AttentionPlan, x: Operands) -> tuple[torch.Tensor | None, torch
     return torch.tensor(starts), torch.tensor(order)
 
 
-def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: Operands, late: bool) -> None:
+def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: AttentionOperands, late: bool) -> None:
     """Fill the output and the log-sum-exp of ``x`` with what the kernel's text makes of it."""
     floats = [memory(y, FLOAT16) for y in (x.q, x.k, x.v, x.out)]
     singles = [memory(y, FLOAT32) for y in (x.lse, x.sinks)]

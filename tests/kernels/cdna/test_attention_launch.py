@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon.language")
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.gpu_specs import named
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.attention_softmax import narrowed
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
@@ -36,7 +36,7 @@ def operands(columns=128):
     q, k, v = (
         torch.zeros(2, rows, heads, columns, dtype=torch.bfloat16) for rows, heads in ((300, 4), (500, 2), (500, 2))
     )
-    return Operands(q, k, v, torch.zeros_like(q), 0.25, torch.zeros(2, 4, 300))
+    return AttentionOperands(q, k, v, torch.zeros_like(q), 0.25, torch.zeros(2, 4, 300))
 
 
 class Recorder:

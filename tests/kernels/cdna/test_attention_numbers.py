@@ -17,7 +17,7 @@ from emulated_attention import AttentionMachine, run
 
 from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.core.gpu_specs import named
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
@@ -56,7 +56,7 @@ def check(
     plan = of_candidate(problem, DEVICES[arch], "cdna", found, "a test's", ())
     out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"))
     lse = torch.full(lse_shape(t), float("nan"))
-    x = Operands(t.q, t.k, t.v, out, scale, lse, *t[3:])
+    x = AttentionOperands(t.q, t.k, t.v, out, scale, lse, *t[3:])
     arguments = change(CdnaAttentionArguments(plan, layout_of(x)))
     run(plan, arguments, x, late)
     call.check(out, lse)

@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language")
 
 from tilestream.core.gpu_specs import named
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.launch.cdna.launch import GemmLaunch
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
-from tilestream.ops.gpu import _make
+from tilestream.ops.gpu import How, _make
 from tilestream.plan import plan
 from tilestream.runtime.device_workspace import Words
 
@@ -49,18 +49,18 @@ class Recorder:
 
 def test_a_plan_of_the_backend_is_launched_by_it():
     a, b, out = operands()
-    launch = _make(a, b, out, Epilogue(), "auto", 0, made(), None, None, True, 0, None)
+    launch = _make(GemmOperands(a, b, out, Epilogue()), How(), made())
     assert type(launch) is GemmLaunch
     portable = plan(256, 256, 512, dtype="bfloat16", device=named("mi300x"), layout="nt")
-    assert type(_make(a, b, out, Epilogue(), "auto", 0, portable, None, None, True, 0, None)) is PortableLaunch
+    assert type(_make(GemmOperands(a, b, out, Epilogue()), How(), portable)) is PortableLaunch
 
 
 def test_operands_that_are_no_vectors_are_refused_before_the_launch():
     a, b, out = operands()
     wide = torch.zeros(256, 520, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"a of strides \(520, 1\): .* no multiple of 16; take backend='portable'"):
-        _make(wide[:, :512], b, out, Epilogue(), "auto", 0, made(), None, None, True, 0, None)
-    assert _make(a, b, out, Epilogue(), "auto", 0, made(), None, None, True, 0, None)
+        _make(GemmOperands(wide[:, :512], b, out, Epilogue()), How(), made())
+    assert _make(GemmOperands(a, b, out, Epilogue()), How(), made())
 
 
 def test_what_it_is_launched_with(monkeypatch):
@@ -69,10 +69,10 @@ def test_what_it_is_launched_with(monkeypatch):
     a, b, out = operands()
     chosen = made(schedule="dynamic", tile=(128, 128))
     bias = torch.zeros(256, dtype=torch.bfloat16)
-    launch = _make(a, b, out, Epilogue(bias=bias), "auto", 0, chosen, None, None, True, 0, None)
+    launch = _make(GemmOperands(a, b, out, Epilogue(bias=bias)), How(), chosen)
     words = Words(torch.zeros(64, dtype=torch.int64), None, None, 7, 0)
     for _ in range(2):
-        launch.issue(0, a, b, out, Epilogue(bias=bias), words, None, None)
+        launch.issue(0, GemmOperands(a, b, out, Epilogue(bias=bias)), words, None, None)
     (grid, filled, options), (again, direct, _) = recorder.launches
     assert grid == again == (chosen.workers, 1, 1)
     assert options == {"num_warps": 4, "waves_per_eu": 2}
@@ -94,8 +94,8 @@ def test_an_output_at_an_odd_address_is_stored_an_element_at_a_time(monkeypatch)
     monkeypatch.setattr(GemmLaunch, "kernel", recorder)
     a, b, _ = operands()
     out = torch.zeros(256 * 256 + 1, dtype=torch.bfloat16)[1:].view(256, 256)
-    launch = _make(a, b, out, Epilogue(), "auto", 0, made(), None, None, True, 0, None)
-    launch.issue(0, a, b, out, Epilogue(), Words(torch.zeros(64), None, None, 0, 0), None, None)
+    launch = _make(GemmOperands(a, b, out, Epilogue()), How(), made())
+    launch.issue(0, GemmOperands(a, b, out, Epilogue()), Words(torch.zeros(64), None, None, 0, 0), None, None)
     assert dict(zip(NAMES, recorder.launches[0][1], strict=True))["GRAIN"] == 1
 
 

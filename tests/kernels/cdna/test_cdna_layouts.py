@@ -126,7 +126,7 @@ def test_an_operand_says_how_it_lies():
     assert operand(128, 64, 4096, 1, 2, "gfx950") == (4096, True, False, False, (8, 2, 8))
     assert operand(128, 64, 1, 4096, 2, "gfx950") == (4096, False, False, False, (8, 1, 16))
     assert operand(128, 64, 1, 4096, 2, "gfx942").turned, "no reads across: transposed on the way, into K-major rows"
-    assert operand(128, 64, 1, 4096, 2, "gfx942").how == (8, 1, 8)
+    assert operand(128, 64, 1, 4096, 2, "gfx942").swizzle == (8, 1, 8)
     with pytest.raises(ValueError, match="strides 4096, 2: neither is 1, and it is read in vectors"):
         operand(128, 64, 4096, 2, 2, "gfx950")
     reach = (2**31 - 16) // 2

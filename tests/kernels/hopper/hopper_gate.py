@@ -389,10 +389,10 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "k_loops": row.loops,
         "gmma": row.rows_per_loop // 64 * plan.block[2] // depth * len(arguments.widths),
         # Without fast accumulation each product is waited for; a narrow part that takes x from registers is, too.
-        "narrow": hopper.narrow(arguments.widths, 8 * size),
+        "narrow": hopper.rs_tail(arguments.widths, 8 * size),
         "in_flight": 0
         if problem.fp8 and not problem.fast_accum
-        else (len(arguments.widths) - hopper.narrow(arguments.widths, 8 * size)),
+        else (len(arguments.widths) - hopper.rs_tail(arguments.widths, 8 * size)),
         # An operand's chunks are waited for by items, and by the last worker out; each looks, and then naps and looks.
         # In arrival order, before them by who takes: that looks, and naps, in one place.
         "looks": (4 * arriving + (plan.schedule.split == "chunks"), 0),

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart, GateWords
 from tilestream.arrival.flat import Awaited
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.hopper import launch as launching
@@ -377,7 +377,7 @@ def test_a_launch_is_given_the_words_of_what_arrives(written, kind):
     launch = GemmLaunch(plan, layout())
     for epoch in (0, 5):
         rows, columns = Words(7, epoch, 11), Words(3, epoch + 1, 12)
-        launch(a, b, out, Epilogue(), Awaited(rows, columns, 2.5, "matmul"))
+        launch(GemmOperands(a, b, out, Epilogue()), Awaited(rows, columns, 2.5, "matmul"))
         call, report = written[0].calls[-1], channel(a.device)
         expected = {
             "row_signals": rows.given.words.data_ptr(), "row_quarantine": rows.given.quarantine.data_ptr(),
@@ -407,7 +407,7 @@ def launched(apart: Apart, lies="nn", **how) -> None:
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
     GemmLaunch(plan, layout(lies, m=m))(
-        a, b, out, Epilogue(alpha=3.0), Awaited(Words(8, 1, 0, apart), None, 2.5, "matmul")
+        GemmOperands(a, b, out, Epilogue(alpha=3.0)), Awaited(Words(8, 1, 0, apart), None, 2.5, "matmul")
     )
 
 
@@ -445,7 +445,7 @@ def test_columns_of_which_some_stand_apart_are_brought(written):
     apart, brought = shard_of()
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     launch = GemmLaunch(make(columns=RAGGED), layout())
-    launch(a, b, out, Epilogue(), Awaited(None, Words(3, 1, 0, apart), 2.5, "matmul"))
+    launch(GemmOperands(a, b, out, Epilogue()), Awaited(None, Words(3, 1, 0, apart), 2.5, "matmul"))
     assert brought == ["brought"]
 
 
@@ -455,7 +455,7 @@ def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), columns=RAGGED)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
     incoming = Awaited(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
-    GemmLaunch(plan, layout(m=m))(a, b, out, Epilogue(), incoming)
+    GemmLaunch(plan, layout(m=m))(GemmOperands(a, b, out, Epilogue()), incoming)
     assert (left, brought) == ([], ["brought"])
     assert written[0].arguments["APART"]
 
@@ -472,7 +472,7 @@ def test_of_several_batches_no_rows_stand_apart():
 def test_a_deadline_of_centuries_is_counted_in_64_bits(written):
     plan = make(rows=UNIFORM)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    GemmLaunch(plan, layout())(a, b, out, Epilogue(), Awaited(Words(7, 1, 0), None, 1e300, "matmul"))
+    GemmLaunch(plan, layout())(GemmOperands(a, b, out, Epilogue()), Awaited(Words(7, 1, 0), None, 1e300, "matmul"))
     assert written[0].calls[0]["allowed"] == 10**18
 
 
@@ -512,8 +512,8 @@ def test_a_launch_gives_each_argument_its_address(written, kind, swapped):
     epilogue = Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b)
     lay = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
     launch = GemmLaunch(plan, lay)
-    launch(a, b, out, epilogue)
-    launch(a, b, out, epilogue)
+    launch(GemmOperands(a, b, out, epilogue))
+    launch(GemmOperands(a, b, out, epilogue))
     (launcher,) = written
     assert launcher.grid == (plan.workers, 1, 1)
     first, second = launcher.calls
@@ -538,7 +538,7 @@ def test_a_launch_gives_each_argument_its_address(written, kind, swapped):
 def test_a_launch_of_parts_and_from_registers(written):
     plan = make(tile=(128, 224))
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N + 1)))
-    GemmLaunch(plan, layout(out=(0, N + 1, 1)))(a, b, out[:, :N], Epilogue())
+    GemmLaunch(plan, layout(out=(0, N + 1, 1)))(GemmOperands(a, b, out[:, :N], Epilogue()))
     (launcher,) = written
     (call,) = launcher.calls
     assert call["y_map"] == call["y_map_1"] == call["y_map_2"] == b.data_ptr()
@@ -550,8 +550,8 @@ def test_a_launch_with_a_probe_is_compiled_apart(written):
     plan = make()
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     launch, probe = GemmLaunch(plan, layout()), Probe(plan.workers, 50, a.device)
-    launch(a, b, out, Epilogue())
-    launch(a, b, out, Epilogue(), probe=probe)
+    launch(GemmOperands(a, b, out, Epilogue()))
+    launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
     plain, probed = written
     assert (plain.arguments["PROBE"], probed.arguments["PROBE"]) == (False, True)
     assert probed.arguments["capacity"] == 50
@@ -563,7 +563,7 @@ def test_a_launch_that_is_traced_is_compiled_apart(written):
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     launch, log = GemmLaunch(plan, layout()), SpanLog(plan, a.device)
     for probe in (None, log, None):
-        launch(a, b, out, Epilogue(), probe=probe)
+        launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
     plain, traced = written
     assert [(one.arguments["PROBE"], one.arguments["TRACE"]) for one in written] == [(False, False), (False, True)]
     assert [len(one.calls) for one in (plain, traced)] == [2, 1]
@@ -575,13 +575,13 @@ def test_a_launch_that_is_traced_is_compiled_apart(written):
 def test_few_rows_read_the_other_operand_in_larger_pieces(written, rows):
     plan = make(m=rows)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((rows, K), (K, N), (rows, N)))
-    GemmLaunch(plan, layout(m=rows))(a, b, out, Epilogue())
+    GemmLaunch(plan, layout(m=rows))(GemmOperands(a, b, out, Epilogue()))
     assert written[0].arguments["y_map"].promotion == (256 if rows <= 64 else 128)
 
 
 def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
     plan = dataclasses.replace(make(scales="row"))
-    monkeypatch.setattr(gpu, "_launches", {})
+    monkeypatch.setattr(gpu, "launch_cache", type(gpu.launch_cache)())
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
     columns, rows, bias = torch.ones(4 * N), torch.ones(4 * M), torch.zeros(4 * N, dtype=torch.bfloat16)
 
@@ -589,7 +589,7 @@ def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
         epilogue = Epilogue(
             bias=bias[at : at + N], scale_a=rows[:M, None], scale_b=columns[scale_at : scale_at + N][None], **how
         )
-        return gpu.find(a, b, out, epilogue, "auto", 0, plan)
+        return gpu.find(GemmOperands(a, b, out, epilogue), gpu.How(), plan)
 
     first = find()
     assert find() is first
@@ -625,7 +625,7 @@ def test_the_gate_compiles_what_is_launched(written, monkeypatch):
     a, b, out, residual = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N), (1, M, N)))
     bias, scale_a, scale_b = torch.zeros(N, dtype=torch.bfloat16), torch.ones(M, 1), torch.ones(1, N)
     lay = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
-    GemmLaunch(plan, lay)(a, b, out, Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b))
+    GemmLaunch(plan, lay)(GemmOperands(a, b, out, Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b)))
     theirs, _, options = written[0].kernel
     import triton
 

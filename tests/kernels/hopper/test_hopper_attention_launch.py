@@ -14,7 +14,7 @@ from tilestream.arrival.device import GateWords
 from tilestream.arrival.flat import Awaited
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
 from tilestream.kernels.portable import attention as portable_kernel
@@ -207,11 +207,19 @@ class Lists:
         #: Launches of the attention that had been made when this kernel was loaded.
         self.loaded_behind: int | None = None
 
+    #: Of a compiled kernel, which this is as well.
+    function = packed_metadata = None
+
     def __getitem__(self, grid):
-        return lambda *filled, **_: self.launches.append((grid, *filled))
+        return lambda *filled, **_: self.launches.append((grid, *filled)) or self
+
+    def run(self, *given):
+        grid, filled = given[:3], given[9:]
+        self.launches.append((grid, *filled))
 
     def warmup(self, *filled, grid, **_):
         self.loaded_behind = sum(len(launcher.calls) for launcher in Written.made)
+        return self
 
 
 @pytest.fixture
@@ -221,9 +229,6 @@ def written(monkeypatch):
     monkeypatch.setattr(attend, "warmup", lambda *filled, grid, **options: (filled, grid, options))
     lists = Lists()
     monkeypatch.setattr(portable, "list_sequences", lists)
-    monkeypatch.setattr(
-        portable, "direct", lambda kernel, grid: lambda stream, filled: lists.launches.append((grid, *filled))
-    )
     Written.made = []
     return Written.made, lists.launches
 
@@ -236,7 +241,7 @@ def bf16(*shape: int) -> torch.Tensor:
 def test_a_launch_gives_each_argument_its_address(written, kind):
     made, lists = written
     plan = make(kind, sinks=True, return_lse=True, causal=True)
-    x = Operands(bf16(B, S, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, S, H, D), 0.1,
+    x = AttentionOperands(bf16(B, S, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, S, H, D), 0.1,
                  torch.zeros(B, H, S), torch.zeros(H))  # fmt: skip
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     launch(x)
@@ -258,7 +263,8 @@ def test_a_launch_of_8_bits_gives_the_scales(written):
     plan = make(dtype="float8_e4m3fn", scaled=True, causal=True)
     e4m3 = [torch.zeros(B, S, n, D).to(torch.float8_e4m3fn) for n in (H, KV, KV)]
     scales = [torch.ones(1, n).expand(B, n) for n in (H, KV)] + [torch.ones(1, 1).expand(B, KV)]
-    x = Operands(*e4m3, bf16(B, S, H, D), 0.1, **dict(zip(("scale_q", "scale_k", "scale_v"), scales, strict=True)))
+    given = dict(zip(("scale_q", "scale_k", "scale_v"), scales, strict=True))
+    x = AttentionOperands(*e4m3, bf16(B, S, H, D), 0.1, **given)
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     launch(x)
     (launcher,) = made
@@ -274,11 +280,11 @@ def test_a_launch_of_8_bits_gives_the_scales(written):
 
 def test_a_launch_that_is_traced_is_another_kernel_with_a_log(written):
     made, _ = written
-    x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
+    x = AttentionOperands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
     plan = make()
     launch, log = HopperAttentionLaunch(plan, attention_gpu.layout_of(x)), SpanLog(plan, torch.device("cpu"))
     for probe in (None, log, log, None):
-        launch(x, log=probe)
+        launch(x, probe=probe)
     plain, traced = made
     assert [launcher.arguments["TRACE"] for launcher in made] == [False, True]
     assert len(plain.calls) == len(traced.calls) == 2
@@ -292,7 +298,7 @@ def test_a_launch_of_packed_sequences_makes_their_list_first(written):
     made, lists = written
     plan = make(varlen=True, tokens_q=900, page_size=16, pages=99, lengths=True)
     bounds, lengths, table = (torch.zeros(n, dtype=torch.int32) for n in (B + 1, B, 32))
-    x = Operands(bf16(900, H, D), bf16(99, 16, KV, D), bf16(99, 16, KV, D), bf16(900, H, D), 0.1,
+    x = AttentionOperands(bf16(900, H, D), bf16(99, 16, KV, D), bf16(99, 16, KV, D), bf16(900, H, D), 0.1,
                  cu_seqlens_q=bounds, seqlens_k=lengths, block_table=table.view(1, 32).expand(B, 32))  # fmt: skip
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     launch(x)
@@ -326,7 +332,7 @@ class Arrived:
 def test_a_launch_is_told_how_keys_arrive(written, kind, ragged):
     chunks = Chunks((0, 100, B * S)) if ragged else Chunks.uniform(B * S, 200)
     plan = make(kind, keys=Incoming(chunks))
-    x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
+    x = AttentionOperands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     for _ in range(2):
         launch(x, Awaited(Arrived(), None, 2.5, "attention"))
@@ -349,14 +355,14 @@ def test_shares_are_joined_by_a_second_launch(written, monkeypatch, kind):
     problem = AttentionProblem(B, H, KV, 5, S, D, return_lse=True, sinks=True)
     found = next(policy.candidates(problem, H100, 7, kind=kind, splits=3))
     plan = of_candidate(problem, H100, "hopper", found, "a test's", ())
-    x = Operands(bf16(B, 5, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, 5, H, D), 0.1,
+    x = AttentionOperands(bf16(B, 5, H, D), bf16(B, S, KV, D), bf16(B, S, KV, D), bf16(B, 5, H, D), 0.1,
                  torch.zeros(B, H, 5), torch.zeros(H))  # fmt: skip
     launch = HopperAttentionLaunch(plan, attention_gpu.layout_of(x))
     launch(x)
     assert merges.loaded_behind == 0, "what may wait for the host must not be on the device while code is loaded"
     (launcher,) = written[0]
     (call,) = launcher.calls
-    ((_, partials, sums, out, lse, sinks, shares, rows, *_),) = written[1]
+    ((_, partials, sums, out, lse, sinks, shares, rows, *_),) = merges.launches
     assert (out, lse, sinks) == tuple(t.data_ptr() for t in (x.out, x.lse, x.sinks))
     assert (shares, rows) == (3, B * 5 * H)
     assert call["out_map"] == partials
@@ -369,6 +375,6 @@ def test_shares_are_joined_by_a_second_launch(written, monkeypatch, kind):
 
 
 def test_the_plan_s_backend_launches():
-    x = Operands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
+    x = AttentionOperands(*(bf16(B, S, n, D) for n in (H, KV, KV, H)), 0.1)
     layout = attention_gpu.layout_of(x)
     assert isinstance(attention_gpu.launch_of(make(), layout), HopperAttentionLaunch)

@@ -15,7 +15,7 @@ from error_rule import Maths, check
 from tilestream.arrival.device import GateWords
 from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
 from tilestream.core.device import DeviceProperties
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import portable
@@ -62,7 +62,7 @@ def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, inc
         epilogue.alpha != 1, epilogue.activation,
         scale_strides(epilogue.scale_a, -2), scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
-    GemmLaunch(plan, layout)(a, b, out, epilogue, incoming, probe)
+    GemmLaunch(plan, layout)(GemmOperands(a, b, out, epilogue), incoming, probe)
 
 
 def nan_like(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestream.core.gpu_specs import named
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.portable import attention_launch
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.plan.attention_plan import of_candidate
@@ -25,7 +25,7 @@ def plan_of(shares: int, varlen: bool, dim: int):
     return of_candidate(problem, named("h100"), "hopper", found, "a test's", ())
 
 
-def operands(varlen: bool, dim: int, layout: str, sinks: bool) -> Operands:
+def operands(varlen: bool, dim: int, layout: str, sinks: bool) -> AttentionOperands:
     rows = (10,) if varlen else (2, 5)
     q = torch.zeros(*rows, H, 64, dtype=torch.float16)
     k, v = torch.zeros(2, 700, 2, 64, dtype=torch.float16), torch.zeros(2, 700, 2, dim, dtype=torch.float16)
@@ -33,7 +33,7 @@ def operands(varlen: bool, dim: int, layout: str, sinks: bool) -> Operands:
     if layout == "bhsd":
         out = torch.full((2, H, 5, dim), math.nan, dtype=torch.float16).transpose(1, 2)
     lse = torch.full((10, H) if varlen else (2, H, 5), math.nan)
-    return Operands(q, k, v, out, 0.1, lse, torch.randn(H) if sinks else None)
+    return AttentionOperands(q, k, v, out, 0.1, lse, torch.randn(H) if sinks else None)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -12,7 +12,7 @@ from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.launch.trace import SpanLog, traced
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
@@ -61,7 +61,7 @@ class Prepared:
         dtype = torch.bfloat16 if case.dtype == torch.float8_e4m3fn else case.dtype
         self.out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"), dtype=dtype)
         self.lse = torch.full(lse_shape(t), float("nan"))
-        self.operands = Operands(t.q, t.k, t.v, self.out, scale, self.lse, *t[3:])
+        self.operands = AttentionOperands(t.q, t.k, t.v, self.out, scale, self.lse, *t[3:])
         self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
 
     def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Prepared:

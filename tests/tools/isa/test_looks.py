@@ -32,7 +32,7 @@ elect.sync _|%p87, -1;
         ("@%p83 ld.global.sys.relaxed.b32 %r81, [ %rd74 + 0 ];", (0, 0)),
     ],
 )
-def test_who_looks(line, found):
+def test_polls_are_found(line, found):
     assert sass.looks(LANE + line) == found
 
 

@@ -104,7 +104,7 @@ def test_narrow_operands_take_half_the_passes():
     )
 
 
-def test_what_nobody_published():
+def test_unpublished_rates_are_refused():
     with pytest.raises(
         ValueError, match=r"matrix instruction 64x64x64_bf16 on gfx942: its passes are not in the table"
     ):

@@ -114,5 +114,5 @@ def test_barriers_of_which_no_place_can_be_told_are_not_passed_over():
         (MADE + "@%p1 mbarrier.init.shared::cta.b64 [%r84], 1;\n" + USED, [2], [1]),
     ],
 )
-def test_what_nobody_uses_is_told(ptx, sizes, idle):
+def test_unused_barriers_are_found(ptx, sizes, idle):
     assert sass.idle_barriers(ptx, sizes) == idle

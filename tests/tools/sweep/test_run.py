@@ -174,7 +174,7 @@ def test_what_is_said_of_the_device():
     assert "triton" not in said
 
 
-def test_who_is_told_what_is_left_is_compiled_for_that(monkeypatch):
+def test_a_reported_rest_of_the_device_is_compiled_for(monkeypatch):
     class Telling(Nobody):
         tells = True
 

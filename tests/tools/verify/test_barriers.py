@@ -50,7 +50,7 @@ class TestBarrier:
         with pytest.raises(Fault, match="all of its arrivals"):
             arrived(barrier, 1, 1, 1)
 
-    def test_bytes_nobody_expects_are_a_fault(self):
+    def test_unexpected_bytes_are_a_fault(self):
         with pytest.raises(Fault):
             arrived(fresh(1), 1, 0, -1)
 
@@ -104,7 +104,7 @@ class TestStages:
         assert fault.value.kind == "read before arrival"
 
     def test_mma_of_an_empty_stage(self, bench):
-        with pytest.raises(Fault, match="nobody has loaded") as fault:
+        with pytest.raises(Fault, match="nothing that was loaded") as fault:
             bench.do(Mma(0))
         assert fault.value.kind == "wrong data"
 

@@ -48,7 +48,7 @@ def leaves_copies_behind(ring, item):
     yield Copy(0, item, 0)
 
 
-def test_who_leaves_with_copies_in_flight_is_told():
+def test_leaving_with_copies_in_flight_is_a_fault():
     fault = search(SharedCase(SharedRing(), ((1, False),), leaves_copies_behind).build()).fault
     assert fault is not None
     assert fault.kind == "left too early"

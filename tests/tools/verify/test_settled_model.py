@@ -62,7 +62,7 @@ class TestNoBugs:
         assert kinds(as_it_is) == {None}
 
     def test_the_count_may_be_restored_before_the_parts_are_read_or_after(self):
-        # By who is the last: nobody looks at it any more. Slots are written again by the next launch only.
+        # The last contributor restores: no other reads it again. Slots are written again by the next launch only.
         def after(item):
             last = (yield Look(item)) == item.parts - 1
             if not last:
@@ -74,7 +74,7 @@ class TestNoBugs:
 
         assert kinds(after) == {None}
 
-    def test_who_finds_all_others_counted_may_count_all_the_same_if_it_restores_then(self):
+    def test_the_last_by_a_look_may_count_if_it_restores_then(self):
         def counts_too(item):
             if (yield Look(item)) < item.parts - 1:
                 yield Write(item)
@@ -84,7 +84,7 @@ class TestNoBugs:
 
         assert kinds(counts_too) == {None}
 
-    def test_nobody_need_look(self):
+    def test_the_look_may_be_left_out(self):
         def writes_always(item):
             yield Write(item)
             if (yield Add(item)) == item.parts - 1:

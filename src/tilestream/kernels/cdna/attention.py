@@ -32,6 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core import queues as queues_
+from tilestream.core.structs import Watch, Words, Work
 from tilestream.kernels.cdna.attention_copy import (
     VECTOR,
     copied_columns,
@@ -54,7 +55,7 @@ from tilestream.kernels.cdna.compat import (
     device,
     in_order,
     multiply_add,
-    nothing,
+    opaque_zero,
     uniform,
 )
 from tilestream.kernels.cdna.epilogue import math_layout, within
@@ -67,7 +68,7 @@ from tilestream.kernels.cdna.ring import (
     landed,
     operand,
 )
-from tilestream.kernels.device.schedule import enter, leave, take
+from tilestream.kernels.device.schedule import enter, first_cursor, leave, schedule_config, take
 from tilestream.kernels.hopper.attention_load import item_of
 from tilestream.kernels.hopper.attention_softmax import finished
 
@@ -345,15 +346,16 @@ def attend(
         worker = neighbour(worker, workers, GROUPS)
     one = tl.cast(1, tl.int32)
     zero = tl.cast(0, tl.int32)
-    enter(counters, base, worker, queues, reset, KIND == "static", False)
-    ticket, source = zero, zero
+    SCHEDULE: gl.constexpr = schedule_config(KIND, SPLIT, STEAL, ORDER)
+    work = Work(one, num_m, num_n, one, tiles, zero, zero, queues, None, group, zero, one, zero)
+    words = Words(counters, base, reset, None, zero, None, None)
+    watch = Watch(worker, workers, reset, None, None, None)
+    enter(work, words, worker, reset, KIND == "static", False)
+    cursor = first_cursor()
     found = one
     while found != 0:
-        found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
-            worker, workers, ticket, source, zero, zero, zero,
-            counters, base, queues, one, num_m, num_n, one, tiles, zero, zero, None, group, zero, one, zero,
-            None, zero, zero, KIND, SPLIT, STEAL, ORDER, False, False,
-        )  # fmt: skip
+        found, item, cursor = take(cursor, work, words, watch, SCHEDULE)
+        pm, pn = item.pm, item.pn
         (
             found, batch, first, head, _, origin, own_queries, origin_k, _, own_keys, begin, plain_begin,
             plain_end, end, until, since,
@@ -415,7 +417,7 @@ def attend(
                     )  # fmt: skip
             total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, MATH))
             # Not kept through the loops.
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()
             factor, logs = finished(top, total, sinks, head * PACK, row, scale, PACK)
             if lse is not None:
                 at = lse + at_batch * stride_lb + at_row * stride_lr + (head * PACK).to(tl.int64) * stride_lh
@@ -427,4 +429,4 @@ def attend(
                 sums, factor, at, row, last, stride_or, stride_oh, PACK, V_PARTS, V_WIDTH,
                 (V_PARTS - 1) * V_WIDTH + V[2], GRAIN, FAR_OUT, MATH,
             )  # fmt: skip
-    leave(counters, queues, reset, workers, KIND == "static")
+    leave(work, words, watch, KIND == "static")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.kernels.cdna.compat import nothing, reciprocal, settled
+from tilestream.kernels.cdna.compat import opaque_zero, reciprocal, settled
 from tilestream.kernels.device.epilogue import power_of_2
 from tilestream.kernels.hopper.attention_softmax import LOG2_E, peaks, weighed
 
@@ -46,7 +46,7 @@ def masked(
     first_query, keys, until, since = mask
     ROWS: gl.constexpr = scores.shape[0]
     BLOCK: gl.constexpr = scores.shape[1]
-    position = first_query + (gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + nothing()) // PACK
+    position = first_query + (gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()) // PACK
     key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, MATH))
     return gl.where(sees(position, key, keys, until, since, LEFT, RIGHT), scores, float("-inf"))
 

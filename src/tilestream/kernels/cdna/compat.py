@@ -84,7 +84,7 @@ def load_scalar(at):
 
 
 @gluon.jit
-def nothing():
+def opaque_zero():
     """0, of which the compiler does not know it.
 
     What is made of it is made where it stands. Else all that is the same for each item, such as the offsets of a

@@ -1,4 +1,4 @@
-"""The CDNA GEMM: persistent, in Gluon, for gfx942 and gfx950. Compiled and checked, not run: nobody here has one.
+"""The CDNA GEMM: persistent, in Gluon, for gfx942 and gfx950. Compiled and checked, never run.
 
 ::
 
@@ -16,7 +16,6 @@ What `tilestream isa` estimates of the main loop, by published rates, in bfloat1
 256x256 on gfx942 (staged), 0.59 on gfx950 (direct).
 
 ``DIRECT``: copies past the registers, ``STAGES`` of them in the ring; else through registers, and one stage.
-``FAR_X``, ``FAR_Y``: a tile's rows lie too far apart for a buffer's 32-bit offsets.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core import queues as queues_
+from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Strided, Vector, Words, Work
 from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
-from tilestream.kernels.cdna.epilogue import add_up, count_in, finish, hand_in, math_layout
+from tilestream.kernels.cdna.epilogue import count_in, math_layout, reduce_partials, store_partial, store_tile
 from tilestream.kernels.cdna.ring import (
     CELL,
     after,
@@ -44,7 +44,7 @@ from tilestream.kernels.cdna.ring import (
     operand,
     put,
 )
-from tilestream.kernels.device.items import begin, end, next_item
+from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
 
 neighbour = device(queues_.neighbour)
 
@@ -61,197 +61,193 @@ UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quaranti
 
 
 @gluon.jit
-def read(
-    x_stage, y_stage, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, X_K_MAJOR: gl.constexpr,
-    Y_K_MAJOR: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr, MATH: gl.constexpr, WIDTH: gl.constexpr,
-    LANDED: gl.constexpr,
-):  # fmt: skip
+def read(x_stage, y_stage, MATH: gl.constexpr, LANDED: gl.constexpr, C: gl.constexpr):
     """A step's operands, from its stage."""
-    x = operand(x_stage, ROWS, BLOCK_K, X_K_MAJOR, X_HOW, 0, MATH, WIDTH, LANDED)
-    y = operand(y_stage, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_HOW, 1, MATH, WIDTH, LANDED)
+    x = operand(
+        x_stage, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED, C.X_SWIZZLE, 0, MATH, C.WIDTH, LANDED
+    )  # fmt: skip
+    y = operand(
+        y_stage, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED, C.Y_SWIZZLE, 1, MATH, C.WIDTH, LANDED
+    )  # fmt: skip
     return x, y
 
 
 @gluon.jit
-def multiply_direct(
-    acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, k_end, most, x_stages, y_stages,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, LANE: gl.constexpr,
-    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr, WIDTH: gl.constexpr,
-    WARPS: gl.constexpr, FORMATS: gl.constexpr,
-):  # fmt: skip
+def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """Whole K steps [k_begin, k_end), of which ``most`` is the last that there is, by copies past the registers."""
     MATH: gl.constexpr = acc.type.layout
-    AHEAD: gl.constexpr = STAGES - 1
-    x_offsets = copy_offsets(last_x, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_HOW, LANE, WARPS)
-    y_offsets = copy_offsets(last_y, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_HOW, LANE, WARPS)
+    AHEAD: gl.constexpr = C.STAGES - 1
+    x_offsets = copy_offsets(
+        x.last, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_SWIZZLE, C.LANE, C.WARPS
+    )  # fmt: skip
+    y_offsets = copy_offsets(
+        y.last, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_SWIZZLE, C.LANE, C.WARPS
+    )  # fmt: skip
     # Each round commits as many groups, whatever the item: what waits count must not depend on it.
     for i in gl.static_range(AHEAD):
         step = gl.minimum(k_begin + i, most)
-        copy(x + step * x_step, x_offsets, x_stages, y + step * y_step, y_offsets, y_stages, i)
+        copy(x.at + step * x.step, x_offsets, x_stages, y.at + step * y.step, y_offsets, y_stages, i)
     stage = tl.cast(0, tl.int32)
     for step in range(k_begin, k_end - AHEAD):
         landed(AHEAD - 1)
-        a, b = read(
-            x_stages.index(stage), y_stages.index(stage), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_HOW, Y_HOW,
-            MATH, WIDTH, True,
-        )  # fmt: skip
+        a, b = read(x_stages.index(stage), y_stages.index(stage), MATH, True, C)
         ahead = step + AHEAD
-        copy(x + ahead * x_step, x_offsets, x_stages, y + ahead * y_step, y_offsets, y_stages, before(stage, STAGES))
-        acc = multiply_add(a, b, acc, FORMATS)
-        stage = after(stage, STAGES)
+        copy(
+            x.at + ahead * x.step, x_offsets, x_stages, y.at + ahead * y.step, y_offsets, y_stages,
+            before(stage, C.STAGES),
+        )  # fmt: skip
+        acc = multiply_add(a, b, acc, C.FORMATS)
+        stage = after(stage, C.STAGES)
     # The last ones: nothing is left to copy.
     for i in gl.static_range(AHEAD):
         landed(AHEAD - 1 - i)
         if gl.maximum(k_begin, k_end - AHEAD) + i < k_end:
-            a, b = read(
-                x_stages.index(stage), y_stages.index(stage), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_HOW,
-                Y_HOW, MATH, WIDTH, True,
-            )  # fmt: skip
-            acc = multiply_add(a, b, acc, FORMATS)
-        stage = after(stage, STAGES)
+            a, b = read(x_stages.index(stage), y_stages.index(stage), MATH, True, C)
+            acc = multiply_add(a, b, acc, C.FORMATS)
+        stage = after(stage, C.STAGES)
     # What comes next, the rest of K or the next item's copies, goes to stages that others may still be reading.
     barrier()
     return acc
 
 
 @gluon.jit
-def multiply_staged(
-    acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, k_end, most, x_stages, y_stages,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
-    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
-    X_HOW: gl.constexpr, Y_HOW: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, FAR_X: gl.constexpr,
-    FAR_Y: gl.constexpr, FORMATS: gl.constexpr,
-):  # fmt: skip
+def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
     MATH: gl.constexpr = acc.type.layout
-    VECTOR: gl.constexpr = CELL // x.dtype.element_ty.primitive_bitwidth
-    X_WORDS: gl.constexpr = in_words(x.dtype.element_ty, X_TURNED)
-    Y_WORDS: gl.constexpr = in_words(y.dtype.element_ty, Y_TURNED)
+    ELEMENT: gl.constexpr = x.at.dtype.element_ty
+    Y_ELEMENT: gl.constexpr = y.at.dtype.element_ty
+    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
+    X_WORDS: gl.constexpr = in_words(ELEMENT, C.X_TURNED)
+    Y_WORDS: gl.constexpr = in_words(Y_ELEMENT, C.Y_TURNED)
     x_offsets = fetch_offsets(
-        last_x, BLOCK_K - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X, X_WORDS
-    )
+        x.last, C.BLOCK_K - 1, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS, C.X_64BIT,
+        X_WORDS,
+    )  # fmt: skip
     y_offsets = fetch_offsets(
-        last_y, BLOCK_K - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y, Y_WORDS
-    )
+        y.last, C.BLOCK_K - 1, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS, C.Y_64BIT,
+        Y_WORDS,
+    )  # fmt: skip
     first = gl.minimum(k_begin, most)
-    x_tile = fetch(x + first * x_step, x_offsets, FAR_X, X_WORDS)
+    x_tile = fetch(x.at + first * x.step, x_offsets, C.X_64BIT, X_WORDS)
     in_order()
-    y_tile = fetch(y + first * y_step, y_offsets, FAR_Y, Y_WORDS)
+    y_tile = fetch(y.at + first * y.step, y_offsets, C.Y_64BIT, Y_WORDS)
     in_order()
     for step in range(k_begin, k_end):
         ahead = gl.minimum(step + 1, most)
-        a = fetched(x_tile, x.dtype.element_ty, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
-        put(a, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
-        x_tile = fetch(x + ahead * x_step, x_offsets, FAR_X, X_WORDS)
+        a = fetched(x_tile, ELEMENT, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
+        put(a, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, C.X_SWIZZLE)
+        x_tile = fetch(x.at + ahead * x.step, x_offsets, C.X_64BIT, X_WORDS)
         in_order()
-        b = fetched(y_tile, y.dtype.element_ty, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
-        put(b, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
-        y_tile = fetch(y + ahead * y_step, y_offsets, FAR_Y, Y_WORDS)
-        a, b = read(
-            x_stages.index(0), y_stages.index(0), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR or X_TURNED, Y_K_MAJOR or Y_TURNED,
-            X_HOW, Y_HOW, MATH, WIDTH, False,
-        )  # fmt: skip
-        acc = multiply_add(a, b, acc, FORMATS)
+        b = fetched(y_tile, Y_ELEMENT, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
+        put(b, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, C.Y_SWIZZLE)
+        y_tile = fetch(y.at + ahead * y.step, y_offsets, C.Y_64BIT, Y_WORDS)
+        a, b = read(x_stages.index(0), y_stages.index(0), MATH, False, C)
+        acc = multiply_add(a, b, acc, C.FORMATS)
     return acc
 
 
 @gluon.jit
-def multiply_rest(
-    acc, x, y, last_x, last_y, x_stride, y_stride, rest, x_stages, y_stages,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
-    X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr,
-    X_HOW: gl.constexpr, Y_HOW: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, FAR_X: gl.constexpr,
-    FAR_Y: gl.constexpr, FORMATS: gl.constexpr,
-):  # fmt: skip
-    """The ``rest`` of K that is less than a step: fetched, cut off, and multiplied as a whole one."""
+def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
+    """The ``rest`` of K behind ``whole`` steps: fetched, cut off, and multiplied as a whole step."""
     MATH: gl.constexpr = acc.type.layout
-    VECTOR: gl.constexpr = CELL // x.dtype.element_ty.primitive_bitwidth
-    X_WORDS: gl.constexpr = in_words(x.dtype.element_ty, X_TURNED)
-    Y_WORDS: gl.constexpr = in_words(y.dtype.element_ty, Y_TURNED)
+    ELEMENT: gl.constexpr = x.at.dtype.element_ty
+    Y_ELEMENT: gl.constexpr = y.at.dtype.element_ty
+    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
+    X_WORDS: gl.constexpr = in_words(ELEMENT, C.X_TURNED)
+    Y_WORDS: gl.constexpr = in_words(Y_ELEMENT, C.Y_TURNED)
+    x_at, y_at = x.at + whole * x.step, y.at + whole * y.step
     x_offsets = fetch_offsets(
-        last_x, rest - 1, x_stride, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS, FAR_X, X_WORDS
-    )
-    y_offsets = fetch_offsets(
-        last_y, rest - 1, y_stride, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS, FAR_Y, Y_WORDS
-    )
-    x_tile = fetch(x, x_offsets, FAR_X, X_WORDS)
-    y_tile = fetch(y, y_offsets, FAR_Y, Y_WORDS)
-    x_tile = fetched(x_tile, x.dtype.element_ty, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
-    y_tile = fetched(y_tile, y.dtype.element_ty, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
-    x_tile = cut_off(x_tile, rest, ROWS, BLOCK_K, X_K_MAJOR, X_TURNED, VECTOR, WARPS)
-    y_tile = cut_off(y_tile, rest, COLUMNS, BLOCK_K, Y_K_MAJOR, Y_TURNED, VECTOR, WARPS)
-    put(x_tile, x_stages.index(0), ROWS, BLOCK_K, X_TURNED, X_K_MAJOR, X_HOW)
-    put(y_tile, y_stages.index(0), COLUMNS, BLOCK_K, Y_TURNED, Y_K_MAJOR, Y_HOW)
-    a, b = read(
-        x_stages.index(0), y_stages.index(0), ROWS, COLUMNS, BLOCK_K, X_K_MAJOR or X_TURNED, Y_K_MAJOR or Y_TURNED,
-        X_HOW, Y_HOW, MATH, WIDTH, False,
+        x.last, rest - 1, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS, C.X_64BIT, X_WORDS
     )  # fmt: skip
-    return multiply_add(a, b, acc, FORMATS)
+    y_offsets = fetch_offsets(
+        y.last, rest - 1, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS, C.Y_64BIT, Y_WORDS
+    )  # fmt: skip
+    x_tile = fetch(x_at, x_offsets, C.X_64BIT, X_WORDS)
+    y_tile = fetch(y_at, y_offsets, C.Y_64BIT, Y_WORDS)
+    x_tile = fetched(x_tile, ELEMENT, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
+    y_tile = fetched(y_tile, Y_ELEMENT, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
+    x_tile = cut_off(x_tile, rest, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
+    y_tile = cut_off(y_tile, rest, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
+    put(x_tile, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, C.X_SWIZZLE)
+    put(y_tile, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, C.Y_SWIZZLE)
+    a, b = read(x_stages.index(0), y_stages.index(0), MATH, False, C)
+    return multiply_add(a, b, acc, C.FORMATS)
 
 
 @gluon.jit
-def multiply(
-    x, y, last_x, last_y, x_stride, y_stride, k_begin, k_end, k,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr,
-    LANE: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr, X_TURNED: gl.constexpr,
-    Y_TURNED: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr, MATH: gl.constexpr, WIDTH: gl.constexpr,
-    WARPS: gl.constexpr, EVEN_K: gl.constexpr, FAR_X: gl.constexpr, FAR_Y: gl.constexpr,
-    FORMATS: gl.constexpr,
-):  # fmt: skip
-    """K steps [k_begin, k_end) of a tile, in fp32.
+def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
+    """K steps [k_begin, k_end) of a tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
-    ``x`` and ``y`` are at the tile's first row and column, of which ``last_x`` and ``last_y`` more are there;
-    ``x_stride`` is the stride that is not 1. The stages are an item's own: between items their room is others'.
+    ``x`` and ``y``: `tilestream.core.structs.Strided`, at the tile's first row and column. The stages are an item's
+    own: between items their room is others'.
     """
-    HERE: gl.constexpr = STAGES if DIRECT else 1
-    x_stages = make_stages(x.dtype.element_ty, HERE, ROWS, BLOCK_K, X_K_MAJOR or X_TURNED)
-    y_stages = make_stages(y.dtype.element_ty, HERE, COLUMNS, BLOCK_K, Y_K_MAJOR or Y_TURNED)
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, MATH)
-    x_step = tl.cast(BLOCK_K, tl.int64)
-    y_step = tl.cast(BLOCK_K, tl.int64)
-    if not X_K_MAJOR:
-        x_step = x_step * x_stride
-    if not Y_K_MAJOR:
-        y_step = y_step * y_stride
-    whole = gl.minimum(k_end, k // BLOCK_K)
-    most = k // BLOCK_K - 1
-    if DIRECT:
-        acc = multiply_direct(
-            acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, whole, most, x_stages, y_stages,
-            ROWS, COLUMNS, BLOCK_K, STAGES, LANE, X_K_MAJOR, Y_K_MAJOR, X_HOW, Y_HOW, WIDTH, WARPS, FORMATS,
-        )  # fmt: skip
-    else:
-        acc = multiply_staged(
-            acc, x, y, last_x, last_y, x_stride, y_stride, x_step, y_step, k_begin, whole, most, x_stages, y_stages,
-            ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED, X_HOW, Y_HOW, WIDTH, WARPS, FAR_X, FAR_Y,
-            FORMATS,
-        )  # fmt: skip
-    if not EVEN_K:
+    STAGES: gl.constexpr = C.STAGES if C.DIRECT else 1
+    x_stages = make_stages(x.at.dtype.element_ty, STAGES, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED)
+    y_stages = make_stages(y.at.dtype.element_ty, STAGES, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED)
+    TILE: gl.constexpr = (C.BLOCK_M, C.BLOCK_N)
+    acc = gl.zeros(TILE, gl.float32, MATH)
+    whole = gl.minimum(k_end, k // C.BLOCK_K)
+    most = k // C.BLOCK_K - 1
+    MULTIPLY: gl.constexpr = multiply_direct if C.DIRECT else multiply_staged
+    acc = MULTIPLY(acc, x, y, k_begin, whole, most, x_stages, y_stages, C)
+    if not C.EVEN_K:
         if whole < k_end:
-            acc = multiply_rest(
-                acc, x + whole * x_step, y + whole * y_step, last_x, last_y, x_stride, y_stride, k - whole * BLOCK_K,
-                x_stages, y_stages, ROWS, COLUMNS, BLOCK_K, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED, X_HOW, Y_HOW,
-                WIDTH, WARPS, FAR_X, FAR_Y, FORMATS,
-            )  # fmt: skip
-            if DIRECT:
+            acc = multiply_rest(acc, x, y, whole, k - whole * C.BLOCK_K, x_stages, y_stages, C)
+            if C.DIRECT:
                 barrier()
     return acc
 
 
 @gluon.jit
-def first_row(at, batch, batch_stride, row, stride, K_MAJOR: gl.constexpr):
-    """Where a tile's rows of an operand begin."""
-    at = at + batch.to(gl.int64) * batch_stride
+def first_row(m, batch, row, K_MAJOR: gl.constexpr):
+    """Where a tile's rows of a `Matrix` begin; its ``row`` is the stride that is not 1."""
+    at = m.at + batch.to(gl.int64) * m.batch
     if K_MAJOR:
-        at = at + row.to(gl.int64) * stride
+        at = at + row.to(gl.int64) * m.row
     else:
         at = at + row
     return gl.multiple_of(at, 16)
 
 
+@gluon.jit
+def step_of(m, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
+    """Elements from one K step of a `Matrix` to the next."""
+    step = tl.cast(BLOCK_K, tl.int64)
+    if not K_MAJOR:
+        step = step * m.row
+    return step
+
+
+@gluon.jit
+def locate(x, y, batch, row, column, e, C: gl.constexpr):
+    """A tile's rows of both operands: `Strided`."""
+    x_at, y_at = first_row(x, batch, row, C.X_K_MAJOR), first_row(y, batch, column, C.Y_K_MAJOR)
+    x_last, y_last = e.rows - 1 - row, e.columns - 1 - column
+    x_step, y_step = step_of(x, C.BLOCK_K, C.X_K_MAJOR), step_of(y, C.BLOCK_K, C.Y_K_MAJOR)
+    return Strided(x_at, x_last, x.row, x_step), Strided(y_at, y_last, y.row, y_step)
+
+
+@gluon.jit
+def fixup(acc, words, item, e, row, column, MATH: gl.constexpr, C: gl.constexpr):
+    """Store a part of a tile, count it, and if it was the last to be counted finish the tile."""
+    SIZE: gl.constexpr = C.BLOCK_M * C.BLOCK_N
+    batch, part, parts, slot = item
+    store_partial(acc, words.partials + slot.to(tl.int64) * SIZE, C.BLOCK_M, C.BLOCK_N, C.STRIP, MATH)
+    if count_in(words.counts + slot - part, parts):
+        # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
+        first_slot = words.partials + (slot - part).to(tl.int64) * SIZE
+        for strip in range(C.BLOCK_N // C.STRIP):
+            store_tile(
+                reduce_partials(
+                    first_slot + strip * C.BLOCK_M * C.STRIP, parts, C.BLOCK_M, C.BLOCK_N, C.STRIP, MATH
+                ),
+                e, batch, row, column + strip * C.STRIP, C.BLOCK_M, C.STRIP, MATH, C,
+            )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def gemm(
-    x, y, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, probe,
+    x, y, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, log,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
     base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op,
     row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
@@ -259,16 +255,7 @@ def gemm(
     rows, columns, k, stride_xb, stride_x, stride_yb, stride_y, stride_ob, stride_or, stride_oc,
     stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr, stride_tb, stride_tc, alpha, beta,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, STRIP: gl.constexpr,
-    TALL: gl.constexpr,
-    DIRECT: gl.constexpr, LANE: gl.constexpr, X_K_MAJOR: gl.constexpr, Y_K_MAJOR: gl.constexpr,
-    X_TURNED: gl.constexpr, Y_TURNED: gl.constexpr, X_HOW: gl.constexpr, Y_HOW: gl.constexpr,
-    VERSION: gl.constexpr, SHAPE: gl.constexpr, ACROSS: gl.constexpr, WIDTH: gl.constexpr, FORMATS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    KIND: gl.constexpr, SPLIT: gl.constexpr, STEAL: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr,
-    EVEN_K: gl.constexpr, FAR_X: gl.constexpr, FAR_Y: gl.constexpr, FAR_OUT: gl.constexpr, GRAIN: gl.constexpr,
-    RESIDUAL_GRAIN: gl.constexpr, SCALED: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PROBE: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, a workgroup a worker.
 
@@ -277,81 +264,51 @@ def gemm(
     x, y, out, residual
         ``[batches, rows, K]``, ``[batches, columns, K]``, ``[batches, rows, columns]``. ``stride_x`` and ``stride_y``
         are the strides that are not 1.
-    FORMATS
-        A's and B's, of 8 bits on gfx950; else None.
-    GROUPS
-        XCDs: neighbouring program ids are on different ones.
-    ACROSS
-        Warps down a tile's rows, and across its columns.
+    C
+        A `tilestream.kernels.config.CdnaConfig`.
 
-    The others are those of `tilestream.kernels.portable.gemm.gemm`.
+    The others are fields of `tilestream.core.structs`, as they are grouped here. There is no arrival order.
     """
-    WARPS: gl.constexpr = ACROSS[0] * ACROSS[1]
-    MATH: gl.constexpr = math_layout(VERSION, SHAPE, ACROSS)
-    worker = gl.program_id(0)
-    workers = gl.num_programs(0)
-    if KIND == "static":
-        worker = neighbour(worker, workers, GROUPS)
-    launch = (counters, base, reset, queues, worker, workers)
-    problem = (batches, num_m, num_n, k_steps, full_tiles, shares, units)
-    raster = (table, group, first, band, first_batch)
-    row_chunking = (
-        row_signals, row_epoch, row_quarantine, row_key, row_table, row_chunks, rows_per_chunk, row_unread, rows
+    MATH: gl.constexpr = math_layout(C.VERSION, C.SHAPE, C.ACROSS)
+    worker, workers = gl.program_id(0), gl.num_programs(0)
+    if C.KIND == "static":
+        worker = neighbour(worker, workers, C.XCDS)
+    work = Work(
+        batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, table, group, first, band, first_batch
     )  # fmt: skip
-    column_chunking = (
-        column_signals, column_epoch, column_quarantine, column_key, column_table, column_chunks, columns_per_chunk,
-        column_unread, columns,
+    words = Words(counters, base, reset, log, capacity, partials, counts)
+    gate = Gate(
+        Incoming(
+            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, rows
+        ),
+        Incoming(
+            column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,
+            columns_per_chunk, column_unread, columns,
+        ),
+        None, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
-    batched = (rows_per_batch, row_tiles_per_batch)
-    channel = (records, claims, op, allowed)
-    at, waiting = begin(launch, row_chunking, column_chunking, channel, KIND, ROWS, COLUMNS)
+    epilogue = Epilogue(
+        Matrix(out, stride_ob, stride_or, stride_oc), Matrix(residual, stride_rb, stride_rr, stride_rc),
+        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),
+        alpha, beta, rows, columns, None, None,
+    )  # fmt: skip
+    x, y = Matrix(x, stride_xb, stride_x, 1), Matrix(y, stride_yb, stride_y, 1)
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
+    cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, at, waiting = next_item(
-            launch, problem, raster, row_chunking, column_chunking, batched, channel, (probe, capacity), None,
-            at, waiting, BLOCK_M, BLOCK_N, KIND, SPLIT, STEAL, ORDER, TRANSPOSED, ROWS, COLUMNS, PROBE, False,
-        )  # fmt: skip
+        found, item, progress = next_item(Progress(cursor, ready, passed), work, words, gate, watch, C)
+        cursor, ready, passed = progress
         if found != 0:
-            batch, pm, pn, k_begin, k_end, part, parts, slot, _ = item
-            over = waiting[0]
-            batch = uniform(batch)
-            k_begin = uniform(k_begin)
-            k_end = uniform(k_end)
-            part = uniform(part)
-            parts = uniform(parts)
-            slot = uniform(slot)
-            row = uniform(pm) * BLOCK_M
-            column = uniform(pn) * BLOCK_N
-            acc = gl.full([BLOCK_M, BLOCK_N], float("nan"), gl.float32, MATH)
-            if over == 0:
-                acc = multiply(
-                    first_row(x, batch, stride_xb, row, stride_x, X_K_MAJOR),
-                    first_row(y, batch, stride_yb, column, stride_y, Y_K_MAJOR),
-                    rows - 1 - row, columns - 1 - column, stride_x, stride_y, k_begin, k_end, k,
-                    BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DIRECT, LANE, X_K_MAJOR, Y_K_MAJOR, X_TURNED, Y_TURNED,
-                    X_HOW, Y_HOW, MATH, WIDTH, WARPS, EVEN_K, FAR_X, FAR_Y, FORMATS,
-                )  # fmt: skip
+            batch, k_begin, k_end = uniform(item.batch), uniform(item.k_begin), uniform(item.k_end)
+            part, parts, slot = uniform(item.part), uniform(item.parts), uniform(item.slot)
+            row, column = uniform(item.pm) * C.BLOCK_M, uniform(item.pn) * C.BLOCK_N
+            acc = gl.full([C.BLOCK_M, C.BLOCK_N], float("nan"), gl.float32, MATH)
+            if passed.over == 0:
+                x_rows, y_rows = locate(x, y, batch, row, column, epilogue, C)
+                acc = product(x_rows, y_rows, k_begin, k_end, k, MATH, C)
             if parts == 1:
-                finish(
-                    acc, batch, row, column, rows, columns, out, stride_ob, stride_or, stride_oc, bias, stride_bias,
-                    residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb, stride_sr, column_scale,
-                    stride_tb, stride_tc, alpha, beta,
-                    BLOCK_M, BLOCK_N, STRIP, TALL, MATH, FAR_OUT, GRAIN, RESIDUAL_GRAIN, SCALED, SCALES, BIAS, RESIDUAL,
-                    ACTIVATION,
-                )  # fmt: skip
-            elif KIND == "stream_k":
-                SIZE: gl.constexpr = BLOCK_M * BLOCK_N
-                hand_in(acc, partials + slot.to(gl.int64) * SIZE, BLOCK_M, BLOCK_N, STRIP, MATH)
-                if count_in(counts + slot - part, parts):
-                    # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
-                    first_slot = partials + (slot - part).to(gl.int64) * SIZE
-                    for strip in range(BLOCK_N // STRIP):
-                        finish(
-                            add_up(first_slot + strip * BLOCK_M * STRIP, parts, SIZE, BLOCK_M, STRIP, MATH),
-                            batch, row, column + strip * STRIP, rows, columns, out, stride_ob, stride_or, stride_oc,
-                            bias, stride_bias, residual, stride_rb, stride_rr, stride_rc, row_scale, stride_sb,
-                            stride_sr, column_scale, stride_tb, stride_tc, alpha, beta,
-                            BLOCK_M, STRIP, STRIP, TALL, MATH, FAR_OUT, GRAIN, RESIDUAL_GRAIN, SCALED, SCALES, BIAS,
-                            RESIDUAL, ACTIVATION,
-                        )  # fmt: skip
-    end(launch, problem, row_chunking, column_chunking, batched, channel, waiting, KIND, ROWS, COLUMNS)
+                store_tile(acc, epilogue, batch, row, column, C.BLOCK_M, C.BLOCK_N, MATH, C)
+            elif C.KIND == "stream_k":
+                fixup(acc, words, (batch, part, parts, slot), epilogue, row, column, MATH, C)
+    finish_worker(passed, work, words, gate, watch, C)

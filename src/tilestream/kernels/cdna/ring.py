@@ -66,7 +66,7 @@ from tilestream.kernels.cdna.compat import (
     elements,
     load_landed,
     load_words,
-    nothing,
+    opaque_zero,
     viewed,
     wait_for_groups,
 )
@@ -129,7 +129,7 @@ def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, B
 @gluon.jit
 def indices(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
     """The outer index of each element, and the inner one."""
-    i = gl.arange(0, OUTER, gl.SliceLayout(1, LAYOUT)) + nothing()
+    i = gl.arange(0, OUTER, gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     j = gl.arange(0, INNER, gl.SliceLayout(0, LAYOUT))
     return i, j
 

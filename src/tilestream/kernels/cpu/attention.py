@@ -25,7 +25,7 @@ import torch
 from tilestream.core.attention import diagonal, key_blocks, seen_keys
 from tilestream.core.grid import WorkItem
 from tilestream.core.integers import cdiv
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.core.raster import longest_first
 from tilestream.kernels.cpu.convert import Scratch, widened
 
@@ -128,7 +128,7 @@ def seen_by(plan: Planned, tile: Tile, block_n: int) -> Seen:
 class AttentionBody:
     """Load, math and epilogue of one call: the `kernels.cpu.launch.Body` of attention."""
 
-    def __init__(self, plan: Planned, operands: Operands, tiles: Tiles, workspace: Scratch) -> None:
+    def __init__(self, plan: Planned, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
         self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilestream.core.structs import Item, Ready
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
-from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, look
+from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, poll_signal
 from tilestream.kernels.device.schedule import (
     ITEM,
     LINE,
@@ -33,23 +34,24 @@ from tilestream.kernels.device.schedule import (
     add,
     note,
     tile_of_ticket,
+    with_noted,
 )
 
 
 @triton.jit
-def chunks_state(queue, queues, signals, epoch, queue_table):
+def chunks_state(queue, queues, coming, queue_table):
     """`ARRIVED` where all chunks of a queue have; else how the first that has not stands."""
     i = tl.load(queue_table + queues + 1 + queue)
     stop = tl.load(queue_table + queues + 2 + queue)
     state = tl.cast(ARRIVED, tl.int32)
     while (i < stop) & (state == ARRIVED):
-        state = look(signals, tl.load(queue_table + i), epoch)
+        state = poll_signal(coming, tl.load(queue_table + i))
         i += 1
     return state
 
 
 @triton.jit
-def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, clock, begin, allowed):
+def first_ready(empty, over, coming, work, words, gate, watch):
     """Wait for a queue: ``(queue, answer, waited)``, the answer -1 where the worker shall wait for none.
 
     ``waited`` is in nanoseconds. A chunk whose producer failed is as good as there: the gate says what becomes of it.
@@ -62,12 +64,12 @@ def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, c
     while queue < 0:
         first = tl.cast(-1, tl.int32)
         other = tl.cast(0, tl.int32)
-        while (other < queues) & (answer < 0):
+        while (other < work.queues) & (answer < 0):
             if ((empty >> other) & 1) == 0:
                 if first < 0:
                     first = other + 0
                 if over == 0:
-                    if chunks_state(other, queues, signals, epoch, queue_table) != PENDING:
+                    if chunks_state(other, work.queues, coming, gate.queue_table) != PENDING:
                         answer = other + 0
             other += 1
         if answer >= 0:
@@ -76,38 +78,28 @@ def first_ready(empty, queues, signals, epoch, queue_table, over, abort, base, c
             queue = first + 0
         else:
             if since == 0:
-                since = present(clock)
+                since = present(watch.clock)
             nap(pause)
             pause = tl.minimum(2 * pause, LONGEST)
-            now = latest(clock)
+            now = latest(watch.clock)
             waited = now - since
-            if is_over(abort, base) | (now - begin > allowed):
+            if is_over(words, watch) | (now - watch.begin > gate.allowed):
                 over = over * 0 + 1
     return queue, answer, waited
 
 
 @triton.jit
-def take_ready(
-    worker, queue, empty, over, signals, epoch, queue_table, abort, base, clock, begin, allowed,
-    counters, queues, batches, num_m, num_n, k_steps, tiles, table, group, first, band, first_batch,
-    probe, capacity, noted, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr, PROBE: tl.constexpr,
-):  # fmt: skip
-    """The worker's next item, a whole tile; ``found`` is 0 for STOP.
+def take_ready(progress, work, words, gate, watch, C: tl.constexpr):
+    """``(found, item, waited, cursor, ready)``: the worker's next item, a whole tile; ``found`` is 0 for STOP.
 
-    Parameters
-    ----------
-    queue, empty
-        The queue of the item before (-1: none), and the queues that this worker has found empty, as bits of 32.
-    over
-        Whether this worker was told that the launch is over: then it waits for nothing.
-    queue_table
-        See `tilestream.launch.gate.queue_table`.
-
-    Returns
-    -------
-    (found, batch, pm, pn, queue, empty, waited, noted)
-        ``waited``: nanoseconds, for whatever queue.
+    ``waited``: int64, nanoseconds, for whatever queue. Where the launch is over, the worker waits for nothing.
     """
+    queue, empty = progress.ready
+    noted, over = progress.cursor.noted, progress.passed.over
+    if C.ROW_CHUNKS != "none":
+        coming = gate.rows
+    else:
+        coming = gate.columns
     waited = tl.cast(0, tl.int64)
     found = tl.cast(0, tl.int32)
     batch = tl.cast(0, tl.int32)
@@ -115,36 +107,33 @@ def take_ready(
     pn = tl.cast(0, tl.int32)
     one = tl.cast(1, tl.int32)
     every = tl.cast(-1, tl.int32)
-    if queues < 32:
-        every = (one << queues) - 1
+    if work.queues < 32:
+        every = (one << work.queues) - 1
     looking = tl.cast(1, tl.int32)
     while looking != 0:
         if empty == every:
             looking = looking * 0
         else:
             if queue < 0:
-                queue, answer, waited = first_ready(
-                    empty, queues, signals, epoch, queue_table, over, abort, base, clock, begin, allowed
-                )
-                noted = note(probe, capacity, worker, noted, READY, answer, 0, 0, 0, 0, 0, PROBE)
-                tl.atomic_max(counters + queue * LINE, base, sem="relaxed")
-            ticket = add(counters, queue, base)
-            noted = note(probe, capacity, worker, noted, TOOK, queue, ticket, 0, 0, 0, 0, PROBE)
-            position = tl.load(queue_table + queue) + ticket
-            if position < tl.load(queue_table + queue + 1):
-                batch, pm, pn = tile_of_ticket(
-                    0, position, 1, num_m, num_n, tiles, table, group, first, band, "items", ORDER, TRANSPOSED
-                )
+                queue, answer, waited = first_ready(empty, over, coming, work, words, gate, watch)
+                noted = note(words, watch, noted, READY, (answer,), C.PROBE)
+                tl.atomic_max(words.counters + queue * LINE, words.base, sem="relaxed")
+            ticket = add(words, queue, 0)
+            noted = note(words, watch, noted, TOOK, (queue, ticket), C.PROBE)
+            position = tl.load(gate.queue_table + queue) + ticket
+            if position < tl.load(gate.queue_table + queue + 1):
+                batch, pm, pn = tile_of_ticket(0, position, work, "whole", C.ORDER, C.TRANSPOSED)
                 found = found * 0 + 1
                 looking = looking * 0
             else:
                 empty = empty | (one << queue)
                 queue = tl.cast(-1, tl.int32)
     if found != 0:
-        batch = (batch + first_batch) % batches
-        noted = note(
-            probe, capacity, worker, noted, ITEM, (batch * num_m + pm) * num_n + pn, 0, k_steps, 0, 1, -1, PROBE
-        )
+        batch = (batch + work.first_batch) % work.batches
+        tile_id = (batch * work.num_m + pm) * work.num_n + pn
+        noted = note(words, watch, noted, ITEM, (tile_id, 0, work.k_steps, 0, 1, -1), C.PROBE)
     else:
-        noted = note(probe, capacity, worker, noted, STOPPED, 0, 0, 0, 0, 0, 0, PROBE)
-    return found, batch, pm, pn, queue, empty, waited, noted
+        noted = note(words, watch, noted, STOPPED, (), C.PROBE)
+    zero = tl.cast(0, tl.int32)
+    item = Item(batch, pm, pn, zero, zero + work.k_steps, zero, zero + 1, zero - 1, zero)
+    return found, item, waited, with_noted(progress.cursor, noted), Ready(queue, empty)

@@ -22,55 +22,61 @@ halved = device(attention.halved)
 
 
 @triton.jit
-def chunk_at(row, rows_per_chunk, bounds, chunks, KEYS: tl.constexpr):
+def chunk_at(row, coming, KEYS: tl.constexpr):
     """The chunk that brings ``row``."""
     if KEYS == "uniform":
-        chunk = chunk_of(row, rows_per_chunk)
+        chunk = chunk_of(row, coming.per_chunk)
     else:
         chunk = row * 0
-        high = chunk + chunks
+        high = chunk + coming.chunks
         while high - chunk > 1:
-            chunk, high = halved(chunk, high, tl.load(bounds + (chunk + high) // 2), row)
+            chunk, high = halved(chunk, high, tl.load(coming.table + (chunk + high) // 2), row)
     return chunk
 
 
 @triton.jit
-def end_of(chunk, rows_per_chunk, bounds, KEYS: tl.constexpr):
+def end_of(chunk, coming, KEYS: tl.constexpr):
     """The row behind a chunk's last."""
     if KEYS == "uniform":
-        end = (chunk + 1) * rows_per_chunk
+        end = (chunk + 1) * coming.per_chunk
     else:
-        end = tl.load(bounds + chunk + 1)
+        end = tl.load(coming.table + chunk + 1)
     return end
 
 
 @triton.jit
-def look_at_keys(worker, epoch, quarantine, key, abort, base, records, claims, op, allowed):
-    """Whether an earlier launch left signals behind that nobody has reset: `gate.quarantined`."""
+def look_at_keys(gate, words, watch):
+    """Whether an earlier launch left signals behind that the host has not reset: `gate.quarantined`."""
     over = tl.cast(0, tl.int32)
-    if epoch == 0:
-        over = look_at_mark(over, quarantine, 0, worker, key, abort, base, records, claims, op, allowed)
+    if gate.rows.epoch == 0:
+        over = look_at_mark(over, gate.rows, 0, gate, words, watch)
     return over
 
 
 @triton.jit
-def pass_keys(
-    row, end, signals, epoch, key, rows_per_chunk, bounds, chunks, seen_low, seen_high, over,
-    abort, base, clock, begun, allowed, records, claims, op, worker, tile, pm, pn, KEYS: tl.constexpr,
-):  # fmt: skip
+def pass_keys(row, end, seen, over, named, gate, words, watch, KEYS: tl.constexpr):
     """Wait for the chunks of rows [row, end).
+
+    Parameters
+    ----------
+    seen
+        ``(low, high)``: the chunks that the worker has seen.
+    named
+        ``(tile, batch, pm, pn)``: the item, in an error record.
+    gate
+        `tilestream.core.structs.Gate`; its ``rows`` are keys, their ``table`` the first row of each chunk.
 
     Returns
     -------
     (over, ready, seen_low, seen_high)
         ``ready`` is the row up to which, from ``row`` on, everything is known to be there.
     """
+    seen_low, seen_high = seen
     ready = row
-    none = tl.cast(-1, tl.int32)
     while (ready < end) & (over == 0):
-        chunk = chunk_at(ready, rows_per_chunk, bounds, chunks, KEYS)
+        chunk = chunk_at(ready, gate.rows, KEYS)
         if (chunk < seen_low) | (chunk > seen_high):
-            state, waited = wait(signals, chunk, epoch, abort, base, clock, begun, allowed)
+            state, waited = wait(gate.rows, chunk, gate, words, watch)
             if state == ARRIVED:
                 seen_low = tl.where(chunk == seen_high + 1, seen_low, chunk)
                 seen_high = chunk
@@ -78,21 +84,13 @@ def pass_keys(
                 over = over * 0 + 1
                 if state != OVER:
                     end_launch(
-                        state, abort, base, records, claims, op, worker, 0, chunk, key, epoch, tile, none, pm, pn,
-                        waited, allowed,
+                        state, 0, chunk, gate.rows.key, gate.rows.epoch, named, waited, gate, words, watch
                     )  # fmt: skip
-        ready = tl.where(over == 0, end_of(seen_high, rows_per_chunk, bounds, KEYS), ready)
+        ready = tl.where(over == 0, end_of(seen_high, gate.rows, KEYS), ready)
     return over, ready, seen_low, seen_high
 
 
 @triton.jit
-def leave_keys(
-    counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begun, allowed,
-    records, claims, op, signals, epoch, key, quarantine, chunks,
-):  # fmt: skip
+def leave_keys(work, words, gate, watch, over):
     """After STOP: `gate.leave_gate`. The last worker out looks at every chunk: a mask may have hidden any of them."""
-    leave_gate(
-        counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begun, allowed,
-        records, claims, op, 1, 0, 0, signals, epoch, key, quarantine, None, chunks, chunks, 0,
-        None, 1, 0, None, None, 0, 0, "uniform", "none",
-    )  # fmt: skip
+    leave_gate(work, words, gate, watch, over, "uniform", "none")

@@ -25,46 +25,46 @@ COUNTERS: tl.constexpr = tl.constexpr(rules.COUNTERS)
 
 
 @triton.jit
-def copy_items(
-    source, target, table, words, signals, epoch, copiers, workers, lanes, BLOCK: tl.constexpr, VECTOR: tl.constexpr
-):  # fmt: skip
+def copy_items(copies, coming, workers, lanes, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """Take a copy item, if there is one left, and copy pieces until none is.
 
     Parameters
     ----------
-    source, target, table, words, copiers
-        See `tilestream.core.copy_items.CopyArguments`.
-    signals, epoch
-        Of the operand that is copied. Where the epoch is 0 any word but 0 says that a chunk is there.
+    copies
+        `tilestream.core.copy_items.CopyArguments`: pointers to words of ``VECTOR`` elements.
+    coming
+        `tilestream.core.structs.Incoming`, of the operand that is copied. Where its epoch is 0 any word but 0 says that
+        a chunk is there.
     lanes
-        ``0, 1, ...``, one of each element of a round.
+        int32 ``[BLOCK]``: 0, 1, ...; its layout is the caller's.
     """
-    if copiers != 0:
-        number = tl.atomic_add(words, 1, sem="relaxed")
+    if copies.copiers != 0:
+        number = tl.atomic_add(copies.words, 1, sem="relaxed")
         if number == workers - 1:
-            tl.store(words, 0)
-        if number < copiers:
-            pieces = tl.load(table)
-            per_chunk = tl.load(table + 1)
-            chunks = tl.load(table + 2)
-            pivot = tl.load(table + 3)
-            row_words = tl.load(table + 4)
-            ticket = tl.atomic_add(words + 1, 1, sem="relaxed")
+            tl.store(copies.words, 0)
+        if number < copies.copiers:
+            pieces = tl.load(copies.table)
+            per_chunk = tl.load(copies.table + 1)
+            chunks = tl.load(copies.table + 2)
+            pivot = tl.load(copies.table + 3)
+            row_words = tl.load(copies.table + 4)
+            ticket = tl.atomic_add(copies.words + 1, 1, sem="relaxed")
             while ticket < pieces:
                 chunk = piece_chunk(ticket, per_chunk, chunks, pivot)
-                first = tl.load(table + HEAD + chunk)
-                held = (tl.load(table + HEAD + chunk + 1) - first) * row_words
+                first = tl.load(copies.table + HEAD + chunk)
+                held = (tl.load(copies.table + HEAD + chunk + 1) - first) * row_words
                 part = ticket % per_chunk
                 begin = first.to(tl.int64) * row_words + part_begin(held, per_chunk, part)
                 copy_piece(
-                    source + begin * VECTOR, target + begin * VECTOR, part_size(held, per_chunk, part) * VECTOR, lanes,
+                    copies.source + begin * VECTOR, copies.target + begin * VECTOR, part_size(held, per_chunk, part) * VECTOR, lanes,
                     BLOCK,
                 )  # fmt: skip
-                if count_in(words + COUNTERS + chunk, per_chunk):
-                    tl.atomic_xchg(signals + chunk, tl.where(epoch == 0, 1, epoch), sem="release", scope="sys")
-                ticket = tl.atomic_add(words + 1, 1, sem="relaxed")
-            if ticket == pieces + copiers - 1:
-                tl.store(words + 1, 0)
+                if count_in(copies.words + COUNTERS + chunk, per_chunk):
+                    epoch = tl.where(coming.epoch == 0, 1, coming.epoch)
+                    tl.atomic_xchg(coming.signals + chunk, epoch, sem="release", scope="sys")
+                ticket = tl.atomic_add(copies.words + 1, 1, sem="relaxed")
+            if ticket == pieces + copies.copiers - 1:
+                tl.store(copies.words + 1, 0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The epilogue on the device: what happens to the accumulator of a tile, in fp32, and its store."""
+"""The epilogue on the device: what happens to the accumulator of a tile, in fp32."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """`tilestream.core.operands.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
+    """`tilestream.launch.epilogue.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
     if ACTIVATION == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "gelu":
@@ -69,75 +69,42 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def scale(
-    x, batch, rows, cols, m, n, scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, SCALES: tl.constexpr
-):
-    """``scale_a * scale_b * x``; a scale that is None is 1."""
-    if SCALES == "tensor":
-        factor = 1.0
-        if scale_a is not None:
-            factor = factor * tl.load(scale_a)
-        if scale_b is not None:
-            factor = factor * tl.load(scale_b)
-        x = x * factor
-    elif SCALES == "row":
-        # x = (x * a) * b could overflow where x * (a * b) does not, and costs as many multiplications.
-        factor = tl.full((x.shape[0], x.shape[1]), 1.0, tl.float32)
-        if scale_a is not None:
-            at = scale_a + batch.to(tl.int64) * stride_sab + rows * stride_sam
-            factor = factor * tl.load(at, mask=rows < m, other=0.0)[:, None]
-        if scale_b is not None:
-            at = scale_b + batch.to(tl.int64) * stride_sbb + cols * stride_sbn
-            factor = factor * tl.load(at, mask=cols < n, other=0.0)[None, :]
-        x = x * factor
-    return x
+def finished(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr):
+    """``activation(alpha * row_scale * column_scale * x + bias + beta * residual)``: the epilogue of every GEMM.
 
-
-@triton.jit
-def finish(
-    acc, batch, pm, first_column, m, n,
-    out, stride_ob, stride_om, stride_on, bias, stride_bias, residual, stride_rb, stride_rm, stride_rn,
-    scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, alpha, beta,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr, WIDE: tl.constexpr,
-    SCALED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """``activation(alpha * scale_a * scale_b * acc + bias + beta * residual)``, stored where the output has elements.
-
-    In strips of ``STRIP`` columns, one after the other: the addresses of a whole tile do not fit the registers beside
-    its accumulator.
+    Parameters
+    ----------
+    x
+        float32 ``[rows, columns]``: an accumulator, or a strip of it.
+    e
+        `tilestream.core.structs.Epilogue`; a scale that is None is 1.
+    region
+        `tilestream.core.structs.Region`, that of ``x``.
+    ROW, COLUMN, TILE
+        A backend's loads, ``(operand, e, region, C)``: of a `Vector` float32 ``[rows]`` and ``[columns]``, of a
+        `Matrix` float32 ``[rows, columns]``; of what lies outside the output, anything.
     """
-    if WIDTH > STRIP:
-        low, high = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
-        finish(
-            low, batch, pm, first_column, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
-            residual, stride_rb, stride_rm, stride_rn,
-            scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, alpha, beta,
-            BLOCK_M, WIDTH // 2, STRIP, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
-        )  # fmt: skip
-        finish(
-            high, batch, pm, first_column + WIDTH // 2, m, n, out, stride_ob, stride_om, stride_on, bias, stride_bias,
-            residual, stride_rb, stride_rm, stride_rn,
-            scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, alpha, beta,
-            BLOCK_M, WIDTH // 2, STRIP, WIDE, SCALED, SCALES, BIAS, RESIDUAL, ACTIVATION,
-        )  # fmt: skip
-    else:
-        rows = pm * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = first_column + tl.arange(0, WIDTH)
-        inside = (rows < m)[:, None] & (cols < n)[None, :]
-        x = acc
-        if WIDE:
-            rows = rows.to(tl.int64)
-            cols = cols.to(tl.int64)
-        x = scale(
-            x, batch, rows, cols, m, n, scale_a, stride_sab, stride_sam, scale_b, stride_sbb, stride_sbn, SCALES
-        )  # fmt: skip
-        if SCALED:
-            x = x * alpha
-        if BIAS:
-            x = x + tl.load(bias + cols * stride_bias, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-        if RESIDUAL:
-            at = residual + batch.to(tl.int64) * stride_rb + rows[:, None] * stride_rm + cols[None, :] * stride_rn
-            x = x + beta * tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        x = activate(x, ACTIVATION)
-        at = out + batch.to(tl.int64) * stride_ob + rows[:, None] * stride_om + cols[None, :] * stride_on
-        tl.store(at, x.to(out.dtype.element_ty), mask=inside)
+    if C.SCALES == "tensor":
+        factor = 1.0
+        if e.row_scale.at is not None:
+            factor = factor * tl.load(e.row_scale.at)
+        if e.column_scale.at is not None:
+            factor = factor * tl.load(e.column_scale.at)
+        x = x * factor
+    elif C.SCALES == "row":
+        # (x * r) * c could overflow where x * (r * c) does not, and costs as many multiplications.
+        factor = 1.0
+        if e.row_scale.at is not None:
+            factor = factor * ROW(e.row_scale, e, region, C)[:, None]
+        if e.column_scale.at is not None:
+            factor = factor * COLUMN(e.column_scale, e, region, C)[None, :]
+        x = x * factor
+    if C.SCALED:
+        x = x * e.alpha
+    if C.BIAS == "columns":
+        x = x + COLUMN(e.bias, e, region, C)[None, :]
+    elif C.BIAS == "rows":
+        x = x + ROW(e.bias, e, region, C)[:, None]
+    if C.RESIDUAL:
+        x = x + e.beta * TILE(e.residual, e, region, C)
+    return activate(x, C.ACTIVATION)

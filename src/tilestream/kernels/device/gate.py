@@ -30,6 +30,7 @@ import triton.language as tl
 
 from tilestream.core import chunks
 from tilestream.core import error_record as record
+from tilestream.core.structs import Passed
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.jit import device
 from tilestream.kernels.device.schedule import GATE, WAITED, count_out, note, restore
@@ -49,53 +50,54 @@ FIELDS: tl.constexpr = tl.constexpr(record.FIELDS)
 
 
 @triton.jit
-def look(signals, chunk, epoch):
-    """`PENDING`, `ARRIVED` or `FAILED`. Whoever is told that it arrived reads what was written before the signal."""
-    word = tl.atomic_add(signals + chunk, 0, sem="acquire", scope="sys")
-    here = ((epoch == 0) & (word != 0)) | ((epoch > 0) & (word >= epoch))
-    failed = (epoch > 0) & (word == -epoch)
+def poll_signal(coming, chunk):
+    """`PENDING`, `ARRIVED` or `FAILED`. A worker that is told `ARRIVED` reads what was written before the signal."""
+    word = tl.atomic_add(coming.signals + chunk, 0, sem="acquire", scope="sys")
+    here = ((coming.epoch == 0) & (word != 0)) | ((coming.epoch > 0) & (word >= coming.epoch))
+    failed = (coming.epoch > 0) & (word == -coming.epoch)
     return tl.where(here, ARRIVED, tl.where(failed, FAILED, PENDING))
 
 
 @triton.jit
-def is_over(abort, base):
+def is_over(words, watch):
     """Whether the abort word of this launch is set."""
-    return tl.atomic_add(abort, 0, sem="relaxed") > base
+    return tl.atomic_add(watch.abort, 0, sem="relaxed") > words.base
 
 
 @triton.jit
-def wait(signals, chunk, epoch, abort, base, clock, begin, allowed):
-    """Wait for one chunk; how it ended, and the nanoseconds waited."""
-    state = look(signals, chunk, epoch)
+def wait(coming, chunk, gate, words, watch):
+    """Wait for one chunk of `Incoming`: how it ended, and the nanoseconds waited (int64)."""
+    state = poll_signal(coming, chunk)
     waited = tl.cast(0, tl.int64)
     if state == PENDING:
-        first = present(clock)
+        first = present(watch.clock)
         pause = tl.cast(SHORTEST, tl.int32)
         while state == PENDING:
             nap(pause)
             pause = tl.minimum(2 * pause, LONGEST)
-            state = look(signals, chunk, epoch)
+            state = poll_signal(coming, chunk)
             if state == PENDING:
-                if is_over(abort, base):
+                if is_over(words, watch):
                     state = tl.cast(OVER, tl.int32)
-                elif latest(clock) - begin > allowed:
+                elif latest(watch.clock) - watch.begin > gate.allowed:
                     state = tl.cast(EXPIRED, tl.int32)
-        waited = present(clock) - first
+        waited = present(watch.clock) - first
     return state, waited
 
 
 @triton.jit
-def end_launch(
-    state, abort, base, records, claims, op, worker, operand, chunk, key, epoch, tile, batch, pm, pn,
-    waited, allowed,
-):  # fmt: skip
-    """Set the abort word. Whoever was the first to set it writes the record: `tilestream.core.error_record`."""
-    if tl.atomic_max(abort, base + 1, sem="relaxed") <= base:
-        number = tl.atomic_add(claims, 1, sem="relaxed")
-        at = records + (number % RECORDS) * FIELDS
+def end_launch(state, operand, chunk, key, epoch, named, waited, gate, words, watch):
+    """Set the abort word. The first worker to set it writes the record: `tilestream.core.error_record`.
+
+    ``named``: tile, batch, pm, pn; -1 for what is not to be named.
+    """
+    tile, batch, pm, pn = named
+    if tl.atomic_max(watch.abort, words.base + 1, sem="relaxed") <= words.base:
+        number = tl.atomic_add(gate.claims, 1, sem="relaxed")
+        at = gate.records + (number % RECORDS) * FIELDS
         tl.store(at + 1, state)
-        tl.store(at + 2, op)
-        tl.store(at + 3, worker)
+        tl.store(at + 2, gate.op)
+        tl.store(at + 3, watch.worker)
         tl.store(at + 4, operand)
         tl.store(at + 5, chunk)
         tl.store(at + 6, key)
@@ -105,34 +107,39 @@ def end_launch(
         tl.store(at + 10, pm)
         tl.store(at + 11, pn)
         tl.store(at + 12, waited)
-        tl.store(at + 13, allowed)
+        tl.store(at + 13, gate.allowed)
         tl.debug_barrier()
         tl.atomic_xchg(at, number + 1, sem="release", scope="sys")
 
 
 @triton.jit
-def pass_operand(
-    row, end, tile, signals, epoch, rows_per_chunk, table, low, high, abort, base, clock, begin, allowed,
-    probe, capacity, worker, noted, operand, CHUNKS: tl.constexpr, PROBE: tl.constexpr,
-):  # fmt: skip
-    """Wait for the chunks of rows [row, end), which row tile ``tile`` reads.
+def pass_operand(rows, seen, coming, gate, words, watch, noted, OPERAND: tl.constexpr, C: tl.constexpr):
+    """Wait for the chunks that one operand's part of an item reads.
 
-    ``low`` to ``high`` are the chunks of the item before, which need no second look.
+    Parameters
+    ----------
+    rows
+        ``(row, end, tile)``: rows [row, end) of the operand, and the row tile that they are.
+    seen
+        ``(low, high)``: the chunks of the item before, which need no second look.
 
     Returns
     -------
     (state, chunk, waited, low, high, noted)
     """
+    row, end, tile = rows
+    low, high = seen
+    CHUNKS: tl.constexpr = C.COLUMN_CHUNKS if OPERAND else C.ROW_CHUNKS
     if CHUNKS == "uniform":
-        i = chunk_of(row, rows_per_chunk)
-        stop = chunk_of(end - 1, rows_per_chunk) + 1
+        i = chunk_of(row, coming.per_chunk)
+        stop = chunk_of(end - 1, coming.per_chunk) + 1
         first = i
         last = stop - 1
     else:
-        i = tl.load(table + tile)
-        stop = tl.load(table + tile + 1)
-        first = tl.load(table + i)
-        last = tl.load(table + stop - 1)
+        i = tl.load(coming.table + tile)
+        stop = tl.load(coming.table + tile + 1)
+        first = tl.load(coming.table + i)
+        last = tl.load(coming.table + stop - 1)
     state = tl.cast(ARRIVED, tl.int32)
     waited = tl.cast(0, tl.int64)
     # Not `i`: Triton's compiler takes a loop's variable that is set to what it began with for one that never changes.
@@ -140,160 +147,136 @@ def pass_operand(
     while (i < stop) & (state == ARRIVED):
         chunk = i
         if CHUNKS == "ragged":
-            chunk = tl.load(table + i)
+            chunk = tl.load(coming.table + i)
         if (chunk < low) | (chunk > high):
-            state, waited = wait(signals, chunk, epoch, abort, base, clock, begin, allowed)
-            noted = note(probe, capacity, worker, noted, WAITED, operand, chunk, state, 0, 0, 0, PROBE)
+            state, waited = wait(coming, chunk, gate, words, watch)
+            noted = note(words, watch, noted, WAITED, (OPERAND, chunk, state), C.PROBE)
         i += 1
     return state, chunk, waited, first, last, noted
 
 
 @triton.jit
-def pass_gate(
-    over, worker, batch, pm, pn, tile, batch_named, row_low, row_high, column_low, column_high,
-    row_signals, row_epoch, row_key, rows_per_chunk, row_table, rows_per_batch, row_tiles_per_batch,
-    column_signals, column_epoch, column_key, columns_per_chunk, column_table,
-    m, n, abort, base, clock, begin, allowed, records, claims, op, probe, capacity, noted,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROBE: tl.constexpr,
-    before=0,
-):  # fmt: skip
-    """Wait for what an item reads: ``(over, row_low, row_high, column_low, column_high, noted)``.
+def pass_gate(item, passed, work, words, gate, watch, noted, before, C: tl.constexpr):
+    """Wait for what an item reads: ``(passed, noted)``.
 
     ``before``: the nanoseconds that the worker had waited when it took the item; a record counts them in.
     """
+    over, row_low, row_high, column_low, column_high = passed
+    batch, pm, pn = item.batch, item.pm, item.pn
+    tile = (batch * work.num_m + pm) * work.num_n + pn
+    named = (tile, tl.where(work.batches > 1, batch, -1), pm, pn)
     if over == 0:
-        over = is_over(abort, base).to(tl.int32)
-    if ROWS != "none":
+        over = is_over(words, watch).to(tl.int32)
+    if C.ROW_CHUNKS != "none":
         if over == 0:
-            offset = batch * rows_per_batch
+            offset = batch * gate.rows_per_batch
+            begin = offset + pm * C.BLOCK_M
+            end = offset + tl.minimum(gate.rows.extent, pm * C.BLOCK_M + C.BLOCK_M)
+            rows = (begin, end, batch * gate.tiles_per_batch + pm)
             state, chunk, waited, row_low, row_high, noted = pass_operand(
-                offset + pm * BLOCK_M, offset + tl.minimum(m, pm * BLOCK_M + BLOCK_M), batch * row_tiles_per_batch + pm,
-                row_signals, row_epoch, rows_per_chunk, row_table, row_low, row_high, abort, base, clock, begin,
-                allowed, probe, capacity, worker, noted, 0, ROWS, PROBE,
-            )  # fmt: skip
-            if state != ARRIVED:
-                over = tl.cast(1, tl.int32)
-                if state != OVER:
-                    end_launch(
-                        state, abort, base, records, claims, op, worker, 0, chunk, row_key, row_epoch,
-                        tile, batch_named, pm, pn, waited + before, allowed,
-                    )  # fmt: skip
-    if COLUMNS != "none":
-        if over == 0:
-            state, chunk, waited, column_low, column_high, noted = pass_operand(
-                pn * BLOCK_N, tl.minimum(n, pn * BLOCK_N + BLOCK_N), pn, column_signals, column_epoch,
-                columns_per_chunk, column_table, column_low, column_high, abort, base, clock, begin, allowed,
-                probe, capacity, worker, noted, 1, COLUMNS, PROBE,
-            )  # fmt: skip
-            if state != ARRIVED:
-                over = tl.cast(1, tl.int32)
-                if state != OVER:
-                    end_launch(
-                        state, abort, base, records, claims, op, worker, 1, chunk, column_key, column_epoch,
-                        tile, batch_named, pm, pn, waited + before, allowed,
-                    )  # fmt: skip
-    noted = note(probe, capacity, worker, noted, GATE, over, 0, 0, 0, 0, 0, PROBE)
-    return over, row_low, row_high, column_low, column_high, noted
-
-
-@triton.jit
-def quarantined(
-    worker, row_epoch, row_quarantine, row_key, column_epoch, column_quarantine, column_key,
-    abort, base, records, claims, op, allowed, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Whether an earlier launch left signals behind that nobody has reset; then this one is over, and says so."""
-    over = tl.cast(0, tl.int32)
-    if ROWS != "none":
-        if row_epoch == 0:
-            over = look_at_mark(over, row_quarantine, 0, worker, row_key, abort, base, records, claims, op, allowed)
-    if COLUMNS != "none":
-        if column_epoch == 0:
-            over = look_at_mark(
-                over, column_quarantine, 1, worker, column_key, abort, base, records, claims, op, allowed
+                rows, (row_low, row_high), gate.rows, gate, words, watch, noted, 0, C
             )
-    return over
+            if state != ARRIVED:
+                over = tl.cast(1, tl.int32)
+                if state != OVER:
+                    end_launch(
+                        state, 0, chunk, gate.rows.key, gate.rows.epoch, named, waited + before, gate, words, watch
+                    )
+    if C.COLUMN_CHUNKS != "none":
+        if over == 0:
+            columns = (pn * C.BLOCK_N, tl.minimum(gate.columns.extent, pn * C.BLOCK_N + C.BLOCK_N), pn)
+            state, chunk, waited, column_low, column_high, noted = pass_operand(
+                columns, (column_low, column_high), gate.columns, gate, words, watch, noted, 1, C
+            )
+            if state != ARRIVED:
+                over = tl.cast(1, tl.int32)
+                if state != OVER:
+                    end_launch(
+                        state, 1, chunk, gate.columns.key, gate.columns.epoch, named, waited + before, gate, words,
+                        watch,
+                    )  # fmt: skip
+    noted = note(words, watch, noted, GATE, (over,), C.PROBE)
+    return Passed(over, row_low, row_high, column_low, column_high), noted
 
 
 @triton.jit
-def look_at_mark(over, quarantine, operand, worker, key, abort, base, records, claims, op, allowed):
+def look_at_mark(over, coming, operand, gate, words, watch):
     """Whether the launch is over, now that an operand's mark was looked at."""
     none = tl.cast(-1, tl.int32)
-    if tl.atomic_add(quarantine, 0, sem="relaxed") != 0:
+    if tl.atomic_add(coming.quarantine, 0, sem="relaxed") != 0:
         over = over * 0 + 1
         end_launch(
-            QUARANTINED, abort, base, records, claims, op, worker, operand, none, key, none,
-            none, none, none, none, none, allowed,
+            QUARANTINED, operand, none, coming.key, none, (none, none, none, none), none, gate, words, watch
         )  # fmt: skip
     return over
 
 
 @triton.jit
-def see_rest(
-    over, operand, worker, signals, epoch, key, table, tiles, unread, abort, base, clock, begin, allowed,
-    records, claims, op, CHUNKS: tl.constexpr,
-):  # fmt: skip
+def quarantined(gate, words, watch, C: tl.constexpr):
+    """Whether an earlier launch left signals behind that the host has not reset; then this one is over, and says so."""
+    over = tl.cast(0, tl.int32)
+    if C.ROW_CHUNKS != "none":
+        if gate.rows.epoch == 0:
+            over = look_at_mark(over, gate.rows, 0, gate, words, watch)
+    if C.COLUMN_CHUNKS != "none":
+        if gate.columns.epoch == 0:
+            over = look_at_mark(over, gate.columns, 1, gate, words, watch)
+    return over
+
+
+@triton.jit
+def see_rest(over, operand, coming, tiles, gate, words, watch, CHUNKS: tl.constexpr):
     """Wait for the chunks that no tile reads, those without rows; whether the launch is over.
 
     Only then may the signals be zeroed: one that comes later would count for the next call (invariant 4).
     """
     i = tl.cast(0, tl.int32)
-    while (i < unread) & (over == 0):
+    while (i < coming.unread) & (over == 0):
         chunk = i
         if CHUNKS == "ragged":
-            chunk = tl.load(table + tl.load(table + tiles) + i)
-        state, waited = wait(signals, chunk, epoch, abort, base, clock, begin, allowed)
+            chunk = tl.load(coming.table + tl.load(coming.table + tiles) + i)
+        state, waited = wait(coming, chunk, gate, words, watch)
         if state != ARRIVED:
             over = over * 0 + 1
             if state != OVER:
                 end_launch(
-                    state, abort, base, records, claims, op, worker, operand, chunk, key, epoch,
-                    -1, -1, -1, -1, waited, allowed,
-                )  # fmt: skip
+                    state, operand, chunk, coming.key, coming.epoch, (-1, -1, -1, -1), waited, gate, words, watch
+                )
         i += 1
     return over
 
 
 @triton.jit
-def clear(over, epoch, signals, chunks, quarantine):
+def clear(over, coming):
     """Zero the signals, or put them under quarantine."""
-    if epoch == 0:
+    if coming.epoch == 0:
         if over == 0:
-            for chunk in range(chunks):
-                tl.store(signals + chunk, 0)
+            for chunk in range(coming.chunks):
+                tl.store(coming.signals + chunk, 0)
         else:
-            tl.store(quarantine, 1)
+            tl.store(coming.quarantine, 1)
 
 
 @triton.jit
-def leave_gate(
-    counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begin, allowed, records, claims, op,
-    batches, num_m, num_n, row_signals, row_epoch, row_key, row_quarantine, row_table, row_chunks, row_unread,
-    row_tiles_per_batch, column_signals, column_epoch, column_key, column_quarantine, column_table, column_chunks,
-    column_unread, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def leave_gate(work, words, gate, watch, over, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """After STOP: the last worker out zeroes the signals whose epoch is 0, and a captured launch's own words.
 
-    Signals only once all were seen. Else they stay as they are, under quarantine.
+    Signals only once all were seen. Else they stay as they are, under quarantine. ``ROWS``, ``COLUMNS``: how operands
+    arrive.
     """
-    if counts_out != 0:
-        if count_out(counters, queues, base, workers):
-            over = is_over(abort, base).to(tl.int32)
+    if watch.leaves != 0:
+        if count_out(work, words, words.base, watch.workers):
+            over = is_over(words, watch).to(tl.int32)
             if ROWS != "none":
-                if row_epoch == 0:
-                    over = see_rest(
-                        over, 0, worker, row_signals, row_epoch, row_key, row_table,
-                        tl.maximum(num_m, batches * row_tiles_per_batch), row_unread,
-                        abort, base, clock, begin, allowed, records, claims, op, ROWS,
-                    )  # fmt: skip
+                if gate.rows.epoch == 0:
+                    tiles = tl.maximum(work.num_m, work.batches * gate.tiles_per_batch)
+                    over = see_rest(over, 0, gate.rows, tiles, gate, words, watch, ROWS)
             if COLUMNS != "none":
-                if column_epoch == 0:
-                    over = see_rest(
-                        over, 1, worker, column_signals, column_epoch, column_key, column_table, num_n, column_unread,
-                        abort, base, clock, begin, allowed, records, claims, op, COLUMNS,
-                    )  # fmt: skip
+                if gate.columns.epoch == 0:
+                    over = see_rest(over, 1, gate.columns, work.num_n, gate, words, watch, COLUMNS)
             if ROWS != "none":
-                clear(over, row_epoch, row_signals, row_chunks, row_quarantine)
+                clear(over, gate.rows)
             if COLUMNS != "none":
-                clear(over, column_epoch, column_signals, column_chunks, column_quarantine)
-            if reset != 0:
-                restore(counters, queues, True)
+                clear(over, gate.columns)
+            if words.reset != 0:
+                restore(work, words, True)

@@ -14,7 +14,17 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from tilestream.kernels.device.jit import INTERPRETED
-from tilestream.kernels.device.schedule import LINE, PEEKED, RECORD, left, look, queue_size, rank, ranked
+from tilestream.kernels.device.schedule import (
+    LINE,
+    PEEKED,
+    RECORD,
+    home_queue,
+    left,
+    pick_victim,
+    queue_size,
+    rank,
+    ranked,
+)
 
 #: Counters that are read at once: in a warp that loads, more of them spill what it keeps.
 AT_ONCE: tl.constexpr = tl.constexpr(64)
@@ -27,11 +37,8 @@ def part_sizes(total, parts, part):
 
 
 @triton.jit
-def look_by_lanes(
-    lane, counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
-    SPLIT: tl.constexpr, PROBE: tl.constexpr,
-):  # fmt: skip
-    """`tilestream.kernels.device.schedule.look`, which waits a few times, not once for each queue.
+def pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
+    """`tilestream.kernels.device.schedule.pick_victim`, which waits a few times, not once for each queue.
 
     In no order: a counter only rises, so a queue that is seen empty is empty, whenever that was; and how full the
     others are is a hint. Of the counters only the best victim's is raised to the launch's base.
@@ -39,58 +46,46 @@ def look_by_lanes(
     Parameters
     ----------
     lane
-        0 to `AT_ONCE` - 1, a vector: its layout is the caller's.
+        int32 ``[AT_ONCE]``: 0, 1, ...; its layout is the caller's.
     """
+    home = home_queue(watch.worker, work.queues)
     best = tl.cast(0, tl.int32)
-    for first in range(0, queues, AT_ONCE):
+    for first in range(0, work.queues, AT_ONCE):
         queue = first + lane
-        seen = (queue < queues) & (queue != home)
-        count = tl.load(counters + queue * LINE, mask=seen, other=0, volatile=True)
-        taken = (tl.maximum(count, base) - base).to(tl.int32)
-        rest = left(queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT, part_sizes), taken)
+        seen = (queue < work.queues) & (queue != home)
+        count = tl.load(words.counters + queue * LINE, mask=seen, other=0, volatile=True)
+        taken = (tl.maximum(count, words.base) - words.base).to(tl.int32)
+        rest = left(queue_size(queue, work, tickets, SPLIT, part_sizes), taken)
         best = tl.maximum(best, tl.max(tl.where(seen, rank(rest, queue, home), 0), 0))
         if PROBE:
             place = noted + queue - (queue > home)
-            at = probe + (worker.to(tl.int64) * capacity + place) * RECORD
-            seen = seen & (place < capacity)
+            at = words.log + (watch.worker.to(tl.int64) * words.capacity + place) * RECORD
+            seen = seen & (place < words.capacity)
             tl.store(at, queue * 0 + PEEKED, mask=seen)
             tl.store(at + 1, queue, mask=seen)
             tl.store(at + 2, taken, mask=seen)
     if PROBE:
-        noted = noted + queues - 1
+        noted = noted + work.queues - 1
     victim, some = ranked(best, home)
     if some != 0:
-        tl.atomic_max(counters + victim * LINE, base, sem="relaxed")
+        tl.atomic_max(words.counters + victim * LINE, words.base, sem="relaxed")
     return best, noted
 
 
 @triton.jit
-def _look_at_once(
-    counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
-    SPLIT: tl.constexpr, PROBE: tl.constexpr,
-):  # fmt: skip
-    """`look_by_lanes`, of a block."""
-    return look_by_lanes(
-        tl.arange(0, AT_ONCE), counters, base, worker, home, queues, batch, num_m, num_n, tickets,
-        probe, capacity, noted, SPLIT, PROBE,
-    )  # fmt: skip
+def _pick_at_once(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
+    """`pick_victim_simd`, of a block."""
+    return pick_victim_simd(tl.arange(0, AT_ONCE), work, words, watch, tickets, noted, SPLIT, PROBE)
 
 
 @triton.jit
-def _look_on_device(
-    counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
-    SPLIT: tl.constexpr, PROBE: tl.constexpr,
-):  # fmt: skip
+def _pick_on_device(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
     """At once where all threads are then told one answer, and with a probe the one that is written down."""
     if is_cuda() and not PROBE:
-        best, noted = _look_at_once(
-            counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
-        )
+        best, noted = _pick_at_once(work, words, watch, tickets, noted, SPLIT, PROBE)
     else:
-        best, noted = look(
-            counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
-        )
+        best, noted = pick_victim(work, words, watch, tickets, noted, SPLIT, PROBE)
     return best, noted
 
 
-look_at_many = _look_at_once if INTERPRETED else _look_on_device
+pick_victim_of_block = _pick_at_once if INTERPRETED else _pick_on_device

@@ -24,8 +24,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import constexpr_function
 
 from tilestream.core import integers, queues, raster, stream_k
+from tilestream.core.structs import Cursor, Item
+from tilestream.kernels.config import ScheduleConfig
 from tilestream.kernels.device.jit import device
 
 cdiv = device(integers.cdiv)
@@ -59,22 +62,29 @@ GATE: tl.constexpr = tl.constexpr(5)
 READY: tl.constexpr = tl.constexpr(6)
 
 
+@constexpr_function
+def schedule_config(kind, split, steal, order):
+    """`tilestream.kernels.config.ScheduleConfig`, made in a kernel."""
+    return ScheduleConfig(kind, split, steal, order)
+
+
 # The probe -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def note(probe, capacity, worker, noted, kind, x0, x1, x2, x3, x4, x5, PROBE: tl.constexpr):
-    """Append a record to this worker's log; how many it has now. Nothing at all where PROBE is off."""
+def note(words, watch, noted, kind, values, PROBE: tl.constexpr):
+    """Append a record to this worker's log; how many it has now. No code where PROBE is off.
+
+    ``values``: a tuple of at most 6.
+    """
     if PROBE:
-        if noted < capacity:
-            at = probe + (worker.to(tl.int64) * capacity + noted) * RECORD
+        if noted < words.capacity:
+            at = words.log + (watch.worker.to(tl.int64) * words.capacity + noted) * RECORD
             tl.store(at, kind)
-            tl.store(at + 1, x0)
-            tl.store(at + 2, x1)
-            tl.store(at + 3, x2)
-            tl.store(at + 4, x3)
-            tl.store(at + 5, x4)
-            tl.store(at + 6, x5)
+            for i in tl.static_range(len(values)):
+                tl.store(at + 1 + i, values[i])
+            for i in tl.static_range(len(values), 6):
+                tl.store(at + 1 + i, 0)
         noted = noted + 1
     return noted
 
@@ -83,41 +93,40 @@ def note(probe, capacity, worker, noted, kind, x0, x1, x2, x3, x4, x5, PROBE: tl
 
 
 @triton.jit
-def add(counters, queue, base, asked=0):
-    """Draw a ticket. The counter is at least ``base``: see the module. ``asked``: of no account, see `take`."""
-    return (tl.atomic_add(counters + queue * LINE, 1, sem="relaxed") - base).to(tl.int32)
+def add(words, queue, asked):
+    """Draw a ticket. The counter is at least ``base``: see the module. ``asked`` is for the other way: see `take`."""
+    return (tl.atomic_add(words.counters + queue * LINE, 1, sem="relaxed") - words.base).to(tl.int32)
 
 
 @triton.jit
-def peek(counters, queue, base):
+def peek(words, queue):
     """Tickets handed out so far; afterwards the counter is at least ``base``."""
-    return (tl.maximum(tl.atomic_max(counters + queue * LINE, base, sem="relaxed"), base) - base).to(tl.int32)
+    count = tl.atomic_max(words.counters + queue * LINE, words.base, sem="relaxed")
+    return (tl.maximum(count, words.base) - words.base).to(tl.int32)
 
 
 @triton.jit
-def queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT: tl.constexpr, PART_SIZE: tl.constexpr = part_size):
+def queue_size(queue, work, tickets, SPLIT: tl.constexpr, PART_SIZE: tl.constexpr = part_size):
     """`Schedule.queue_size`; ``tickets`` are those of all queues where positions are split."""
     if SPLIT == "columns":
-        size = batch * num_m * PART_SIZE(num_n, queues, queue)
+        size = work.batches * work.num_m * PART_SIZE(work.num_n, work.queues, queue)
     elif SPLIT == "rows":
-        size = batch * PART_SIZE(num_m, queues, queue) * num_n
+        size = work.batches * PART_SIZE(work.num_m, work.queues, queue) * work.num_n
     else:
-        size = PART_SIZE(tickets, queues, queue)
+        size = PART_SIZE(tickets, work.queues, queue)
     return size
 
 
 @triton.jit
-def look(
-    counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted,
-    SPLIT: tl.constexpr, PROBE: tl.constexpr,
-):  # fmt: skip
+def pick_victim(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
     """``(best, noted)``: the rank of the best victim. Reads every counter but the worker's own, one after the other."""
+    home = home_queue(watch.worker, work.queues)
     best = tl.cast(0, tl.int32)
-    for other in range(queues):
+    for other in range(work.queues):
         if other != home:
-            taken = peek(counters, other, base)
-            noted = note(probe, capacity, worker, noted, PEEKED, other, taken, 0, 0, 0, 0, PROBE)
-            rest = left(queue_size(other, queues, batch, num_m, num_n, tickets, SPLIT), taken)
+            taken = peek(words, other)
+            noted = note(words, watch, noted, PEEKED, (other, taken), PROBE)
+            rest = left(queue_size(other, work, tickets, SPLIT), taken)
             best = tl.maximum(best, rank(rest, other, home))
     return best, noted
 
@@ -130,65 +139,63 @@ def source_queue(source, home):
 
 @triton.jit
 def draw(
-    counters, base, worker, source, queues, batch, num_m, num_n, tickets, asked,
-    probe, capacity, noted, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr, ADD: tl.constexpr,
-    LOOK: tl.constexpr,
+    cursor, work, words, watch, tickets, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr,
+    ADD: tl.constexpr, PICK: tl.constexpr,
 ):  # fmt: skip
     """``(found, queue, ticket, source, noted)``: a ticket from where the worker takes, then from the fullest."""
-    home = home_queue(worker, queues)
+    source, noted = cursor.source, cursor.noted
+    home = home_queue(watch.worker, work.queues)
     queue = home
     if STEAL:
         queue = source_queue(source, home)
     ticket = tl.cast(0, tl.int32)
     found = tl.cast(0, tl.int32)
-    if source <= queues:
-        ticket = ADD(counters, queue, base, asked)
-        noted = note(probe, capacity, worker, noted, TOOK, queue, ticket, 0, 0, 0, 0, PROBE)
-        found = (ticket < queue_size(queue, queues, batch, num_m, num_n, tickets, SPLIT)).to(tl.int32)
+    if source <= work.queues:
+        ticket = ADD(words, queue, cursor.asked)
+        noted = note(words, watch, noted, TOOK, (queue, ticket), PROBE)
+        found = (ticket < queue_size(queue, work, tickets, SPLIT)).to(tl.int32)
     if STEAL:
         looking = 1 - found
         while looking != 0:
-            best, noted = LOOK(
-                counters, base, worker, home, queues, batch, num_m, num_n, tickets, probe, capacity, noted, SPLIT, PROBE
-            )
+            best, noted = PICK(work, words, watch, tickets, noted, SPLIT, PROBE)
             victim, some = ranked(best, home)
             looking = looking * some
             if looking != 0:
-                ticket = add(counters, victim, base)
-                noted = note(probe, capacity, worker, noted, TOOK, victim, ticket, 0, 0, 0, 0, PROBE)
-                if ticket < queue_size(victim, queues, batch, num_m, num_n, tickets, SPLIT):
+                ticket = add(words, victim, 0)
+                noted = note(words, watch, noted, TOOK, (victim, ticket), PROBE)
+                if ticket < queue_size(victim, work, tickets, SPLIT):
                     found = found * 0 + 1
                     queue = victim
                     source = victim + 1
                     looking = looking * 0
     if found == 0:
-        source = queues + 1
+        source = work.queues + 1
     return found, queue, ticket, source, noted
 
 
 @triton.jit
-def enter(counters, base, worker, queues, counts_out, STATIC: tl.constexpr, GATED: tl.constexpr):
+def enter(work, words, worker, leaves, STATIC: tl.constexpr, GATED: tl.constexpr):
     """Raise to ``base`` what this worker adds to: its own counter, and where it is used the count of those who left."""
     if not STATIC:
-        tl.atomic_max(counters + home_queue(worker, queues) * LINE, base, sem="relaxed")
+        tl.atomic_max(words.counters + home_queue(worker, work.queues) * LINE, words.base, sem="relaxed")
     if GATED:
-        if counts_out != 0:
-            tl.atomic_max(counters + queues * LINE, base, sem="relaxed")
+        if leaves != 0:
+            tl.atomic_max(words.counters + work.queues * LINE, words.base, sem="relaxed")
 
 
 @triton.jit
-def count_out(counters, queues, base, workers):
-    """Count oneself as gone; whether one was the last.
+def count_out(work, words, base, workers):
+    """Count this worker as gone; whether it was the last.
 
-    The add is a release of all that a worker did to the words and, for the last one, an acquire: nobody touches them
-    after he has counted himself. Drained workers count too.
+    The add is a release of all that a worker did to the words and, for the last one, an acquire: no worker touches them
+    after it has counted itself. Drained workers count too.
     """
-    return tl.atomic_add(counters + queues * LINE, 1, sem="acq_rel") - base == workers - 1
+    return tl.atomic_add(words.counters + work.queues * LINE, 1, sem="acq_rel") - base == workers - 1
 
 
 @triton.jit
 def count_in(count, parts):
-    """Count a part that this worker has stored, of so many; whether it was the last. He restores the count.
+    """Count a part that this worker has stored, of so many; whether it was the last, which restores the count.
 
     The barriers make one thread's add (a release at the device's scope, and an acquire) speak for the whole worker:
     for its stores before, for its loads after.
@@ -202,160 +209,164 @@ def count_in(count, parts):
 
 
 @triton.jit
-def restore(counters, queues, GATED: tl.constexpr):
+def restore(work, words, GATED: tl.constexpr):
     """Zero a captured launch's words: the counters, the count of those who left, and the abort word behind them."""
-    words = queues + 1
+    count = work.queues + 1
     if GATED:
-        words += 1
-    for word in range(words):
-        tl.store(counters + word * LINE, tl.cast(0, tl.int64))
+        count += 1
+    for word in range(count):
+        tl.store(words.counters + word * LINE, tl.cast(0, tl.int64))
 
 
 @triton.jit
-def leave(counters, queues, reset, workers, STATIC: tl.constexpr):
+def leave(work, words, watch, STATIC: tl.constexpr):
     """After STOP: where the words are a captured launch's own, the last worker out restores them."""
     if not STATIC:
-        if reset != 0:
-            if count_out(counters, queues, 0, workers):
-                restore(counters, queues, False)
+        if words.reset != 0:
+            if count_out(work, words, 0, watch.workers):
+                restore(work, words, False)
+
+
+@triton.jit
+def first_cursor():
+    """Of a worker that has taken nothing yet."""
+    zero = tl.cast(0, tl.int32)
+    return Cursor(zero, zero, zero - 1, zero, zero, zero, tl.cast(0, tl.int64))
+
+
+@triton.jit
+def with_asked(cursor, asked):
+    """``cursor``, of a worker that has begun to draw a ticket: see `tilestream.kernels.hopper.queues`."""
+    return Cursor(cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.noted, asked)
+
+
+@triton.jit
+def with_noted(cursor, noted):
+    """``cursor``, of a worker whose probe has written so many records."""
+    return Cursor(cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, noted, cursor.asked)
 
 
 # Rasters and items ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def in_order(t, num_m, num_n, group, first, band, ORDER: tl.constexpr):
+def in_order(t, num_m, num_n, work, ORDER: tl.constexpr):
     """The raster's tile at position ``t``, rows as rows."""
     if ORDER == "grouped":
-        pm, pn = grouped(t, num_m, num_n, group)
+        pm, pn = grouped(t, num_m, num_n, work.group)
     elif ORDER == "chunk_major":
-        pm, pn = chunk_major(t, num_m, num_n, first, band, group)
+        pm, pn = chunk_major(t, num_m, num_n, work.first, work.band, work.group)
     elif ORDER == "longest_first":
-        pm, pn = longest_first(t, num_m, num_n, group)
+        pm, pn = longest_first(t, num_m, num_n, work.group)
     else:
         pm, pn = row_major(t, num_m, num_n)
     return pm, pn
 
 
 @triton.jit
-def tile_at(t, num_m, num_n, table, group, first, band, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """`Raster.tile`."""
+def tile_at(t, num_m, num_n, work, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """`Raster.tile`, of a grid of ``num_m`` by ``num_n`` tiles."""
     if ORDER == "table":
-        pm, pn = row_major(tl.load(table + t), num_m, num_n)
+        pm, pn = row_major(tl.load(work.table + t), num_m, num_n)
     elif TRANSPOSED:
-        pn, pm = in_order(t, num_n, num_m, group, first, band, ORDER)
+        pn, pm = in_order(t, num_n, num_m, work, ORDER)
     else:
-        pm, pn = in_order(t, num_m, num_n, group, first, band, ORDER)
+        pm, pn = in_order(t, num_m, num_n, work, ORDER)
     return pm, pn
 
 
 @triton.jit
-def tile_of_ticket(
-    queue, ticket, queues, num_m, num_n, tickets, table, group, first, band,
-    SPLIT: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """The tile of a ticket that is a whole tile: `Schedule.ticket`."""
-    rows = num_m
-    cols = num_n
+def tile_of_ticket(queue, ticket, work, SPLIT: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """``(batch, pm, pn)``: the tile of a ticket that is a whole tile: `Schedule.ticket`."""
+    rows = work.num_m
+    cols = work.num_n
     if SPLIT == "columns":
-        cols = part_size(num_n, queues, queue)
+        cols = part_size(work.num_n, work.queues, queue)
     if SPLIT == "rows":
-        rows = part_size(num_m, queues, queue)
+        rows = part_size(work.num_m, work.queues, queue)
     if SPLIT == "items":
-        position = part_begin(tickets, queues, queue) + ticket
+        position = part_begin(work.full_tiles, work.queues, queue) + ticket
     elif SPLIT == "strides":
-        position = queue + ticket * queues
+        position = queue + ticket * work.queues
     else:
         position = ticket
     batch = position // (rows * cols)
-    pm, pn = tile_at(position % (rows * cols), rows, cols, table, group, first, band, ORDER, TRANSPOSED)
+    pm, pn = tile_at(position % (rows * cols), rows, cols, work, ORDER, TRANSPOSED)
     if SPLIT == "columns":
-        pn = pn + part_begin(num_n, queues, queue)
+        pn = pn + part_begin(work.num_n, work.queues, queue)
     if SPLIT == "rows":
-        pm = pm + part_begin(num_m, queues, queue)
+        pm = pm + part_begin(work.num_m, work.queues, queue)
     return batch, pm, pn
 
 
 @triton.jit
-def take(
-    worker, workers, ticket, source, share, unit, unit_end,
-    counters, base, queues, batches, num_m, num_n, k_steps, full_tiles, shares, units, table, group, first, band,
-    first_batch, probe, capacity, noted,
-    KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PROBE: tl.constexpr, asked=0, ADD: tl.constexpr = add, LOOK: tl.constexpr = look,
-):  # fmt: skip
-    """The worker's next work item, and its cursor behind it; ``found`` is 0 for STOP.
+def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, PICK: tl.constexpr = pick_victim):
+    """``(found, item, cursor)``: the worker's next work item, or STOP where ``found`` is 0; the cursor behind it.
 
     Parameters
     ----------
-    asked, ADD, LOOK
-        How a ticket is drawn from the queue of ``source``, and how all queues are looked at. ``asked`` is for ``ADD``,
-        which may have been begun before; see `tilestream.kernels.hopper.queues`.
-
-    Returns
-    -------
-    (found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted)
+    cursor, work, words, watch
+        Structs of their names: see `tilestream.core.structs`.
+    C
+        A `tilestream.kernels.config.ScheduleConfig`.
+    ADD, PICK
+        How a ticket is drawn from the queue of ``cursor.source``, and how a victim is found. ``cursor.asked`` is for
+        ``ADD``, which may have been begun before; see `tilestream.kernels.hopper.queues`.
     """
+    ticket, source, share, unit, unit_end, noted = (
+        cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.noted
+    )  # fmt: skip
     found = tl.cast(1, tl.int32)
     batch = tl.cast(0, tl.int32)
     pm = tl.cast(0, tl.int32)
     pn = tl.cast(0, tl.int32)
     k_begin = tl.cast(0, tl.int32)
-    k_end = k_begin + k_steps
+    k_end = k_begin + work.k_steps
     part = tl.cast(0, tl.int32)
     parts = tl.cast(1, tl.int32)
     slot = tl.cast(-1, tl.int32)
-    if KIND == "static":
-        position = worker + ticket * workers
-        found = (position < full_tiles).to(tl.int32)
+    if C.KIND == "static":
+        position = watch.worker + ticket * watch.workers
+        found = (position < work.full_tiles).to(tl.int32)
         if found != 0:
-            batch, pm, pn = tile_of_ticket(
-                0, position, 1, num_m, num_n, full_tiles, table, group, first, band, "items", ORDER, TRANSPOSED
-            )
+            batch, pm, pn = tile_of_ticket(0, position, work, "whole", C.ORDER, C.TRANSPOSED)
             ticket = ticket + 1
-    elif KIND == "dynamic":
+    elif C.KIND == "dynamic":
         found, queue, drawn, source, noted = draw(
-            counters, base, worker, source, queues, batches, num_m, num_n, full_tiles, asked,
-            probe, capacity, noted, SPLIT, STEAL, PROBE, ADD, LOOK,
-        )  # fmt: skip
+            cursor, work, words, watch, work.full_tiles, C.SPLIT, C.STEAL, C.PROBE, ADD, PICK
+        )
         if found != 0:
-            batch, pm, pn = tile_of_ticket(
-                queue, drawn, queues, num_m, num_n, full_tiles, table, group, first, band, SPLIT, ORDER, TRANSPOSED
-            )
+            batch, pm, pn = tile_of_ticket(queue, drawn, work, C.SPLIT, C.ORDER, C.TRANSPOSED)
     else:
         if unit >= unit_end:
             found, queue, drawn, source, noted = draw(
-                counters, base, worker, source, queues, batches, num_m, num_n, full_tiles + shares, asked,
-                probe, capacity, noted, "items", False, PROBE, ADD, LOOK,
-            )  # fmt: skip
+                cursor, work, words, watch, work.full_tiles + work.shares, "items", False, C.PROBE, ADD, PICK
+            )
             share = tl.cast(-1, tl.int32)
             if found != 0:
-                if drawn >= full_tiles:
-                    share = drawn - full_tiles
-                    unit = part_begin(units, shares, share)
-                    unit_end = unit + part_size(units, shares, share)
+                if drawn >= work.full_tiles:
+                    share = drawn - work.full_tiles
+                    unit = part_begin(work.units, work.shares, share)
+                    unit_end = unit + part_size(work.units, work.shares, share)
             position = drawn
         else:
             position = tl.cast(0, tl.int32)
         if found != 0:
             if share >= 0:
-                tile, k_begin, k_end = share_part(unit, unit_end, k_steps)
+                tile, k_begin, k_end = share_part(unit, unit_end, work.k_steps)
                 unit = unit + k_end - k_begin
-                position = full_tiles + tile
-                first_share = part_of(units, shares, tile * k_steps)
-                parts = part_of(units, shares, (tile + 1) * k_steps - 1) - first_share + 1
+                position = work.full_tiles + tile
+                first_share = part_of(work.units, work.shares, tile * work.k_steps)
+                parts = part_of(work.units, work.shares, (tile + 1) * work.k_steps - 1) - first_share + 1
                 if parts > 1:
                     part = share - first_share
                     slot = slot_of(share, tile)
-            batch, pm, pn = tile_of_ticket(
-                0, position, 1, num_m, num_n, full_tiles, table, group, first, band, "items", ORDER, TRANSPOSED
-            )
+            batch, pm, pn = tile_of_ticket(0, position, work, "whole", C.ORDER, C.TRANSPOSED)
     if found != 0:
-        batch = (batch + first_batch) % batches
-        noted = note(
-            probe, capacity, worker, noted, ITEM, (batch * num_m + pm) * num_n + pn, k_begin, k_end, part, parts, slot,
-            PROBE,
-        )  # fmt: skip
+        batch = (batch + work.first_batch) % work.batches
+        tile_id = (batch * work.num_m + pm) * work.num_n + pn
+        noted = note(words, watch, noted, ITEM, (tile_id, k_begin, k_end, part, parts, slot), C.PROBE)
     else:
-        noted = note(probe, capacity, worker, noted, STOPPED, 0, 0, 0, 0, 0, 0, PROBE)
-    return found, batch, pm, pn, k_begin, k_end, part, parts, slot, ticket, source, share, unit, unit_end, noted
+        noted = note(words, watch, noted, STOPPED, (), C.PROBE)
+    item = Item(batch, pm, pn, k_begin, k_end, part, parts, slot, tl.cast(0, tl.int32))
+    return found, item, Cursor(ticket, source, share, unit, unit_end, noted, cursor.asked)

@@ -50,11 +50,11 @@ unit_of = _unit_on_host if INTERPRETED else _unit_on_device
 
 
 @triton.jit
-def place_of(batch, pm, pn, parts, slot, batches, num_m, num_n):
+def place_of(item, work):
     """Which record is the item's."""
-    place = (batch * num_m + pm) * num_n + pn
-    if parts > 1:
-        place = batches * num_m * num_n + slot
+    place = (item.batch * work.num_m + item.pm) * work.num_n + item.pn
+    if item.parts > 1:
+        place = work.batches * work.num_m * work.num_n + item.slot
     return place
 
 

@@ -71,7 +71,7 @@ def list_sequences(
     Parameters
     ----------
     cu_queries, cu_keys, lengths
-        As of `tilestream.core.operands.Operands`; the last two, or one of them, may be None.
+        As of `tilestream.launch.attention.Operands`; the last two, or one of them, may be None.
     starts, order
         int32, of ``sequences + 1`` and ``sequences`` elements.
     sequences

@@ -83,7 +83,7 @@ def attend(
     Parameters
     ----------
     lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table
-        As of `tilestream.core.operands.Operands`, each of them or None.
+        As of `tilestream.launch.attention.Operands`, each of them or None.
     log
         A record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
     starts, order_of, sequences

@@ -31,15 +31,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.core import attention
+from tilestream.core.structs import Gate, Incoming, Watch, Words, Work
 from tilestream.kernels.device.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
 from tilestream.kernels.device.clock import present
 from tilestream.kernels.device.gate import is_over
-from tilestream.kernels.device.schedule import LINE, add, cdiv, enter, leave, longest_first, look, take
+from tilestream.kernels.device.schedule import (
+    LINE,
+    add,
+    cdiv,
+    enter,
+    first_cursor,
+    leave,
+    longest_first,
+    schedule_config,
+    take,
+    with_asked,
+)
 from tilestream.kernels.device.trace import begin_span, chunk_span, ready_span
 from tilestream.kernels.device.varlen import place_of, rows_of
 from tilestream.kernels.hopper.compat import boxes, device, tma_load
-from tilestream.kernels.hopper.gate import Watch, fenced
-from tilestream.kernels.hopper.queues import EARLY, ask, told
+from tilestream.kernels.hopper.gate import fenced
+from tilestream.kernels.hopper.queues import EARLY, await_ticket, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, put, step
 
 diagonal = device(attention.diagonal)
@@ -222,14 +234,22 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
     over, seen_low, seen_high, leaves = zero, zero, zero - 1, work.reset
     if C.KEYS != "none":
         leaves = tl.where(arriving.epoch == 0, 1, work.reset)
-    enter(work.counters, work.base, worker, one, leaves, C.KIND == "static", C.KEYS != "none")
+    SCHEDULE: gl.constexpr = schedule_config(C.KIND, "items", False, C.ORDER)
+    tiles = Work(one, work.num_m, work.num_n, one, work.tiles, zero, zero, one, None, work.group, zero, one, zero)
+    words = Words(work.counters, work.base, work.reset, work.log, zero, None, None)
+    keys = Incoming(
+        arriving.signals, arriving.quarantine, arriving.bounds, arriving.epoch, arriving.key, arriving.chunks,
+        arriving.rows_per_chunk, arriving.chunks, 0,
+    )  # fmt: skip
+    gate = Gate(keys, None, None, 0, 0, arriving.records, arriving.claims, arriving.op, arriving.allowed)
+    enter(tiles, words, worker, leaves, C.KIND == "static", C.KEYS != "none")
+    watch = Watch(worker, workers, leaves, None, None, None)
     if C.KEYS != "none":
-        watch = Watch(work.counters + 2 * LINE, arriving.claims + LINE, present(arriving.claims + LINE))
-        over = look_at_keys(
-            worker, arriving.epoch, arriving.quarantine, arriving.key, watch.abort, work.base, arriving.records,
-            arriving.claims, arriving.op, arriving.allowed,
-        )  # fmt: skip
-    ticket, source, stage, phase, v_stage, v_phase = zero, zero, zero, zero, zero, zero
+        clock = arriving.claims + LINE
+        watch = Watch(worker, workers, leaves, work.counters + 2 * LINE, clock, present(clock))
+        over = look_at_keys(gate, words, watch)
+    cursor = first_cursor()
+    stage, phase, v_stage, v_phase = zero, zero, zero, zero
     slot, slot_phase, q_stage, q_phase = zero, zero, zero, zero
     found = one
     # There are no registers for that with pages, and where rows are cut off at the left too. Who may wait at a gate
@@ -239,14 +259,12 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
     late, v_batch, v_origin, v_keys, v_head, v_first = zero, zero, zero, zero, zero, zero
     asked = tl.cast(0, tl.int64)
     if ASKS:
-        asked = ask(work.counters, zero, one)
+        asked = prefetch_ticket(words, zero, one)
     while found != 0:
-        found, _, pm, pn, _, _, _, _, _, ticket, source, _, _, _, _ = take(
-            worker, workers, ticket, source, zero, zero, zero,
-            work.counters, work.base, one, one, work.num_m, work.num_n, one, work.tiles, zero, zero, None,
-            work.group, zero, one, zero, None, zero, zero, C.KIND, "items", False, C.ORDER, False, False, asked,
-            told if ASKS else add, look,
+        found, item, cursor = take(
+            with_asked(cursor, asked), tiles, words, watch, SCHEDULE, await_ticket if ASKS else add
         )  # fmt: skip
+        pm, pn = item.pm, item.pn
         (
             found, batch, first, head, share, origin, own_queries, origin_k, origin_v, own_keys, begin, plain_begin,
             plain_end, end, until, since,
@@ -274,7 +292,7 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                     ready_span(work.log, tile)
         if C.KEYS != "none":
             if over == 0:
-                over = is_over(watch.abort, work.base).to(tl.int32)
+                over = is_over(words, watch).to(tl.int32)
             end = tl.where(over != 0, begin, end)
         mbarrier.wait(items.empty.index(slot), slot_phase ^ 1)
         put(items.slots, slot, 0, (end - begin + 1) * found, 1)
@@ -349,11 +367,11 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
             # Scores of the next block are started before this block's weights meet its values: keys go one block ahead.
             if ASKS:
                 if begin == end:
-                    asked = ask(work.counters, zero, one)
+                    asked = prefetch_ticket(words, zero, one)
             for j in range(begin, end if AHEAD else end + 1):
                 if ASKS:
                     if j == gl.maximum(begin, end - EARLY):
-                        asked = ask(work.counters, zero, one)
+                        asked = prefetch_ticket(words, zero, one)
                 if C.KEYS != "none":
                     first_key = j * C.BLOCK
                     behind = first_key - C.BLOCK
@@ -361,10 +379,8 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                     last_row = first_row + gl.minimum(first_key + C.BLOCK, own_keys)
                     if (j < end) & (over == 0) & (last_row > ready):
                         over, ready, seen_low, seen_high = pass_keys(
-                            gl.maximum(row, ready), last_row, arriving.signals, arriving.epoch, arriving.key,
-                            arriving.rows_per_chunk, arriving.bounds, arriving.chunks, seen_low, seen_high, over,
-                            watch.abort, work.base, watch.clock, watch.begin, arriving.allowed, arriving.records,
-                            arriving.claims, arriving.op, worker, pm * work.num_n + pn, pm, pn, C.KEYS,
+                            gl.maximum(row, ready), last_row, (seen_low, seen_high), over,
+                            (pm * work.num_n + pn, -1, pm, pn), gate, words, watch, C.KEYS,
                         )  # fmt: skip
                         over = fenced(over)
                         put(items.slots, own_slot, VOID, over, 1)
@@ -372,7 +388,7 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                         if (j == begin) & (j < end):
                             ready_span(work.log, tile)
                             chunk_span(work.log, tile, chunk_at(
-                                last_row - 1, arriving.rows_per_chunk, arriving.bounds, arriving.chunks, C.KEYS
+                                last_row - 1, gate.rows, C.KEYS
                             ))  # fmt: skip
                 else:
                     first_key = (end - 1 - (j - begin)) * C.BLOCK
@@ -405,11 +421,6 @@ def load_loop(source_of, ring, items, work, arriving, C: gl.constexpr):
                     else:
                         v_first = begin * C.BLOCK
     if C.KEYS != "none":
-        leave_keys(
-            leaves, work.reset, over, worker, workers, one, work.counters, work.base, watch.abort, watch.clock,
-            watch.begin,
-            arriving.allowed, arriving.records, arriving.claims, arriving.op, arriving.signals, arriving.epoch,
-            arriving.key, arriving.quarantine, arriving.chunks,
-        )  # fmt: skip
+        leave_keys(tiles, words, gate, watch, over)
     else:
-        leave(work.counters, one, work.reset, workers, C.KIND == "static")
+        leave(tiles, words, watch, C.KIND == "static")

@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tilestream.kernels.device.epilogue import activate
+from tilestream.core.structs import Region
+from tilestream.kernels.device.epilogue import finished
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 
 
@@ -69,17 +70,18 @@ def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexp
 
 
 @gluon.jit
-def touched(v, batch, first, count, WIDTH: gl.constexpr):
-    """Elements [first, first + WIDTH) of a vector, those below ``count``."""
+def prefetched(v, batch, first, count, WIDTH: gl.constexpr):
+    """Elements [first, first + WIDTH) of a `Vector`, those below ``count``."""
     layout: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])
+    at = v.at + batch.to(gl.int64) * v.batch
     i = first + gl.arange(0, WIDTH, layout)
-    at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
-    return gl.load(at, mask=i < count, other=0.0).to(gl.float32)
+    return gl.load(at + i.to(gl.int64) * v.step, mask=i < count, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def fetch(m, batch, row, column, rows, columns, WIDTH: gl.constexpr, C: gl.constexpr):
+def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexpr):
     """Have L2 bring a tile of the residual: a request for each 64 elements that lie side by side, or nearly so."""
+    at = e.residual.at + batch.to(gl.int64) * e.residual.batch
     SIDE: gl.constexpr = 64
     LONG: gl.constexpr = C.HALF_ROWS if C.FLIPPED else WIDTH
     OTHER: gl.constexpr = WIDTH if C.FLIPPED else C.HALF_ROWS
@@ -90,97 +92,112 @@ def fetch(m, batch, row, column, rows, columns, WIDTH: gl.constexpr, C: gl.const
         r, c = row + i + j * 0, column + j + i * 0
     else:
         r, c = row + j + i * 0, column + i + j * 0
-    r = gl.minimum(r, rows - 1)
-    c = gl.minimum(c, columns - 1)
-    at = m.at + batch.to(gl.int64) * m.batch
-    place = (at + r.to(gl.int64) * m.row + c.to(gl.int64) * m.column).to(gl.int64)
+    r = gl.minimum(r, e.rows - 1)
+    c = gl.minimum(c, e.columns - 1)
+    place = (at + r.to(gl.int64) * e.residual.row + c.to(gl.int64) * e.residual.column).to(gl.int64)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def touch(e, batch, row, column, C: gl.constexpr):
+def prefetch_epilogue(e, item, row, C: gl.constexpr):
     """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
 
-    Vectors are loaded, which leaves them in the first-level cache; whoever calls passes the values to `hold` after the
-    K loop, which waits for them. Of the residual L2 is told.
+    Vectors are loaded, which leaves them in the first-level cache; the caller passes the values to `await_prefetch`
+    after the K loop, which waits for them. The residual is prefetched into L2.
     """
+    batch, column = item.batch, item.pn * C.COLUMNS
     early = ()
-    if C.SCALES:
+    if C.SCALES != "none":
         if e.row_scale.at is not None:
-            early = early + (touched(e.row_scale, batch, row, e.rows, C.HALF_ROWS),)
+            early = early + (prefetched(e.row_scale, batch, row, e.rows, C.HALF_ROWS),)
     if C.BIAS == "rows":
-        early = early + (touched(e.bias, batch, row, e.rows, C.HALF_ROWS),)
+        early = early + (prefetched(e.bias, batch, row, e.rows, C.HALF_ROWS),)
     for i in gl.static_range(len(C.WIDTHS)):
         first = column + start_of(C.WIDTHS, i)
-        if C.SCALES:
+        if C.SCALES != "none":
             if e.column_scale.at is not None:
-                early = early + (touched(e.column_scale, batch, first, e.columns, C.WIDTHS[i]),)
+                early = early + (prefetched(e.column_scale, batch, first, e.columns, C.WIDTHS[i]),)
         if C.BIAS == "columns":
-            early = early + (touched(e.bias, batch, first, e.columns, C.WIDTHS[i]),)
+            early = early + (prefetched(e.bias, batch, first, e.columns, C.WIDTHS[i]),)
         if C.RESIDUAL:
-            fetch(e.residual, batch, row, first, e.rows, e.columns, C.WIDTHS[i], C)
+            prefetch_residual(e, batch, row, first, C.WIDTHS[i], C)
     return early
 
 
 @gluon.jit
-def hold(early):
-    """Wait for what `touch` has read."""
+def await_prefetch(early):
+    """Wait for what `prefetch_epilogue` has read."""
     for i in gl.static_range(len(early)):
         gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [early[i]], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def vector(v, batch, i, inside):
-    """Elements ``i`` of a vector, in float32."""
+def load_vector(v, batch, i, inside):
+    """Elements ``i`` of a `Vector`, float32."""
     at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
     return gl.load(at, mask=inside, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def at_tile(m, batch, row, column):
-    """Where a matrix has these rows and columns."""
-    return m.at + batch.to(gl.int64) * m.batch + row[:, None] * m.row + column[None, :] * m.column
+def load_rows(v, e, region, C: gl.constexpr):
+    """A `Vector` along the region's rows."""
+    return load_vector(v, region.batch, region.i, region.inside[0])
 
 
 @gluon.jit
-def finish_strip(acc, e, batch, first_row, first_column, BUFFER: gl.constexpr, PENDING: gl.constexpr, C: gl.constexpr):
-    """``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``, stored.
+def load_columns(v, e, region, C: gl.constexpr):
+    """A `Vector` along the region's columns."""
+    return load_vector(v, region.batch, region.j, region.inside[1])
 
-    ``PENDING``: stores that may still be under way when ``BUFFER`` is written.
+
+@gluon.jit
+def in_matrix(m, region, C: gl.constexpr):
+    """Where a `Matrix` has the region's elements, and which of them it has."""
+    below, left = region.inside
+    inside = below[:, None] & left[None, :]
+    row, column = region.i, region.j
+    if C.OFFSETS_64BIT:
+        row = row.to(gl.int64)
+        column = column.to(gl.int64)
+    at = m.at + region.batch.to(gl.int64) * m.batch + row[:, None] * m.row + column[None, :] * m.column
+    return at, inside
+
+
+@gluon.jit
+def load_tile(m, e, region, C: gl.constexpr):
+    """The region of a `Matrix`, float32."""
+    at, inside = in_matrix(m, region, C)
+    return gl.load(at, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.constexpr, C: gl.constexpr):
+    """Finish a strip of an accumulator, and store it.
+
+    Parameters
+    ----------
+    acc
+        float32 ``[HALF_ROWS, STRIP]``.
+    row, column
+        Where its first element is in the output.
+    BUFFER
+        The C buffer that it is stored from.
+    PENDING
+        Stores that may still be under way when that buffer is written.
     """
     layout: gl.constexpr = mma_layout(C.STRIP)
-    row = first_row + gl.arange(0, C.HALF_ROWS, gl.SliceLayout(1, layout))
-    column = first_column + gl.arange(0, C.STRIP, gl.SliceLayout(0, layout))
-    below, left = row < e.rows, column < e.columns
-    if C.EIGHTS:  # said so that the compiler sees that a vector never straddles the end
-        left = column // 8 * 8 < e.columns
-    x = acc
-    if C.SCALES:
-        # x = (x * r) * c could overflow where x * (r * c) does not, and costs as many multiplications.
-        factor = gl.full([C.HALF_ROWS, C.STRIP], 1.0, gl.float32, layout)
-        if e.row_scale.at is not None:
-            factor = factor * vector(e.row_scale, batch, row, below)[:, None]
-        if e.column_scale.at is not None:
-            factor = factor * vector(e.column_scale, batch, column, left)[None, :]
-        x = x * factor
-    if C.SCALED:
-        x = x * e.alpha
-    if C.BIAS == "columns":
-        x = x + vector(e.bias, batch, column, left)[None, :]
-    if C.BIAS == "rows":
-        x = x + vector(e.bias, batch, row, below)[:, None]
-    if C.RESIDUAL or C.STORE == "direct":
-        inside = below[:, None] & left[None, :]
-        if C.WIDE:
-            row = row.to(gl.int64)
-            column = column.to(gl.int64)
-    if C.RESIDUAL:
-        x = x + e.beta * gl.load(at_tile(e.residual, batch, row, column), mask=inside, other=0.0).to(gl.float32)
-    x = activate(x, C.ACTIVATION)
+    i = row + gl.arange(0, C.HALF_ROWS, gl.SliceLayout(1, layout))
+    j = column + gl.arange(0, C.STRIP, gl.SliceLayout(0, layout))
+    below, left = i < e.rows, j < e.columns
+    if C.N_DIVISIBLE_BY_8:  # said so that the compiler sees that a vector never straddles the end
+        left = j // 8 * 8 < e.columns
+    region = Region(batch, row, column, i, j, (below, left))
+    x = finished(acc, e, region, C, load_rows, load_columns, load_tile)
     if C.STORE == "direct":
-        gl.store(at_tile(e.out, batch, row, column), x.to(e.out.at.dtype.element_ty), mask=inside)
+        at, inside = in_matrix(e.out, region, C)
+        gl.store(at, x.to(e.out.at.dtype.element_ty), mask=inside)
     else:
         buffer = e.buffers.index(BUFFER)
         tma.store_wait(PENDING)
@@ -190,9 +207,9 @@ def finish_strip(acc, e, batch, first_row, first_column, BUFFER: gl.constexpr, P
             buffer.store(x.to(e.map.dtype))
         fence_async_shared()
         if C.FLIPPED:
-            at_outer, at_inner = first_column, first_row
+            at_outer, at_inner = column, row
         else:
-            at_outer, at_inner = first_row, first_column
+            at_outer, at_inner = row, column
         if C.BATCHED:
             tma_store(e.map, [batch, at_outer, at_inner], viewed(buffer, e.map))
         else:
@@ -212,29 +229,45 @@ def place_in_partial(ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexp
 
 
 @gluon.jit
-def hand_in(accs, at, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr):
-    """Store a partial result at ``at``: strips ``[ROWS, STRIP]``, one behind the other."""
-    place = place_in_partial(ROWS, 0, STRIP, STRIP)
-    for i in gl.static_range(start_of(WIDTHS, len(WIDTHS)) // STRIP):
-        gl.store(at + i * ROWS * STRIP + place, strip_of(accs, i * STRIP, WIDTHS, STRIP, ROWS))
+def store_partial(accs, at, C: gl.constexpr):
+    """Store a partial result at ``at``: strips ``[HALF_ROWS, STRIP]`` of float32, one behind the other."""
+    place = place_in_partial(C.HALF_ROWS, 0, C.STRIP, C.STRIP)
+    for i in gl.static_range(start_of(C.WIDTHS, len(C.WIDTHS)) // C.STRIP):
+        gl.store(
+            at + i * C.HALF_ROWS * C.STRIP + place, strip_of(accs, i * C.STRIP, C.WIDTHS, C.STRIP, C.HALF_ROWS)
+        )  # fmt: skip
 
 
 @gluon.jit
-def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr):
-    """Hand in a partial result, unless all others have been handed in; whether this one is the last.
+def first_partial(words, item, WHO: gl.constexpr, C: gl.constexpr):
+    """Where a consumer's partial results of a tile begin: those of the other contributors follow, in K order."""
+    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    size: gl.constexpr = C.ROWS * C.COLUMNS
+    return words.partials + (item.slot - item.part).to(gl.int64) * size + HALF * C.HALF_ROWS * C.COLUMNS
 
-    Whoever is the last finishes the tile, with his own part in his registers, and restores the count. He need not have
-    written it: where the others have counted already, nobody else can be the last. That is the protocol of
-    `tilestream.core.loop.settle`, which the checker explores.
+
+@gluon.jit
+def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
+    """Hand in a part of a tile; whether this consumer is the last contributor, which finishes the tile.
+
+    The last contributor has its own part in its registers, and restores the count. It need not have written that part:
+    where the others have counted already, no other can be the last. That is the protocol of
+    `tilestream.core.loop.fixup`, which the checker explores. Each half of a tile is handed in by itself, so that no
+    consumer waits for the other.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
     consumer: for its stores before, for its loads after.
+
+    ``at``: see `first_partial`.
     """
-    last = gl.atomic_add(count, 0, sem="acquire", scope="gpu") == parts - 1
+    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    size: gl.constexpr = C.ROWS * C.COLUMNS
+    count = words.counts + (item.slot - item.part) * 2 + HALF
+    last = gl.atomic_add(count, 0, sem="acquire", scope="gpu") == item.parts - 1
     if not last:
-        hand_in(accs, at, ROWS, WIDTHS, STRIP)
+        store_partial(accs, at + item.part.to(gl.int64) * size, C)
         barrier()
-        last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
+        last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == item.parts - 1
     barrier()
     if last:
         gl.store(count, 0)
@@ -243,7 +276,7 @@ def settle(accs, count, at, parts, ROWS: gl.constexpr, WIDTHS: gl.constexpr, STR
 
 @gluon.constexpr_function
 def together(rows, columns, strip, full):
-    """Strips of partial results whose loads are under way at once, beside an accumulator of so many columns.
+    """Strips of partial results whose loads are in flight at once, beside an accumulator of so many columns.
 
     Of a thread's registers 192 may hold all of them, their sum, and the accumulator; fewer where the epilogue is
     ``full``, and has vectors and a residual to keep: Triton 3.6 spills else.
@@ -253,49 +286,64 @@ def together(rows, columns, strip, full):
 
 
 @gluon.jit
-def add_up(
-    mine, at, part, parts, size, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIP: gl.constexpr, FULL: gl.constexpr
-):
-    """One strip of a tile's partial results, added in K order, this consumer's from its registers.
+def reduce_partials(mine, at, item, C: gl.constexpr):
+    """One strip of a tile's partial results, added in K order; this consumer's is ``mine``, in its registers.
 
-    Half of its columns after the other where that is more than 16 registers of a thread: more can be under way then.
+    Strips of more than 16 registers a thread are reduced in two halves, so that more loads are in flight.
     """
-    HALF: gl.constexpr = STRIP // 2
-    if ROWS * STRIP > 2048 and HALF >= 16:
-        low, high = mine.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
+    HALF: gl.constexpr = C.STRIP // 2
+    if C.HALF_ROWS * C.STRIP > 2048 and HALF >= 16:
+        low, high = mine.reshape([C.HALF_ROWS, 2, HALF]).permute(0, 2, 1).split()
         low = gl.convert_layout(low, mma_layout(HALF), assert_trivial=True)
         high = gl.convert_layout(high, mma_layout(HALF), assert_trivial=True)
-        low = add_columns(low, at, part, parts, size, 0, ROWS, COLUMNS, HALF, STRIP, FULL)
-        high = add_columns(high, at, part, parts, size, HALF, ROWS, COLUMNS, HALF, STRIP, FULL)
-        acc = gl.join(low, high).permute(0, 2, 1).reshape([ROWS, STRIP])
-        return gl.convert_layout(acc, mma_layout(STRIP), assert_trivial=True)
+        low = reduce_columns(low, at, item, 0, HALF, C)
+        high = reduce_columns(high, at, item, HALF, HALF, C)
+        acc = gl.join(low, high).permute(0, 2, 1).reshape([C.HALF_ROWS, C.STRIP])
+        return gl.convert_layout(acc, mma_layout(C.STRIP), assert_trivial=True)
     else:
-        return add_columns(mine, at, part, parts, size, 0, ROWS, COLUMNS, STRIP, STRIP, FULL)
+        return reduce_columns(mine, at, item, 0, C.STRIP, C)
 
 
 @gluon.jit
-def add_columns(
-    mine, at, part, parts, size, START: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, STRIP: gl.constexpr, FULL: gl.constexpr,
-):  # fmt: skip
+def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
     """Columns [START, START + WIDTH) of a strip, added in K order.
 
     The others' come past the first-level cache, which may be stale; several at once, as the way to L2 is long.
     """
     layout: gl.constexpr = mma_layout(WIDTH)
-    TOGETHER: gl.constexpr = together(ROWS, COLUMNS, WIDTH, FULL)
-    at = at + place_in_partial(ROWS, START, WIDTH, STRIP)
-    acc = gl.zeros((ROWS, WIDTH), gl.float32, layout)
-    for first in range(0, parts, TOGETHER):
+    TOGETHER: gl.constexpr = together(C.HALF_ROWS, C.COLUMNS, WIDTH, C.FULL)
+    size: gl.constexpr = C.ROWS * C.COLUMNS
+    at = at + place_in_partial(C.HALF_ROWS, START, WIDTH, C.STRIP)
+    TILE: gl.constexpr = (C.HALF_ROWS, WIDTH)
+    acc = gl.zeros(TILE, gl.float32, layout)
+    for first in range(0, item.parts, TOGETHER):
         others = ()
         for i in gl.static_range(TOGETHER):
-            there = (first + i < parts) & (first + i != part)
-            inside = gl.full([ROWS, WIDTH], there, gl.int1, layout)
+            there = (first + i < item.parts) & (first + i != item.part)
+            inside = gl.full([C.HALF_ROWS, WIDTH], there, gl.int1, layout)
             others = others + (gl.load(at + i * size, mask=inside, other=0.0, cache_modifier=".cg"),)
         for i in gl.static_range(TOGETHER):
-            if first + i == part:
+            if first + i == item.part:
                 acc += mine
             else:
                 acc += others[i]
         at += TOGETHER * size
     return acc
+
+
+@gluon.jit
+def store_tile(accs, at, e, item, row, WHO: gl.constexpr, C: gl.constexpr):
+    """Finish and store a consumer's part of a tile, which begins at ``row`` of the accumulator, strip by strip.
+
+    ``at``: of a tile in parts, see `first_partial`.
+    """
+    STRIPS: gl.constexpr = C.COLUMNS // C.STRIP
+    for i in gl.static_range(STRIPS):
+        x = strip_of(accs, i * C.STRIP, C.WIDTHS, C.STRIP, C.HALF_ROWS)
+        if C.KIND == "stream_k":
+            if item.parts > 1:
+                x = reduce_partials(x, at + i * C.HALF_ROWS * C.STRIP, item, C)
+        store_strip(
+            x, e, item.batch, row, item.pn * C.COLUMNS + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
+            pending(i, STRIPS, C.BUFFERS), C,
+        )  # fmt: skip

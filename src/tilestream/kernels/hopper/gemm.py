@@ -12,13 +12,13 @@ The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Wh
 ``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
 Where the kernel makes such an operand's copies itself (``COPIES``), it does so before its warps part:
 `tilestream.kernels.device.copy_items`.
-Where rows of x stand apart from the others (``APART``), tiles of them are loaded from there:
+Where some row tiles of x lie in a tensor of their own (``LOCAL_ROWS``), they are loaded from there:
 `tilestream.kernels.hopper.load`.
 Where the output is published (``PUBLISH``: its rows are the accumulator's, or its columns), a consumer does so behind
 an item's epilogue: `tilestream.kernels.hopper.publish`.
 
 The kernel knows an accumulator of rows and columns: rows are those of ``x`` ``[rows, K]``, columns those of ``y``
-``[columns, K]``. ``SWAPPED`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
+``[columns, K]``. ``SWAP_AB`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
 more, but as few as 8 columns, so few rows of A go there. Each operand lies K-major or the other way round.
 
 Variants (``CONSUMERS``):
@@ -39,56 +39,51 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilestream.kernels.device.copy_items import copy_items
-from tilestream.kernels.device.schedule import add, enter, home_queue, leave, source_queue, take
-from tilestream.kernels.device.trace import begin_span, end_span, place_of, ready_span
-from tilestream.kernels.hopper.compat import barrier
-from tilestream.kernels.hopper.epilogue import (
-    add_up,
-    finish_strip,
-    hold,
-    pending,
-    settle,
-    strip_of,
-    touch,
-)
-from tilestream.kernels.hopper.gate import (
-    UNALIGNED,
-    Arriving,
-    Gate,
-    begin_gate,
-    counts_out,
-    end_gate,
-    pass_item,
-    take_arrived,
-)
-from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
-from tilestream.kernels.hopper.load import Apart, load_steps, stands
-from tilestream.kernels.hopper.multiply import product
-from tilestream.kernels.hopper.parts import (
-    Cursor,
+from tilestream.core.copy_items import CopyArguments
+from tilestream.core.structs import (
     Epilogue,
+    Gate,
+    Incoming,
     Item,
     Items,
     Loads,
+    LocalRows,
     Matrix,
     Place,
+    Progress,
+    Publishing,
     Ring,
     Vector,
     Words,
     Work,
 )
+from tilestream.kernels.device.copy_items import copy_items
+from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
+from tilestream.kernels.device.schedule import add, home_queue, source_queue, with_asked
+from tilestream.kernels.device.trace import end_span
+from tilestream.kernels.hopper.compat import barrier
+from tilestream.kernels.hopper.epilogue import (
+    await_prefetch,
+    first_partial,
+    fixup,
+    prefetch_epilogue,
+    store_tile,
+)
+from tilestream.kernels.hopper.gate import UNALIGNED, backwards
+from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
+from tilestream.kernels.hopper.load import load_steps, locate
+from tilestream.kernels.hopper.multiply import product
 from tilestream.kernels.hopper.publish import UNALIGNED as PUBLISH_UNALIGNED
 from tilestream.kernels.hopper.publish import UNSPECIALISED as PUBLISH_UNSPECIALISED
-from tilestream.kernels.hopper.publish import Publishing, publish
-from tilestream.kernels.hopper.queues import EARLY, ask, look_at_many, told
+from tilestream.kernels.hopper.publish import publish_tile
+from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_warp, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
     "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
     "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
-    "stride_sb", "stride_tb", "alpha", "beta", "copiers", "apart_first", "apart_tiles", "apart_period",
+    "stride_sb", "stride_tb", "alpha", "beta", "copiers", "local_first", "local_tiles", "local_period",
     *GATE_UNSPECIALISED, *PUBLISH_UNSPECIALISED,
 )  # fmt: skip
 
@@ -103,73 +98,29 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 
 @gluon.jit
 def begin(work, words, gate, C: gl.constexpr):
-    """What a worker that begins knows: ``(cursor, watch, leaves)``."""
-    zero = tl.cast(0, tl.int32)
-    worker = gl.program_id(0)
-    leaves = words.reset
-    if C.GATED:
-        leaves = counts_out(gate, words.reset)
-    enter(words.counters, words.base, worker, work.queues, leaves, C.KIND == "static", C.GATED)
-    watch, carried = None, (zero, zero, zero - 1, zero, zero - 1)
-    if C.GATED:
-        watch, carried = begin_gate(
-            gate, worker, words.counters, words.base, work.queues, C.ROW_CHUNKS, C.COLUMN_CHUNKS
-        )
-    # At a gate a worker may wait for long: it holds no ticket then that somebody else could use. And stream_k leaves
-    # the load warp no registers for it.
-    asked = tl.cast(0, tl.int64)
-    if C.ASKS:
-        asked = ask(words.counters, home_queue(worker, work.queues), zero + 1)
-    return Cursor(zero, zero, zero - 1, zero, zero, zero - 1, zero, zero, asked, carried), watch, leaves
+    """``(progress, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
+    progress, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
+    if C.PREFETCHES_TICKETS:
+        go = tl.cast(1, tl.int32)
+        asked = prefetch_ticket(words, home_queue(watch.worker, work.queues), go)
+        progress = Progress(with_asked(progress.cursor, asked), progress.ready, progress.passed)
+    return progress, watch
 
 
 @gluon.jit
-def next_item(at, work, words, gate, watch, rows, columns, C: gl.constexpr):
-    """``(found, item, place, cursor)``: the worker's next item, its gate passed (void where over), or STOP."""
-    zero = tl.cast(0, tl.int32)
-    worker = gl.program_id(0)
-    ticket, source, share, unit, unit_end, queue, empty, noted, asked, carried = at
-    waited = tl.cast(0, tl.int64)
-    if C.SPLIT == "chunks":
-        found, batch, pm, pn, queue, empty, waited, noted = take_arrived(
-            gate, watch, carried, worker, queue, empty, words.base, words.counters, work.queues, work.batches,
-            work.num_m, work.num_n, work.k_steps, work.full_tiles, work.table, work.group, work.first, work.band,
-            work.first_batch, words.probe, words.capacity, noted, C.ORDER, C.TRANSPOSED, C.ROW_CHUNKS, C.PROBE,
-        )  # fmt: skip
-        k_begin, k_end, part, parts, partial = zero, zero + work.k_steps, zero, zero + 1, zero - 1
-    else:
-        (
-            found, batch, pm, pn, k_begin, k_end, part, parts, partial, ticket, source, share, unit, unit_end, noted,
-        ) = take(
-            worker, gl.num_programs(0), ticket, source, share, unit, unit_end,
-            words.counters, words.base, work.queues, work.batches, work.num_m, work.num_n, work.k_steps,
-            work.full_tiles, work.shares, work.units, work.table, work.group, work.first, work.band,
-            work.first_batch, words.probe, words.capacity, noted,
-            C.KIND, C.SPLIT, C.STEAL, C.ORDER, C.TRANSPOSED, C.PROBE, asked, told if C.ASKS else add, look_at_many,
-        )  # fmt: skip
-    place = zero
-    if C.TRACE:
-        if found != 0:
-            place = place_of(batch, pm, pn, parts, partial, work.batches, work.num_m, work.num_n)
-            begin_span(words.probe, place, worker)
-    if C.GATED:
-        if found != 0:
-            carried, k_begin, k_end, noted = pass_item(
-                gate, watch, carried, worker, batch, pm, pn, k_begin, k_end,
-                columns if C.SWAPPED else rows, rows if C.SWAPPED else columns, work.batches, work.num_m,
-                work.num_n, words.base, words.probe, words.capacity, noted, C.COLUMNS if C.SWAPPED else C.ROWS,
-                C.ROWS if C.SWAPPED else C.COLUMNS, C.ROW_CHUNKS, C.COLUMN_CHUNKS, C.PROBE, waited,
-            )  # fmt: skip
-    if C.TRACE:
-        if found != 0:
-            ready_span(words.probe, place)
-    at = Cursor(ticket, source, share, unit, unit_end, queue, empty, noted, asked, carried)
-    return found, Item(batch, pm, pn, k_begin, k_end, part, parts, partial), place, at
+def prefetch_next(cursor, work, words, watch):
+    """Begin to draw the next ticket, unless the worker's queue is empty, and it will look before it takes."""
+    home = home_queue(watch.worker, work.queues)
+    go = tl.where(cursor.source <= work.queues, 1, 0)
+    return with_asked(cursor, prefetch_ticket(words, source_queue(cursor.source, home), go))
 
 
 @gluon.jit
-def hand_on(items, slot, found, item, pr, pc, place, C: gl.constexpr):
+def hand_on(items, slot, found, item, C: gl.constexpr):
     """An item, or STOP, into the next slot of the item ring; the slot after it."""
+    pr, pc = item.pm, item.pn
+    if C.SWAP_AB:
+        pr, pc = item.pn, item.pm
     mbarrier.wait(items.empty.index(slot.at), slot.phase ^ 1)
     put(items.slots, slot.at, 0, (item.k_end - item.k_begin) * found, 1)
     put(items.slots, slot.at, 1, pr, 1)
@@ -179,146 +130,135 @@ def hand_on(items, slot, found, item, pr, pc, place, C: gl.constexpr):
     if C.KIND == "stream_k":
         put(items.slots, slot.at, 4, item.parts, 1)
         put(items.slots, slot.at, 5, item.part, 1)
-        put(items.slots, slot.at, 6, item.partial, 1)
+        put(items.slots, slot.at, 6, item.slot, 1)
     if C.TRACE:
-        put(items.slots, slot.at, 7, place, 1)
+        put(items.slots, slot.at, 7, item.place, 1)
     mbarrier.arrive(items.full.index(slot.at))
-    next_slot, next_phase = step(slot.at, slot.phase, ITEMS)
-    return Place(next_slot, next_phase)
+    at, phase = step(slot.at, slot.phase, ITEMS)
+    return Place(at, phase)
 
 
 @gluon.jit
-def load_loop(loads, ring, items, work, words, gate, rows, columns, C: gl.constexpr):
-    """The load warp: takes items, passes their gates, hands them on, and loads their K steps into the ring."""
+def receive(items, slot, C: gl.constexpr):
+    """``(steps, item, slot)``: the next item of the item ring, and the slot after it.
+
+    ``steps``: its K steps; 0 for STOP, fewer than none for a void item. Its ``pm`` and ``pn`` are the accumulator's.
+    """
+    mbarrier.wait(items.full.index(slot.at), slot.phase)
+    steps = get(items.slots, slot.at, 0, 4)
+    pr = get(items.slots, slot.at, 1, 4)
+    pc = get(items.slots, slot.at, 2, 4)
+    batch = tl.cast(0, tl.int32)
+    if C.BATCHED:
+        batch = get(items.slots, slot.at, 3, 4)
+    parts = tl.cast(1, tl.int32)
+    part = tl.cast(0, tl.int32)
+    partial = tl.cast(0, tl.int32)
+    if C.KIND == "stream_k":
+        parts = get(items.slots, slot.at, 4, 4)
+        part = get(items.slots, slot.at, 5, 4)
+        partial = get(items.slots, slot.at, 6, 4)
+    place = tl.cast(0, tl.int32)
+    if C.TRACE:
+        place = get(items.slots, slot.at, 7, 4)
+    mbarrier.arrive(items.empty.index(slot.at))
+    at, phase = step(slot.at, slot.phase, ITEMS)
+    return steps, Item(batch, pr, pc, 0, steps, part, parts, partial, place), Place(at, phase)
+
+
+@gluon.jit
+def is_mine(steps, number, WHO: gl.constexpr, C: gl.constexpr):
+    """Whether a consumer multiplies the item that it is handed: not STOP, nor the other's of two that take turns."""
+    mine = steps > 0
+    if C.GATED:
+        mine = steps != 0
+    if C.CONSUMERS == "ping_pong":
+        mine = mine & (number % 2 == WHO)
+    return mine
+
+
+@gluon.jit
+def await_turn(order, number, WHO: gl.constexpr, C: gl.constexpr):
+    """Wait until the other consumer has multiplied the item before this one, number ``number`` modulo 4."""
+    if C.CONSUMERS == "ping_pong":
+        # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
+        mbarrier.wait(order.index(WHO), (number // 2) ^ (1 - WHO))
+
+
+@gluon.jit
+def skip_stages(place, steps, C: gl.constexpr):
+    """The `Place` behind the stages of an item that the other consumer multiplies."""
+    ahead = steps
+    if C.GATED:
+        ahead = tl.maximum(steps, 0)
+    stage, phase = skip(place.at, place.phase, ahead, C.STAGES)
+    return Place(stage, phase)
+
+
+@gluon.jit
+def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
+    """Producer, the load warp: take items, pass their gates, hand them on, load their K steps."""
     if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
-    at, watch, leaves = begin(work, words, gate, C)
     zero = tl.cast(0, tl.int32)
-    stage, phase, slot = zero, zero, Place(zero, zero)
-    found = zero + 1
+    progress, watch = begin(work, words, gate, C)
+    cursor = progress.cursor
+    stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
+    passed, ready = progress.passed, progress.ready
+    ADD: gl.constexpr = await_ticket if C.PREFETCHES_TICKETS else add
     while found != 0:
-        found, item, place, at = next_item(at, work, words, gate, watch, rows, columns, C)
-        if C.SWAPPED:
-            pr, pc = item.pn, item.pm
-        else:
-            pr, pc = item.pm, item.pn
-        slot = hand_on(items, slot, found, item, pr, pc, place, C)
-        if found != 0:
-            is_apart, row, k_begin = False, pr, item.k_begin
-            if C.APART:
-                is_apart, row = stands(loads.apart, pr)
-            row, column = row * C.ROWS, pc * C.COLUMNS
-            if C.ASKS:
-                early = tl.maximum(k_begin, item.k_end - EARLY)
-                stage, phase = load_steps(
-                    k_begin, early, loads, ring, stage, phase, item.batch, is_apart, row, column, C
-                )  # fmt: skip
-                k_begin = early
-                # Not where the worker's queue is empty, and it will look before it takes.
-                home = home_queue(gl.program_id(0), work.queues)
-                go = tl.where(at.source <= work.queues, 1, 0)
-                asked = ask(words.counters, source_queue(at.source, home), go)
-                at = Cursor(
-                    at.ticket, at.source, at.share, at.unit, at.unit_end, at.queue, at.empty, at.noted, asked,
-                    at.carried
-                )  # fmt: skip
-            stage, phase = load_steps(
-                k_begin, item.k_end, loads, ring, stage, phase, item.batch, is_apart, row, column, C
-            )  # fmt: skip
-    if C.GATED:
-        end_gate(
-            gate, watch, at.carried[0], leaves, words.reset, gl.program_id(0), gl.num_programs(0), work.queues,
-            words.counters, words.base, work.batches, work.num_m, work.num_n, C.ROW_CHUNKS, C.COLUMN_CHUNKS,
+        found, item, progress = next_item(
+            Progress(cursor, ready, passed), work, words, gate, watch, C, ADD, pick_victim_of_warp, backwards
         )  # fmt: skip
-    else:
-        leave(words.counters, work.queues, words.reset, gl.num_programs(0), C.KIND == "static")
+        cursor, ready, passed = progress
+        slot = hand_on(items, slot, found, item, C)
+        if found != 0:
+            tile = locate(loads, item, C)
+            k_begin = item.k_begin
+            if C.PREFETCHES_TICKETS:
+                k_begin = tl.maximum(k_begin, item.k_end - EARLY)
+                stage = load_steps(item.k_begin, k_begin, tile, loads, ring, stage, C)
+                cursor = prefetch_next(cursor, work, words, watch)
+            stage = load_steps(k_begin, item.k_end, tile, loads, ring, stage, C)
+    finish_worker(passed, work, words, gate, watch, C)
 
 
 @gluon.jit
-def math_loop(WHO: gl.constexpr, ring, items, order, partials, counts, e, probe, publishing, C: gl.constexpr):
-    """A consumer: multiplies the items that it is handed, and finishes them."""
+def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing, C: gl.constexpr):
+    """Consumer ``WHO``: multiply the items that it is handed, and finish them."""
     if C.CHAINED:
         gdc_wait()
-    stage = tl.cast(0, tl.int32)
-    phase = tl.cast(0, tl.int32)
-    slot = tl.cast(0, tl.int32)
-    slot_phase = tl.cast(0, tl.int32)
-    number = tl.cast(0, tl.int32)
-    going = tl.cast(1, tl.int32)
+    zero = tl.cast(0, tl.int32)
+    stage, slot = Place(zero, zero), Place(zero, zero)
+    number = zero
+    going = zero + 1
     while going != 0:
-        mbarrier.wait(items.full.index(slot), slot_phase)
-        steps = get(items.slots, slot, 0, 4)
-        pr = get(items.slots, slot, 1, 4)
-        pc = get(items.slots, slot, 2, 4)
-        batch = tl.cast(0, tl.int32)
-        if C.BATCHED:
-            batch = get(items.slots, slot, 3, 4)
-        parts = tl.cast(1, tl.int32)
-        part = tl.cast(0, tl.int32)
-        partial = tl.cast(0, tl.int32)
-        if C.KIND == "stream_k":
-            parts = get(items.slots, slot, 4, 4)
-            part = get(items.slots, slot, 5, 4)
-            partial = get(items.slots, slot, 6, 4)
-        if C.TRACE:
-            place = get(items.slots, slot, 7, 4)
-        mbarrier.arrive(items.empty.index(slot))
-        slot, slot_phase = step(slot, slot_phase, ITEMS)
-        mine = steps > 0
-        if C.GATED:
-            mine = steps != 0
-        if C.CONSUMERS == "ping_pong":
-            mine = mine & (number % 2 == WHO)
+        steps, item, slot = receive(items, slot, C)
+        mine = is_mine(steps, number, WHO, C)
         if mine:
-            if C.CONSUMERS == "ping_pong":
-                # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
-                mbarrier.wait(order.index(WHO), (number // 2) ^ (1 - WHO))
-            row = pr * C.ROWS
+            await_turn(order, number, WHO, C)
+            row = item.pm * C.ROWS
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
-            early = touch(e, batch, row, pc * C.COLUMNS, C)
-            accs, stage, phase = product(ring, order, stage, phase, steps, WHO, C)
-            hold(early)
-            finishes = parts == 1
-            at = partials
-            size: gl.constexpr = C.ROWS * C.COLUMNS
+            early = prefetch_epilogue(epilogue, item, row, C)
+            accs, stage = product(ring, order, stage, steps, WHO, C)
+            await_prefetch(early)
+            finishes, partials = item.parts == 1, words.partials
             if C.KIND == "stream_k":
-                if parts > 1:
-                    # Each half of a tile is settled by itself: nobody waits for the other consumer.
-                    HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
-                    at = partials + (partial - part).to(gl.int64) * size + HALF * C.HALF_ROWS * C.COLUMNS
-                    finishes = settle(
-                        accs, counts + (partial - part) * 2 + HALF, at + part.to(gl.int64) * size, parts,
-                        C.HALF_ROWS, C.WIDTHS, C.STRIP,
-                    )  # fmt: skip
+                if item.parts > 1:
+                    partials = first_partial(words, item, WHO, C)
+                    finishes = fixup(accs, partials, words, item, WHO, C)
             if finishes:
-                STRIPS: gl.constexpr = C.COLUMNS // C.STRIP
-                for i in gl.static_range(STRIPS):
-                    x = strip_of(accs, i * C.STRIP, C.WIDTHS, C.STRIP, C.HALF_ROWS)
-                    if C.KIND == "stream_k":
-                        if parts > 1:
-                            x = add_up(
-                                x, at + i * C.HALF_ROWS * C.STRIP, part, parts, size, C.HALF_ROWS, C.COLUMNS, C.STRIP,
-                                C.FULL,
-                            )  # fmt: skip
-                    finish_strip(
-                        x, e, batch, row, pc * C.COLUMNS + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
-                        pending(i, STRIPS, C.BUFFERS), C,
-                    )  # fmt: skip
-                if C.PUBLISH == "rows":
-                    publish(row, C.HALF_ROWS, e.rows, publishing)
-                elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, where the operands are swapped
-                    publish(pc * C.COLUMNS, C.COLUMNS, e.columns, publishing)
+                store_tile(accs, partials, epilogue, item, row, WHO, C)
+                publish_tile(publishing, epilogue, item, row, C)
             if C.TRACE:
                 barrier()
-                end_span(probe, place, WHO if C.HALVES == 2 else 0, finishes & (steps > 0))  # not of what is void
+                # Not of a void item.
+                end_span(words.log, item.place, WHO if C.HALVES == 2 else 0, finishes & (steps > 0))
         if C.CONSUMERS == "ping_pong":
             if not mine:
-                ahead = steps
-                if C.GATED:
-                    ahead = tl.maximum(steps, 0)
-                stage, phase = skip(stage, phase, ahead, C.STAGES)
+                stage = skip_stages(stage, steps, C)
             number = (number + 1) % 4
         going = steps
     if C.STORE == "tma":
@@ -327,20 +267,32 @@ def math_loop(WHO: gl.constexpr, ring, items, order, partials, counts, e, probe,
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=(*UNALIGNED, *PUBLISH_UNALIGNED))
 def gemm(
-    x_map, apart_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
-    counters, table, probe,
+    x_map, local_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
+    counters, table, log,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,
     queue_table, copy_source, copy_target, copy_table, copy_words, out_signals, out_counts,
     base: tl.int64, reset, row_epoch, row_key, column_epoch, column_key, allowed: tl.int64, op, copiers,
     out_epoch, out_per_chunk, out_times, row_chunks, rows_per_chunk, row_unread, rows_per_batch, row_tiles_per_batch,
-    column_chunks, columns_per_chunk, column_unread, apart_first, apart_tiles, apart_period,
+    column_chunks, columns_per_chunk, column_unread, local_first, local_tiles, local_period,
     x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias, stride_rb, stride_rr, stride_rc, stride_sb, stride_sr,
     stride_tb, stride_tc, alpha, beta,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     C: gl.constexpr,
 ):  # fmt: skip
-    """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker."""
+    """``out = activation(alpha * row_scale * column_scale * x @ y^T + bias + beta * residual)``, one CTA a worker.
+
+    Parameters
+    ----------
+    x_map, local_map, y_map, y_map_1, y_map_2, out_map
+        Tensor maps: of ``x`` ``[rows, K]``, of its rows that lie elsewhere, of the parts of ``y`` ``[columns, K]``, and
+        of the output ``[rows, columns]``; None where there is none.
+    C
+        A `tilestream.kernels.config.HopperConfig`.
+
+    The others are fields of `tilestream.core.structs`, as they are grouped here. The entry is flat: a number inside of
+    a struct would be specialised, ``do_not_specialize`` or not.
+    """
     y_maps = (y_map,)
     if len(C.WIDTHS) > 1:
         y_maps = y_maps + (y_map_1,)
@@ -356,46 +308,51 @@ def gemm(
         out_buffers: gl.constexpr = None
     ring = Ring(x_stages, y_stages, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, C.HALVES))
     item_full, item_empty = make_barriers(ITEMS, 1), make_barriers(ITEMS, C.LOOPS)
-    if C.CONSUMERS == "ping_pong":  # no barrier that nobody uses: see `tilestream.kernels.hopper.ring`
+    if C.CONSUMERS == "ping_pong":  # no barrier that is not used: see `tilestream.kernels.hopper.ring`
         order = make_barriers(2, 1)
     else:
         order: gl.constexpr = None
     items = Items(make_slots(), item_full, item_empty)
+    m, n = rows, columns
+    if C.SWAP_AB:
+        m, n = columns, rows
     gate = Gate(
-        Arriving(row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread),
-        Arriving(
+        Incoming(
+            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m
+        ),
+        Incoming(
             column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,
-            columns_per_chunk, column_unread,
+            columns_per_chunk, column_unread, n,
         ),
         queue_table, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
-    loads = Loads(x_map, y_maps, Apart(apart_map, apart_first, apart_tiles, apart_period), x_batched, y_batched)
+    loads = Loads(x_map, y_maps, LocalRows(local_map, local_first, local_tiles, local_period), x_batched, y_batched)
     work = Work(
         batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, table, group, first, band, first_batch
     )  # fmt: skip
-    words = Words(counters, base, reset, probe, capacity)
+    words = Words(counters, base, reset, log, capacity, partials, counts)
     epilogue = Epilogue(
-        out_map, out_buffers, Matrix(out, stride_ob, stride_or, stride_oc),
-        Matrix(residual, stride_rb, stride_rr, stride_rc), Vector(bias, 0, stride_bias),
-        Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc), alpha, beta, rows, columns,
+        Matrix(out, stride_ob, stride_or, stride_oc), Matrix(residual, stride_rb, stride_rr, stride_rc),
+        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),
+        alpha, beta, rows, columns, out_map, out_buffers,
     )  # fmt: skip
     publishing = Publishing(out_signals, out_counts, out_epoch, out_per_chunk, out_times)
     if C.COPIES != "none":
         # Before the warps part: all that math has, and their registers.
         LANES: gl.constexpr = gl.BlockedLayout([C.COPY_VECTOR], [32], [gl.num_warps()], [0])
+        copies = CopyArguments(copy_source, copy_target, copy_table, copy_words, copiers)
         copy_items(
-            copy_source, copy_target, copy_table, copy_words, row_signals if C.COPIES == "rows" else column_signals,
-            row_epoch if C.COPIES == "rows" else column_epoch, copiers, gl.num_programs(0),
+            copies, gate.rows if C.COPIES == "rows" else gate.columns, gl.num_programs(0),
             gl.arange(0, C.COPY_BLOCK, LANES), C.COPY_BLOCK, C.COPY_VECTOR,
         )  # fmt: skip
     if C.LOOPS == 2:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, partials, counts, epilogue, probe, publishing, C)),
-            (math_loop, (1, ring, items, order, partials, counts, epilogue, probe, publishing, C)),
-            (load_loop, (loads, ring, items, work, words, gate, rows, columns, C)),
+            (math_loop, (0, ring, items, order, words, epilogue, publishing, C)),
+            (math_loop, (1, ring, items, order, words, epilogue, publishing, C)),
+            (load_loop, (loads, ring, items, work, words, gate, C)),
         ], [4, 1], [C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, partials, counts, epilogue, probe, publishing, C)),
-            (load_loop, (loads, ring, items, work, words, gate, rows, columns, C)),
+            (math_loop, (0, ring, items, order, words, epilogue, publishing, C)),
+            (load_loop, (loads, ring, items, work, words, gate, C)),
         ], [1], [C.LOAD_REGISTERS])  # fmt: skip

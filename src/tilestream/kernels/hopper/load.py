@@ -1,7 +1,7 @@
 """What the load warp of the Hopper GEMM loads: K steps of a tile, each into a stage of the ring.
 
-Rows of x may stand apart from the others, in a tensor of their own (`Apart`): of what ranks gather, a rank's own rows
-stand where its caller has them, and need not be copied to where those of the others arrive.
+Some row tiles of x may lie in a tensor of their own (`tilestream.core.structs.LocalRows`): of what ranks gather, a
+rank's own rows are read where its caller has them, and need not be copied to where those of the others arrive.
 """
 
 from __future__ import annotations
@@ -13,75 +13,98 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilestream.core.structs import Place
 from tilestream.kernels.hopper.compat import tma_load, viewed
 from tilestream.kernels.hopper.epilogue import start_of
 from tilestream.kernels.hopper.ring import step
 
 
-class Apart(NamedTuple):
-    """Row tiles of x that stand apart: of each ``period`` of them ``tiles``, from the one numbered ``first`` on.
+class Source(NamedTuple):
+    """A tile of the operands.
 
-    In ``map``, K-major, they stand one behind the other.
+    Attributes
+    ----------
+    x_batch, y_batch
+        Its batch of x and of y.
+    row, column
+        Its first row of x, or of the rows that lie elsewhere, and its first row of y.
+    is_local
+        Whether its rows of x are of `tilestream.core.structs.LocalRows`.
     """
 
-    map: Any
-    first: Any
-    tiles: Any
-    period: Any
+    x_batch: Any
+    y_batch: Any
+    row: Any
+    column: Any
+    is_local: Any
 
 
 @gluon.jit
-def stands(apart, tile):
-    """``(is_apart, at)``: whether a row tile stands apart, and which tile it is where it stands."""
-    at = tile % apart.period - apart.first
-    is_apart = (at >= 0) & (at < apart.tiles)
-    return is_apart, tl.where(is_apart, tile // apart.period * apart.tiles + at, tile)
+def locate(loads, item, C: gl.constexpr):
+    """Where an item's tile is loaded from: `Source`."""
+    pr, pc = item.pm, item.pn
+    if C.SWAP_AB:
+        pr, pc = item.pn, item.pm
+    is_local, row = False, pr
+    if C.LOCAL_ROWS:
+        is_local, row = find_local(loads.local, pr)
+    x_batch, y_batch = item.batch * loads.x_batched, item.batch * loads.y_batched
+    return Source(x_batch, y_batch, row * C.ROWS, pc * C.COLUMNS, is_local)
 
 
 @gluon.jit
-def load_operand(tensor_map, bar, stages, at, batch, row, k, HALVES: gl.constexpr, HALF_ROWS: gl.constexpr,
-                 K_MAJOR: gl.constexpr, BATCHED: gl.constexpr):  # fmt: skip
-    """Start the copies of one operand's part of a stage: a copy for each consumer that has a half of its own."""
+def find_local(local, tile):
+    """``(is_local, at)``: whether a row tile is of `LocalRows`, and which tile it is in its tensor."""
+    at = tile % local.period - local.first
+    is_local = (at >= 0) & (at < local.tiles)
+    return is_local, tl.where(is_local, tile // local.period * local.tiles + at, tile)
+
+
+@gluon.jit
+def load_operand(tensor_map, bar, buffer, batch, row, k, K_MAJOR: gl.constexpr, BATCHED: gl.constexpr):
+    """Start the copy of a box of an operand, from ``row`` and ``k`` on, into ``buffer``; it arrives at ``bar``."""
+    if K_MAJOR:
+        outer, inner = row, k
+    else:
+        outer, inner = k, row
+    if BATCHED:
+        tma_load(tensor_map, [batch, outer, inner], bar, viewed(buffer, tensor_map))
+    else:
+        tma_load(tensor_map, [outer, inner], bar, buffer)
+
+
+@gluon.jit
+def load_x(tensor_map, ring, stage, source, batch, k, K_MAJOR: gl.constexpr, BATCHED: gl.constexpr, C: gl.constexpr):
+    """Start the copies of x's part of a stage: one for each consumer that has a half of its own."""
+    HALVES: gl.constexpr = C.HALVES
     for half in gl.static_range(HALVES):
-        first = row + half * HALF_ROWS
-        if K_MAJOR:
-            outer, inner = first, k
-        else:
-            outer, inner = k, first
-        buffer = stages.index(at * HALVES + half)
-        if BATCHED:
-            tma_load(tensor_map, [batch, outer, inner], bar, viewed(buffer, tensor_map))
-        else:
-            tma_load(tensor_map, [outer, inner], bar, buffer)
+        row = source.row + half * C.HALF_ROWS
+        buffer = ring.x.index(stage * HALVES + half)
+        load_operand(tensor_map, ring.full.index(stage), buffer, batch, row, k, K_MAJOR, BATCHED)
 
 
 @gluon.jit
-def load_steps(begin, end, loads, ring, stage, phase, batch, is_apart, row, column, C: gl.constexpr):
-    """Load K steps [begin, end) of a tile into the ring: ``(stage, phase)`` behind them.
-
-    ``is_apart``: whether ``row`` is one of those of x that stand apart.
-    """
+def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
+    """Load K steps [begin, end) of a tile into the ring: the `Place` behind them."""
     BYTES: gl.constexpr = (
         (C.ROWS * loads.x.dtype.primitive_bitwidth + C.COLUMNS * loads.y[0].dtype.primitive_bitwidth) * C.BLOCK_K // 8
     )
-    x_batch, y_batch = batch * loads.x_batched, batch * loads.y_batched
+    stage, phase = place
     for k in range(begin, end):
         mbarrier.wait(ring.empty.index(stage), phase ^ 1)
         bar = ring.full.index(stage)
         mbarrier.expect(bar, BYTES)
         at = k * C.BLOCK_K
-        if C.APART:
+        if C.LOCAL_ROWS:
             # One instruction, whose map the compiler selects in front of the loop.
-            if is_apart:
-                load_operand(loads.apart.map, bar, ring.x, stage, 0, row, at, C.HALVES, C.HALF_ROWS, True, False)
+            if source.is_local:
+                load_x(loads.local.map, ring, stage, source, 0, at, True, False, C)
             else:
-                load_operand(loads.x, bar, ring.x, stage, 0, row, at, C.HALVES, C.HALF_ROWS, True, False)
+                load_x(loads.x, ring, stage, source, 0, at, True, False, C)
         else:
-            load_operand(loads.x, bar, ring.x, stage, x_batch, row, at, C.HALVES, C.HALF_ROWS, C.X_K_MAJOR, C.BATCHED)
+            load_x(loads.x, ring, stage, source, source.x_batch, at, C.X_K_MAJOR, C.BATCHED, C)
         for i in gl.static_range(len(C.WIDTHS)):
-            load_operand(
-                loads.y[i], bar, ring.y[i], stage, y_batch, column + start_of(C.WIDTHS, i), at, 1, 0, C.Y_K_MAJOR,
-                C.BATCHED,
-            )  # fmt: skip
+            first = source.column + start_of(C.WIDTHS, i)
+            load_operand(loads.y[i], bar, ring.y[i].index(stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
         stage, phase = step(stage, phase, C.STAGES)
-    return stage, phase
+    return Place(stage, phase)

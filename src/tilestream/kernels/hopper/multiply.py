@@ -1,4 +1,4 @@
-"""What a math loop does with an item: its multiplications on the stages of the ring, or NaN in their place."""
+"""What a math loop makes of an item: its multiplications on the stages of the ring, or NaN in their place."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from tilestream.core.structs import Place
 from tilestream.kernels.hopper.epilogue import mma_layout
 from tilestream.kernels.hopper.ring import before, step
-from tilestream.plan.policy import hopper
-
-narrow = gluon.constexpr_function(hopper.narrow)
 
 
 @gluon.jit
-def operand(stages, at, K_MAJOR: gl.constexpr, TRANSPOSED: gl.constexpr):
+def mma_operand(stages, at, K_MAJOR: gl.constexpr, TRANSPOSED: gl.constexpr):
     """A stage's part as the multiplication takes it: ``[rows, K]``, or ``[K, columns]`` where ``TRANSPOSED``."""
     buffer = stages.index(at)
     if K_MAJOR == TRANSPOSED:
@@ -52,7 +50,7 @@ def start_mma(x, y_stages, stage, accs, FIRST: gl.constexpr, MORE: gl.constexpr,
     """
     out = ()
     for i in gl.static_range(len(accs)):
-        y = operand(y_stages[FIRST + i], stage, Y_K_MAJOR, True)
+        y = mma_operand(y_stages[FIRST + i], stage, Y_K_MAJOR, True)
         out = out + (warpgroup_mma(x, y, accs[i], is_async=True, use_acc=MORE),)
     return out
 
@@ -70,22 +68,23 @@ def wait_mma(values, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
-    """The K loop of one item: ``(accumulators, stage, phase)``.
+def multiply(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
+    """The K loop of one item: ``(accumulators, place)``, the `Place` behind it.
 
     A stage is given back when the multiplication after it has been started and the one on it is done: so a ring has two
     stages at least.
     """
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    stage, phase = place
     PARTS: gl.constexpr = len(C.WIDTHS)
     accs = zeros(C.HALF_ROWS, C.WIDTHS, ring.x.dtype.primitive_bitwidth)
     mbarrier.wait(ring.full.index(stage), phase)
-    x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+    x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
     accs = wait_mma(start_mma(x, ring.y, stage, accs, 0, False, C.Y_K_MAJOR), PARTS)
     stage, phase = step(stage, phase, C.STAGES)
     for _ in range(1, steps):
         mbarrier.wait(ring.full.index(stage), phase)
-        x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+        x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
         accs = wait_mma(start_mma(x, ring.y, stage, accs, 0, True, C.Y_K_MAJOR), PARTS)
         mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
         stage, phase = step(stage, phase, C.STAGES)
@@ -93,31 +92,32 @@ def multiply(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexp
         mbarrier.arrive(order.index(1 - WHO))
     accs = wait_mma(accs, 0)
     mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
-    return accs, stage, phase
+    return accs, Place(stage, phase)
 
 
 @gluon.jit
-def multiply_narrow(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
-    """`multiply` for a tile whose last part is narrow: that one's multiplication takes x from registers.
+def multiply_rs_tail(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
+    """`multiply` for a tile whose last part is narrow: that part's multiplication takes x from registers.
 
     With x in shared memory an instruction of 64 rows reads it anew, and below 64 columns that takes longer than the
     tensor cores do. x is read into registers under the wide parts of its own stage, after the narrow part of the stage
     before, whose registers it takes (two sets of them are more than ptxas keeps without waiting in between).
     """
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    stage, phase = place
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
     WIDE: gl.constexpr = len(C.WIDTHS) - 1
     LAYOUT: gl.constexpr = fragment(C.WIDTHS[WIDE], BITS)
     accs = zeros(C.HALF_ROWS, C.WIDTHS, BITS)
     mbarrier.wait(ring.full.index(stage), phase)
-    x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+    x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
     wide = start_mma(x, ring.y, stage, accs[:WIDE], 0, False, C.Y_K_MAJOR)
     held = x.load(LAYOUT)
     last = start_mma(held, ring.y, stage, accs[WIDE:], WIDE, False, C.Y_K_MAJOR)
     stage, phase = step(stage, phase, C.STAGES)
     for _ in range(1, steps):
         mbarrier.wait(ring.full.index(stage), phase)
-        x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+        x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
         wide = start_mma(x, ring.y, stage, wide, 0, True, C.Y_K_MAJOR)
         done = wait_mma(wide + last + (held,), WIDE)
         mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
@@ -129,26 +129,27 @@ def multiply_narrow(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.c
         mbarrier.arrive(order.index(1 - WHO))
     accs = wait_mma(wide + last + (held,), 0)[:-1]
     mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
-    return accs, stage, phase
+    return accs, Place(stage, phase)
 
 
 @gluon.jit
-def multiply_precisely(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
-    """`multiply` for fp8 without fast accumulation: a step's product is added to the accumulators in fp32.
+def multiply_promoted(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
+    """`multiply` with two-level accumulation, for fp8: a step's product is added to the accumulators in fp32.
 
-    The tensor core adds products of fp8 with about 14 bits; over a step of K that is harmless, over all of it it shows.
+    The tensor core adds products of fp8 with about 14 bits, which is enough for one K step but not for all of K.
     Parts one after the other: there are registers for the product of one of them.
     """
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
+    stage, phase = place
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
     accs = zeros(C.HALF_ROWS, C.WIDTHS, BITS)
     for k in range(steps):
         mbarrier.wait(ring.full.index(stage), phase)
-        x = operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
+        x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
         sums = ()
         for i in gl.static_range(len(C.WIDTHS)):
             part = zero(C.HALF_ROWS, C.WIDTHS[i], BITS)
-            y = operand(ring.y[i], stage, C.Y_K_MAJOR, True)
+            y = mma_operand(ring.y[i], stage, C.Y_K_MAJOR, True)
             part = warpgroup_mma(x, y, part, is_async=True, use_acc=False)
             if C.CONSUMERS == "ping_pong" and i == len(C.WIDTHS) - 1:
                 if k == steps - 1:
@@ -157,7 +158,7 @@ def multiply_precisely(ring, order, stage, phase, steps, WHO: gl.constexpr, C: g
         mbarrier.arrive(ring.empty.index(stage))
         accs = sums
         stage, phase = step(stage, phase, C.STAGES)
-    return accs, stage, phase
+    return accs, Place(stage, phase)
 
 
 @gluon.jit
@@ -172,17 +173,14 @@ def poison(order, WHO: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def product(ring, order, stage, phase, steps, WHO: gl.constexpr, C: gl.constexpr):
-    """What an item of so many K steps comes to: ``(accumulators, stage, phase)``. Void, it has fewer than none."""
-    BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
-    MULTIPLY: gl.constexpr = (
-        multiply_precisely if C.PROMOTE else multiply_narrow if narrow(C.WIDTHS, BITS) else multiply
-    )
+def product(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
+    """What an item of so many K steps comes to: ``(accumulators, place)``. Void, it has fewer than none."""
+    MULTIPLY: gl.constexpr = multiply_promoted if C.PROMOTED else multiply_rs_tail if C.RS_TAIL else multiply
     if C.GATED:
         if steps < 0:
-            accs = poison(order, WHO, BITS, C)
+            accs = poison(order, WHO, ring.x.dtype.primitive_bitwidth, C)
         else:
-            accs, stage, phase = MULTIPLY(ring, order, stage, phase, steps, WHO, C)
+            accs, place = MULTIPLY(ring, order, place, steps, WHO, C)
     else:
-        accs, stage, phase = MULTIPLY(ring, order, stage, phase, steps, WHO, C)
-    return accs, stage, phase
+        accs, place = MULTIPLY(ring, order, place, steps, WHO, C)
+    return accs, place

@@ -19,8 +19,6 @@ chunk, for copy engines, other kernels and other GPUs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -35,28 +33,6 @@ UNSPECIALISED = ("out_epoch", "out_per_chunk", "out_times")
 UNALIGNED = ("out_signals", "out_counts")
 
 
-class Publishing(NamedTuple):
-    """What the kernel is told of the chunks that it publishes.
-
-    Attributes
-    ----------
-    signals, counts
-        ``int32``, one a chunk each: an epoch, and rows that were counted.
-    epoch
-        What a chunk is signalled by.
-    per_chunk
-        Rows of a chunk.
-    times
-        How often each row is counted: by the column tiles, and where two consumers share a tile's columns by both.
-    """
-
-    signals: Any
-    counts: Any
-    epoch: Any
-    per_chunk: Any
-    times: Any
-
-
 @gluon.jit
 def landed(value):
     """``value``, when the copies out of shared memory that this thread started have been written."""
@@ -68,7 +44,10 @@ def landed(value):
 
 @gluon.jit
 def publish(row, count, rows, publishing):
-    """Publish rows [row, row + count) of ``rows`` in all, which this consumer has stored; see the module."""
+    """Publish rows [row, row + count) of ``rows`` in all, which this consumer has stored; see the module.
+
+    ``publishing``: `tilestream.core.structs.Publishing`.
+    """
     row = landed(row)
     barrier()
     end = gl.minimum(row + count, rows)
@@ -81,3 +60,12 @@ def publish(row, count, rows, publishing):
             if before + here == due:
                 gl.store(publishing.counts + chunk, 0)
                 gl.atomic_xchg(publishing.signals + chunk, publishing.epoch, sem="release", scope="sys")
+
+
+@gluon.jit
+def publish_tile(publishing, e, item, row, C: gl.constexpr):
+    """Publish a consumer's part of a tile, which begins at ``row`` of the accumulator."""
+    if C.PUBLISH == "rows":
+        publish(row, C.HALF_ROWS, e.rows, publishing)
+    elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, where the operands are swapped
+        publish(item.pn * C.COLUMNS, C.COLUMNS, e.columns, publishing)

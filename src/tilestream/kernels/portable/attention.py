@@ -27,12 +27,22 @@ import triton
 import triton.language as tl
 
 from tilestream.core import attention as rules
+from tilestream.core.structs import Gate, Incoming, Watch, Words, Work
 from tilestream.kernels.device.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
 from tilestream.kernels.device.clock import present
 from tilestream.kernels.device.epilogue import power_of_2, sigmoid
 from tilestream.kernels.device.gate import is_over
 from tilestream.kernels.device.jit import device
-from tilestream.kernels.device.schedule import LINE, cdiv, enter, leave, longest_first, take
+from tilestream.kernels.device.schedule import (
+    LINE,
+    cdiv,
+    enter,
+    first_cursor,
+    leave,
+    longest_first,
+    schedule_config,
+    take,
+)
 from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
 from tilestream.kernels.device.varlen import place_of, rows_of
 from tilestream.kernels.portable.gemm import to_tf32
@@ -245,7 +255,7 @@ def attention(
     Parameters
     ----------
     q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k
-        As in `tilestream.core.operands.Operands`; None where there is none.
+        As in `tilestream.launch.attention.Operands`; None where there is none.
     starts, order
         Of a packed call: see `attention_list`.
     counters, base, reset
@@ -277,31 +287,27 @@ def attention(
     counts_out = reset
     if GATED:
         counts_out = tl.where(epoch == 0, 1, reset)
-    enter(counters, base, worker, queues, counts_out, KIND == "static", GATED)
-    ticket = zero
-    source = zero
-    share = zero - 1
-    unit = zero
-    unit_end = zero
-    noted = zero
+    SCHEDULE: tl.constexpr = schedule_config(KIND, SPLIT, STEAL, ORDER)
+    work = Work(1, num_m, num_n, 1, tiles, 0, 0, queues, None, group, 0, 1, 0)
+    words = Words(counters, base, reset, log, 0, None, None)
+    gate = Gate(
+        Incoming(signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, chunks, 0), None, None, 0, 0, records,
+        claims, op, allowed,
+    )  # fmt: skip
+    enter(work, words, worker, counts_out, KIND == "static", GATED)
     found = zero + 1
     over = zero
     seen_low = zero
     seen_high = zero - 1
-    abort = counters
-    clock = counters
-    begun = tl.zeros((), tl.int64)
+    watch = Watch(worker, workers, counts_out, None, None, None)
     if GATED:
-        abort = counters + (queues + 1) * LINE
         clock = claims + LINE
-        begun = present(clock)
-        over = look_at_keys(worker, epoch, quarantine, key, abort, base, records, claims, op, allowed)
+        watch = Watch(worker, workers, counts_out, counters + (queues + 1) * LINE, clock, present(clock))
+        over = look_at_keys(gate, words, watch)
+    cursor = first_cursor()
     while found != 0:
-        found, _, pm, pn, _, _, _, _, _, ticket, source, share, unit, unit_end, noted = take(
-            worker, workers, ticket, source, share, unit, unit_end,
-            counters, base, queues, 1, num_m, num_n, 1, tiles, 0, 0, None, group, 0, 1,
-            0, None, 0, noted, KIND, SPLIT, STEAL, ORDER, False, False,
-        )  # fmt: skip
+        found, item, cursor = take(cursor, work, words, watch, SCHEDULE)
+        pm, pn = item.pm, item.pn
         block = pm
         sequence = pn // packs
         pack = pn % packs
@@ -401,22 +407,20 @@ def attention(
                 if PACKED_K:
                     offset = first_key
                 if over == 0:
-                    over = is_over(abort, base).to(tl.int32)
+                    over = is_over(words, watch).to(tl.int32)
                 if TRACE:
                     begin_at = begin
                 while (begin < end) & (over == 0):
                     over, ready, seen_low, seen_high = pass_keys(
                         offset + tl.maximum(begin * BLOCK_N, low), offset + tl.minimum(begin * BLOCK_N + BLOCK_N, high),
-                        signals, epoch, key, rows_per_chunk, bounds, chunks, seen_low, seen_high, over,
-                        abort, base, clock, begun, allowed, records, claims, op, worker,
-                        pm * num_n + pn, pm, pn, KEYS,
+                        (seen_low, seen_high), over, (pm * num_n + pn, -1, pm, pn), gate, words, watch, KEYS,
                     )  # fmt: skip
                     if TRACE:
                         if begin == begin_at:
                             ready_span(log, tile)
                             chunk_span(log, tile, chunk_at(
                                 offset + tl.minimum(begin * BLOCK_N + BLOCK_N, high) - 1,
-                                rows_per_chunk, bounds, chunks, KEYS,
+                                gate.rows, KEYS,
                             ))  # fmt: skip
                     ready = tl.minimum(ready - offset, high)
                     until = tl.where(over != 0, begin, tl.where(ready == high, end, ready // BLOCK_N))
@@ -466,9 +470,6 @@ def attention(
                 tl.debug_barrier()  # all threads' stores
                 end_span(log, tile, 0, over == 0)
     if GATED:
-        leave_keys(
-            counts_out, reset, over, worker, workers, queues, counters, base, abort, clock, begun, allowed,
-            records, claims, op, signals, epoch, key, quarantine, chunks,
-        )  # fmt: skip
+        leave_keys(work, words, gate, watch, over)
     else:
-        leave(counters, queues, reset, workers, KIND == "static")
+        leave(work, words, watch, KIND == "static")

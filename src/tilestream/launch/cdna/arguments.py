@@ -9,8 +9,15 @@ import math
 from typing import Any, NamedTuple
 
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
-from tilestream.launch.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers
-from tilestream.launch.portable.arguments import Layout
+from tilestream.kernels.config import CdnaConfig
+from tilestream.launch.gate import NO_GATE, GateArguments, chunk_numbers
+from tilestream.launch.portable.arguments import (
+    Layout,
+    arrival_fields,
+    block_fields,
+    epilogue_fields,
+    schedule_fields,
+)
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.cdna_tiles import (
     CELL_BYTES,
@@ -47,7 +54,7 @@ class Operand(NamedTuple):
         Whether it is transposed in registers, into a stage that is K-major.
     far
         Whether a tile of it needs 64-bit addresses.
-    how
+    swizzle
         The swizzle of its stages: vector, every, period.
     """
 
@@ -55,7 +62,7 @@ class Operand(NamedTuple):
     k_major: bool
     turned: bool
     far: bool
-    how: tuple[int, int, int]
+    swizzle: tuple[int, int, int]
 
 
 def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, arch: str) -> Operand:
@@ -71,9 +78,9 @@ def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, 
     k_major = k_stride == 1
     stride = row_stride if k_major else k_stride
     turned = not k_major and not READS_TRANSPOSED[arch]
-    swizzle = stage_swizzle(rows, block_k, size, arch, k_major or turned)
+    made = stage_swizzle(rows, block_k, size, arch, k_major or turned)
     far = is_far(rows, block_k, stride, size, k_major)
-    return Operand(stride, k_major, turned, far, (swizzle.vector, swizzle.every, swizzle.period))
+    return Operand(stride, k_major, turned, far, (made.vector, made.every, made.period))
 
 
 def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
@@ -132,7 +139,7 @@ class Arguments:
             grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
             schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
         )  # fmt: skip
-        self._constants = tuple(self._made(probe).values())
+        self.config = self._config(probe)
         #: How the kernel is compiled: with two warps a SIMD, which is what its registers are counted for.
         self.options = {"num_warps": plan.warps, "waves_per_eu": 2}
 
@@ -147,7 +154,7 @@ class Arguments:
         base, reset, alpha, beta = operands[10:]
         return (
             *operands[:5], *scales, *operands[5:10], *gate.pointers[:8], base, reset, *gate.numbers, *self._numbers,
-            alpha, beta, *self._schedule, capacity, *self._constants,
+            alpha, beta, *self._schedule, capacity, self.config,
         )  # fmt: skip
 
     @property
@@ -158,55 +165,41 @@ class Arguments:
         stages = self.plan.stages
         return Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies, 1.0)
 
-    def _made(self, probe: bool) -> dict[str, Any]:
-        """The kernel's compile-time arguments, in its order."""
+    def _config(self, probe: bool) -> CdnaConfig:
+        """What the kernel is compiled with."""
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
-        problem, schedule = plan.problem, plan.schedule
+        problem = plan.problem
         block_m, block_n, block_k = plan.block
-        chunks = chunk_kinds(plan)
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
-        return {
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "STAGES": self.tile.stages,
-            "STRIP": piece[1],
-            "TALL": piece[0],
-            "DIRECT": self.direct,
-            "LANE": lane_bytes(self.tile, self.arch) // self.size if self.direct else CELL_BYTES // self.size,
-            "X_K_MAJOR": x.k_major,
-            "Y_K_MAJOR": y.k_major,
-            "X_TURNED": x.turned,
-            "Y_TURNED": y.turned,
-            "X_HOW": x.how,
-            "Y_HOW": y.how,
-            "VERSION": VERSION[self.arch],
-            "SHAPE": instruction(self.arch, self.size),
-            "ACROSS": spread(block_m, block_n, plan.warps),
-            "WIDTH": CELL_BYTES // self.size,
-            "FORMATS": formats(problem.dtypes, self.arch),
-            "GROUPS": plan.device.xcds,
-            # With nothing to split, stream_k is a queue, and there are no slots.
-            "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
-            "SPLIT": schedule.split,
-            "STEAL": schedule.queues > 1,
-            "ORDER": schedule.raster.order,
-            "TRANSPOSED": schedule.raster.transposed,
-            "EVEN_K": problem.k % block_k == 0,
-            "FAR_X": x.far,
-            "FAR_Y": y.far,
-            "FAR_OUT": self._far_out(),
-            "GRAIN": grain(layout.out, problem.n, self._aligned[0]),
-            "RESIDUAL_GRAIN": grain(layout.residual, problem.n, self._aligned[1]),
-            "SCALED": layout.scaled,
-            "SCALES": problem.scales,
-            "BIAS": layout.bias is not None,
-            "RESIDUAL": layout.residual is not None,
-            "ACTIVATION": layout.activation,
-            "ROWS": chunks[0],
-            "COLUMNS": chunks[1],
-            "PROBE": probe,
-        }
+        return CdnaConfig(
+            **schedule_fields(plan, probe),
+            **epilogue_fields(layout, problem.scales),
+            **arrival_fields(plan),
+            **block_fields(plan.block),
+            STAGES=self.tile.stages,
+            STRIP=piece[1],
+            STRIP_M=piece[0],
+            DIRECT=self.direct,
+            LANE=lane_bytes(self.tile, self.arch) // self.size if self.direct else CELL_BYTES // self.size,
+            X_K_MAJOR=x.k_major,
+            Y_K_MAJOR=y.k_major,
+            X_TURNED=x.turned,
+            Y_TURNED=y.turned,
+            X_SWIZZLE=x.swizzle,
+            Y_SWIZZLE=y.swizzle,
+            X_64BIT=x.far,
+            Y_64BIT=y.far,
+            OFFSETS_64BIT=self._far_out(),
+            VERSION=VERSION[self.arch],
+            SHAPE=instruction(self.arch, self.size),
+            ACROSS=spread(block_m, block_n, plan.warps),
+            WIDTH=CELL_BYTES // self.size,
+            FORMATS=formats(problem.dtypes, self.arch),
+            XCDS=plan.device.xcds,
+            EVEN_K=problem.k % block_k == 0,
+            VECTOR_C=grain(layout.out, problem.n, self._aligned[0]),
+            VECTOR_RESIDUAL=grain(layout.residual, problem.n, self._aligned[1]),
+        )
 
     def _far_out(self) -> bool:
         """Whether a tile of the output, or of the residual, reaches beyond a buffer's offsets."""

@@ -8,19 +8,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
-from tilestream.kernels.hopper.parts import Config
-from tilestream.launch.gate import (
-    NO_GATE,
-    NO_PUBLISH,
-    GateArguments,
-    PublishArguments,
-    chunk_kinds,
-    chunk_numbers,
-    copy_constants,
+from tilestream.kernels.config import HopperConfig
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_numbers
+from tilestream.launch.portable.arguments import (
+    Layout,
+    arrival_fields,
+    block_fields,
+    epilogue_fields,
+    schedule_fields,
 )
-from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy.hopper import MOST_PARTS, widest, widths
+from tilestream.plan.policy.hopper import MOST_PARTS, rs_tail, widest, widths
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import major_of, store_major_of
 
@@ -123,7 +121,7 @@ class Arguments:
             # Two consumers with half of a tile's rows each both count its columns.
             self._published = problem.publishes.chunks.rows_per_chunk, grid.num_n * (self._halves if swapped else 1)
         self._chained = _CHAINED and plan.gate is None
-        self._constants = (Config(**self._made(probe, trace)),)
+        self.config = self._config(probe, trace)
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
         if plan.variant == "single":
             self.options["maxnreg"] = _SINGLE_REGISTERS
@@ -158,54 +156,43 @@ class Arguments:
         return (
             *operands[:16], *gate.pointers, *copies.pointers, *publish[:2], base, reset, *gate.numbers, copies.copiers,
             publish.epoch, *self._published, *self._chunks, *apart, *self._extents, alpha, beta, *self._schedule,
-            capacity, *self._constants,
+            capacity, self.config,
         )  # fmt: skip
 
-    def _made(self, probe: bool, trace: bool) -> dict[str, Any]:
-        """The kernel's compile-time arguments, in its order."""
+    def _config(self, probe: bool, trace: bool) -> HopperConfig:
+        """What the kernel is compiled with."""
         plan, layout = self.plan, self.layout
-        problem, schedule = plan.problem, plan.schedule
-        biased = "rows" if plan.swap_ab else "columns"
-        row_chunks, column_chunks = chunk_kinds(plan)
-        return {
-            "ROWS": self.rows,
-            "WIDTHS": self.widths,
-            "BLOCK_K": plan.block[2],
-            "STAGES": plan.stages,
-            "STRIP": self._strip(),
-            "BUFFERS": plan.buffers,
-            "X_K_MAJOR": self._x_major,
-            "Y_K_MAJOR": self._y_major,
-            "BATCHED": problem.batch > 1,
-            "SWAPPED": plan.swap_ab,
-            # With nothing to split, stream_k is a queue, and there are no slots.
-            "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
-            "SPLIT": schedule.split,
-            "STEAL": schedule.queues > 1,
-            "ORDER": schedule.raster.order,
-            "TRANSPOSED": schedule.raster.transposed,
-            "CONSUMERS": plan.variant,
-            "PROMOTE": problem.fp8 and not problem.fast_accum,
-            "LOAD_REGISTERS": plan.registers[0],
-            "MATH_REGISTERS": plan.registers[1],
-            "STORE": "direct" if self.out is None else "tma",
-            "FLIPPED": self._flipped,
-            "WIDE": self._wide(),
-            "EIGHTS": (problem.m if plan.swap_ab else problem.n) % 8 == 0,
-            "SCALED": layout.scaled,
-            "SCALES": problem.scales != "none",
-            "BIAS": "none" if layout.bias is None else biased,
-            "RESIDUAL": layout.residual is not None,
-            "ACTIVATION": layout.activation,
-            "CHAINED": self._chained,
-            "ROW_CHUNKS": row_chunks,
-            "COLUMN_CHUNKS": column_chunks,
-            **copy_constants(plan),
-            "PROBE": probe,
-            "TRACE": trace,
-            "PUBLISH": "none" if problem.publishes is None else "columns" if plan.swap_ab else "rows",
-            "APART": self.apart is not None,
-        }
+        problem = plan.problem
+        fields = epilogue_fields(layout, "none" if problem.scales == "none" else "row")
+        if plan.swap_ab and layout.bias is not None:
+            fields["BIAS"] = "rows"
+        return HopperConfig(
+            **schedule_fields(plan, probe),
+            **fields,
+            **arrival_fields(plan),
+            **block_fields(plan.block),
+            WIDTHS=self.widths,
+            STAGES=plan.stages,
+            STRIP=self._strip(),
+            BUFFERS=plan.buffers,
+            X_K_MAJOR=self._x_major,
+            Y_K_MAJOR=self._y_major,
+            BATCHED=problem.batch > 1,
+            SWAP_AB=plan.swap_ab,
+            CONSUMERS=plan.variant,
+            PROMOTED=problem.fp8 and not problem.fast_accum,
+            RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),
+            LOAD_REGISTERS=plan.registers[0],
+            MATH_REGISTERS=plan.registers[1],
+            STORE="direct" if self.out is None else "tma",
+            FLIPPED=self._flipped,
+            OFFSETS_64BIT=self._wide(),
+            N_DIVISIBLE_BY_8=(problem.m if plan.swap_ab else problem.n) % 8 == 0,
+            CHAINED=self._chained,
+            TRACE=trace,
+            PUBLISH="none" if problem.publishes is None else "columns" if plan.swap_ab else "rows",
+            LOCAL_ROWS=self.apart is not None,
+        )
 
     def _strip(self) -> int:
         """Columns that are finished at a time: fewer where there is no C buffer, and registers are short."""

@@ -7,25 +7,20 @@ from typing import Any
 import torch
 
 from tilestream.arrival.flat import Awaited
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.hopper.attention import attend
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.launch import described_by
-from tilestream.launch.launch import address
+from tilestream.launch.launch import Launch, Probe, address
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.launch.portable.attention_launch import (
-    KeyGateLaunch,
-    ListLaunch,
-    MergeLaunch,
-    TracedLaunch,
-)
+from tilestream.launch.portable.attention_launch import KeyGateLaunch, ListLaunch, MergeLaunch
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 
 
-class HopperAttentionLaunch(TracedLaunch):
+class HopperAttentionLaunch(Launch):
     """The Hopper attention for one plan and one layout of operands at multiples of 16 bytes.
 
     The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly: see
@@ -33,48 +28,50 @@ class HopperAttentionLaunch(TracedLaunch):
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        self.plan = plan
         self._made = {traced: HopperAttentionArguments(plan, layout, traced) for traced in (False, True)}
-        self._list = ListLaunch(plan)
-        self._gate = KeyGateLaunch(plan)
-        self._merge = MergeLaunch(plan, layout)
-        self._floats = self._merge.floats
+        self._list, self._gate, self._merge = ListLaunch(plan), KeyGateLaunch(plan), MergeLaunch(plan, layout)
         #: Static tickets are nobody's; the abort word is a counter's neighbour all the same.
         self._counts = plan.schedule.kind != "static" or plan.problem.keys is not None
-        self._schedule = plan.schedule if self._counts or plan.problem.varlen or self._floats else None
+        counts = self._counts or plan.problem.varlen or self._merge.floats > 0
+        super().__init__(plan, counts, self._list.listed, self._merge.floats)
         self._launchers: dict[bool, Launcher] = {}
 
-    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
+    def issue(
+        self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
+    ) -> None:
+        """As `Launch.issue`."""
         if words.partials is not None and self._floats:
             shares = self._merge.scratch(words.partials)
             self._merge.load(shares, x)  # before what may wait is launched
             # A sink counts once: where shares are joined.
-            self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, incoming, log)
+            self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, awaited, probe)
             self._merge(stream, shares, x)
         else:
-            self._attend(stream, x, words, incoming, log)
+            self._attend(stream, x, words, awaited, probe)
 
-    def _attend(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
+    def _attend(
+        self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
+    ) -> None:
         starts, order = self._list(stream, x, words)
-        gate = self._gate(x.q.device, incoming)
+        gate = self._gate(x.q.device, awaited)
         given = (
             x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k,
             x.block_table, starts, order,
-            words.counters if self._counts else None, None if log is None else log.words,
+            words.counters if self._counts else None, None if probe is None else probe.words,
         )  # fmt: skip
-        made = self._made[log is not None]
+        made = self._made[probe is not None]
         scales = made.scales(x.scale)
-        launcher = self._launchers.get(log is not None)
+        launcher = self._launchers.get(probe is not None)
         if launcher is None:
-            launcher = self._launchers[log is not None] = self._compiled(made, x, given, scales, gate)
-        arriving = () if incoming is None else [address(one) for one in gate if one is not None]
+            launcher = self._launchers[probe is not None] = self._compiled(made, x, given, scales, gate)
+        arriving = () if awaited is None else [address(one) for one in gate if one is not None]
         launcher(
             stream, x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), x.out.data_ptr(),
             *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales, *arriving,
         )  # fmt: skip
 
     def _compiled(
-        self, made: HopperAttentionArguments, x: Operands, given: tuple[torch.Tensor | None, ...],
+        self, made: HopperAttentionArguments, x: AttentionOperands, given: tuple[torch.Tensor | None, ...],
         scales: tuple[float, float], gate: KeyGate,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""

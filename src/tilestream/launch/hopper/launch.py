@@ -11,11 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import GemmOperands
 from tilestream.kernels.hopper.gemm import gemm
+from tilestream.launch import launch
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.hopper.arguments import Arguments, Map
-from tilestream.launch.launch import Launch, Probe
+from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.trace import SpanLog
@@ -42,7 +43,7 @@ class Standing:
         return 0
 
 
-class GemmLaunch(Launch):
+class GemmLaunch(launch.GemmLaunch):
     """The Hopper GEMM for one plan, one layout of the operands and one alignment of their addresses.
 
     The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly, and remember
@@ -59,27 +60,25 @@ class GemmLaunch(Launch):
         self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
 
     def issue(
-        self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, words: Words,
-        incoming: Awaited | None, probe: Probe | SpanLog | None,
-    ) -> None:  # fmt: skip
+        self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
+    ) -> None:
         """As `Launch.issue`."""
+        a, b, out, epilogue = x
         swapped = self.plan.swap_ab
         scales = (epilogue.scale_b, epilogue.scale_a) if swapped else (epilogue.scale_a, epilogue.scale_b)
         given = (
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words,
         )  # fmt: skip
-        copies, apart, tiles = self.copies(incoming), *self._apart(a, incoming)
-        gate = self.gate(a.device, incoming, apart is not None)
+        copies, apart, tiles = self.copies(awaited), *self._apart(a, awaited)
+        gate = self.gate(a.device, awaited, apart is not None)
         kind = type(probe), None if apart is None else apart.shape[0]
         launcher = self._launchers.get(kind)
         if launcher is None:
-            launcher = self._launchers[kind] = self._compiled(
-                a, b, out, given, gate, copies, kind[1], epilogue, probe
-            )  # fmt: skip
-        x, y = (b, a) if swapped else (a, b)
+            launcher = self._launchers[kind] = self._compiled(x, given, gate, copies, kind[1], probe)
+        first, y = (b, a) if swapped else (a, b)
         maps = ((y.data_ptr(),) * self._parts) + ((out.data_ptr(),) if self._stored_by_map else ())
-        pointers, numbers = (given, ()) if incoming is None else ((*given, *gate.pointers), gate.numbers)
+        pointers, numbers = (given, ()) if awaited is None else ((*given, *gate.pointers), gate.numbers)
         if copies is not NO_COPIES:
             pointers, numbers = (*pointers, *copies.pointers), (*numbers, copies.copiers)
         if (publish := epilogue.publish) is not None:
@@ -87,25 +86,25 @@ class GemmLaunch(Launch):
         if apart is not None:
             maps, numbers = (apart.data_ptr(), *maps), (*numbers, *tiles)
         launcher(
-            stream, x.data_ptr(), *maps,
+            stream, first.data_ptr(), *maps,
             *[tensor.data_ptr() for tensor in pointers if tensor is not None],
             words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
 
-    def _apart(self, a: torch.Tensor, incoming: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    def _apart(self, a: torch.Tensor, awaited: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """The rows of ``a`` that stand apart, where they can be read there; and which tiles: see `Arguments.fill`."""
-        apart = None if incoming is None or incoming.rows is None else incoming.rows.apart
+        apart = None if awaited is None or awaited.rows is None else awaited.rows.apart
         if apart is None or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:
             return None, ()
         tiles = self._arguments.tiles_apart(apart.first, apart.height, apart.period)
         return (None, ()) if tiles is None else (apart.rows, tiles)
 
     def _compiled(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, given: tuple[torch.Tensor | None, ...],
-        gate: GateArguments, copies: CopyArguments, apart: int | None, epilogue: Epilogue,
-        probe: Probe | SpanLog | None,
+        self, operands: GemmOperands, given: tuple[torch.Tensor | None, ...], gate: GateArguments,
+        copies: CopyArguments, apart: int | None, probe: Probe | SpanLog | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
+        a, b, out, epilogue = operands
         trace, probed = isinstance(probe, SpanLog), isinstance(probe, Probe)
         arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probed, trace, apart), 0
         if isinstance(probe, Probe):

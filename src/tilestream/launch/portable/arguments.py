@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.kernels.config import PortableConfig
 from tilestream.launch.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers, copy_constants
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import STRIP, converts
@@ -81,7 +82,7 @@ class Arguments:
             schedule.queues, raster.group, raster.first, raster.band,
             schedule.first_batch,
         )  # fmt: skip
-        self._constants = tuple(constants(plan, layout, probe, trace).values())
+        self.config = config(plan, layout, probe, trace)
         #: How the kernel is compiled.
         self.options = options(plan)
 
@@ -103,7 +104,7 @@ class Arguments:
         return (
             *operands[:5], *scales, *operands[5:10], *gate.pointers, *copies.pointers, base, reset,
             *gate.numbers, copies.copiers, *self._numbers,
-            alpha, beta, *self._schedule, capacity, *self._constants,
+            alpha, beta, *self._schedule, capacity, self.config,
         )  # fmt: skip
 
 
@@ -119,42 +120,63 @@ def registers(arch: str, warps: int) -> dict[str, int]:
     return {"maxnreg": min(_MOST_REGISTERS, _SM_REGISTERS // (32 * warps))}
 
 
-def constants(plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> dict[str, Any]:
-    """The kernel's compile-time arguments, in its order."""
-    problem, schedule = plan.problem, plan.schedule
-    block_m, block_n, block_k = plan.block
-    rows, columns = chunk_kinds(plan)
+def config(plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> PortableConfig:
+    """What the kernel is compiled with."""
+    problem = plan.problem
+    block_k = plan.block[2]
     kinds = problem.dtypes if converts(problem.dtype, plan.device.arch) else ("", "")
+    return PortableConfig(
+        **schedule_fields(plan, probe),
+        **epilogue_fields(layout, problem.scales),
+        **arrival_fields(plan),
+        **block_fields(plan.block),
+        STRIP=min(STRIP, plan.block[1]),
+        OFFSETS_64BIT=_wide(plan, layout),
+        EVEN_K=problem.k > 0 and problem.k % block_k == 0,
+        PRECISION="tf32" if problem.kind == "tf32" else "ieee",
+        # The tensor cores' own accumulator of 8-bit products has fewer bits than float32: after so much of K it is
+        # emptied into one that has them. None leaves it to Triton, which does not.
+        IMPRECISE=min(_PRECISE_K, block_k) if _empties(plan) else None,
+        A_KIND=kinds[0],
+        B_KIND=kinds[1],
+        TRACE=trace,
+    )
+
+
+def schedule_fields(plan: Plan, probe: bool) -> dict[str, Any]:
+    """Fields of `tilestream.kernels.config.ScheduleConfig`."""
+    schedule = plan.schedule
     return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "STRIP": min(STRIP, block_n),
         # With nothing to split, stream_k is a queue, and there are no slots.
         "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
         "SPLIT": schedule.split,
         "STEAL": schedule.queues > 1,
         "ORDER": schedule.raster.order,
         "TRANSPOSED": schedule.raster.transposed,
-        "EVEN_K": problem.k > 0 and problem.k % block_k == 0,
-        "WIDE": _wide(plan, layout),
-        "PRECISION": "tf32" if problem.kind == "tf32" else "ieee",
-        # The tensor cores' own accumulator of 8-bit products has fewer bits than float32: after so much of K it is
-        # emptied into one that has them. None leaves it to Triton, which does not.
-        "IMPRECISE": min(_PRECISE_K, block_k) if _empties(plan) else None,
-        "A_KIND": kinds[0],
-        "B_KIND": kinds[1],
+        "PROBE": probe,
+    }
+
+
+def epilogue_fields(layout: Layout, scales: str) -> dict[str, Any]:
+    """Fields of `tilestream.kernels.config.GemmConfig`: its epilogue's."""
+    return {
         "SCALED": layout.scaled,
-        "SCALES": problem.scales,
-        "BIAS": layout.bias is not None,
+        "SCALES": scales,
+        "BIAS": "none" if layout.bias is None else "columns",
         "RESIDUAL": layout.residual is not None,
         "ACTIVATION": layout.activation,
-        "ROWS": rows,
-        "COLUMNS": columns,
-        **copy_constants(plan),
-        "PROBE": probe,
-        "TRACE": trace,
     }
+
+
+def arrival_fields(plan: Plan) -> dict[str, Any]:
+    """Fields of `tilestream.kernels.config.GemmConfig`: what arrives, and what the kernel copies."""
+    rows, columns = chunk_kinds(plan)
+    return {"ROW_CHUNKS": rows, "COLUMN_CHUNKS": columns, **copy_constants(plan)}
+
+
+def block_fields(block: tuple[int, int, int]) -> dict[str, int]:
+    """Fields of `tilestream.kernels.config.GemmConfig`: its tile's."""
+    return dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
 
 
 def _empties(plan: Plan) -> bool:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tilestream.arrival.flat import Awaited
-from tilestream.core.error_record import op_number
 from tilestream.core.integers import cdiv
-from tilestream.core.operands import Operands
-from tilestream.core.schedule import Schedule
-from tilestream.kernels.device.jit import INTERPRETED
+from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.device.varlen import PLACED, list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_shares
-from tilestream.launch.launch import LONGEST_SECONDS, Table, address, with_words
+from tilestream.launch.launch import Kernel, Launch, Probe, Table, bounds_of, records_of
 from tilestream.launch.portable.attention_arguments import (
     NO_KEY_GATE,
     AttentionArguments,
@@ -24,10 +20,8 @@ from tilestream.launch.portable.attention_arguments import (
     KeyGate,
     padded,
 )
-from tilestream.launch.portable.launch import direct
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import Words
 
 #: Shares that a program which joins them reads at a time, and its warps.
@@ -46,21 +40,18 @@ class ListLaunch:
     def __init__(self, plan: AttentionPlan) -> None:
         p = plan.problem
         self.listed = p.batch + 2 if p.varlen else 0
-        self._grid = (cdiv(p.batch + 1, PLACED.value), 1, 1)
         packs = max(1, p.heads_q // plan.pack) * plan.shares
         self._numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, packs, plan.positions)
-        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+        self._kernel = Kernel(list_sequences, (cdiv(p.batch + 1, PLACED.value), 1, 1))
 
-    def __call__(self, stream: int, x: Operands, words: Words) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def __call__(
+        self, stream: int, x: AttentionOperands, words: Words
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """``(starts, order)``, which a launch on ``stream`` will find made; None where there is no list."""
         if words.listed is None:
             return None, None
-        lists = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *words.listed)
-        if self._compiled is not None:
-            self._compiled(stream, (*map(address, lists), *self._numbers))
-        else:
-            kernel = list_sequences[self._grid](*lists, *self._numbers)
-            self._compiled = None if INTERPRETED else direct(kernel, self._grid)
+        lists = self._kernel.take((x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *words.listed))
+        self._kernel(stream, (*lists, *self._numbers))
         return words.listed
 
 
@@ -78,38 +69,31 @@ class MergeLaunch:
         self._rows = p.rows * p.heads_q
         self._sums_at = plan.shares * self._rows * p.head_dim_v
         self.floats = self._sums_at + plan.shares * self._rows if plan.shares > 1 else 0
-        self._grid = (max(1, self._rows), 1, 1)
         lse = layout.lse or (0, 0, 0)
         positions = p.tokens_q if p.varlen else p.seqlen_q
         self._numbers = (plan.shares, self._rows, positions, p.heads_q, *layout.out, *lse)
         self._constants = (p.head_dim_v, padded(p.head_dim_v), TOGETHER)
-        self._compiled: Callable[[int, tuple[Any, ...]], None] | None = None
+        self._kernel = Kernel(merge_shares, (max(1, self._rows), 1, 1), {"num_warps": MERGE_WARPS})
 
     def scratch(self, partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where shares put their outputs and log-sum-exps, of a launch's partials."""
         return partials, partials[self._sums_at :]
 
-    def load(self, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
+    def load(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
         """Have the kernel on the device, for operands as a call gives them.
 
         Loading code may wait for all that the device is doing: behind a launch that waits for keys, and those for the
         host, it would last until that launch's deadline.
         """
-        if self._compiled is None and not INTERPRETED:
-            kernel = merge_shares.warmup(*self._filled(shares, x), grid=self._grid, num_warps=MERGE_WARPS)
-            self._compiled = direct(kernel, self._grid)
+        self._kernel.load(self._filled(shares, x))
 
-    def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> None:
+    def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
         """Issue it on ``stream``, behind the launch that fills ``shares``."""
         self.load(shares, x)
-        filled = self._filled(shares, x)
-        if self._compiled is not None:
-            self._compiled(stream, tuple(map(address, filled)))
-        else:  # in the interpreter
-            merge_shares[self._grid](*filled, num_warps=MERGE_WARPS)
+        self._kernel(stream, self._filled(shares, x))
 
-    def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: Operands) -> tuple[Any, ...]:
-        return (*shares, x.out, x.lse, x.sinks, *self._numbers, *self._constants)
+    def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> tuple[Any, ...]:
+        return (*self._kernel.take((*shares, x.out, x.lse, x.sinks)), *self._numbers, *self._constants)
 
 
 class KeyGateLaunch:
@@ -120,78 +104,39 @@ class KeyGateLaunch:
         ragged = keys is not None and not keys.chunks.rows_per_chunk
         self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
 
-    def __call__(self, device: torch.device, incoming: Awaited | None) -> KeyGate:
+    def __call__(self, device: torch.device, awaited: Awaited | None) -> KeyGate:
         """For a launch on the current stream of ``device``."""
-        if incoming is None:
+        if awaited is None:
             return NO_KEY_GATE
-        words = incoming.rows.use()
-        report = channel(device)
+        words = awaited.rows.use()
         return KeyGate(
-            words.words, words.quarantine, self._bounds.on(device), report.records, report.claims, words.epoch,
-            words.key, int(1e9 * min(incoming.deadline, LONGEST_SECONDS)), op_number(incoming.op),
+            words.words, words.quarantine, self._bounds.on(device), *records_of(device), words.epoch, words.key,
+            *bounds_of(awaited),
         )  # fmt: skip
 
 
-class TracedLaunch:
-    """What the attention launches that may be traced have in common: words, and a call."""
-
-    plan: AttentionPlan
-    _schedule: Schedule | None
-    _list: ListLaunch
-    #: Elements of scratch that a launch asks for.
-    _floats = 0
-
-    def __call__(self, operands: Operands, incoming: Awaited | None = None, log: SpanLog | None = None) -> None:
-        """Issue the launch on the current stream of the current device, which is the operands'.
-
-        Parameters
-        ----------
-        incoming
-            How keys arrive, if and only if the plan is for such.
-        log
-            Room for a trace: another kernel is launched then.
-        """
-
-        def issue(stream: int, words: Words) -> None:
-            self._issue(stream, operands, words, incoming, log)
-
-        with_words(operands.q.device, self._schedule, self.plan.block, issue, self._list.listed, self._floats)
-
-    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
-        raise NotImplementedError
-
-
-class AttentionLaunch(TracedLaunch):
-    """The portable attention for one plan, one layout of the operands and one alignment of their addresses.
-
-    Holds no operand: a call is given all of them.
-    """
+class AttentionLaunch(Launch):
+    """The portable attention for one plan, one layout of the operands and one alignment of their addresses."""
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        self.plan = plan
         self._made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
-        self._grid = (plan.schedule.workers, 1, 1)
-        self._gate = KeyGateLaunch(plan)
-        self._list = ListLaunch(plan)
-        wordless = plan.schedule.kind == "static" and plan.problem.keys is None and not plan.problem.varlen
-        self._schedule = None if wordless else plan.schedule
-        self._compiled: dict[bool, Callable[[int, tuple[Any, ...]], None]] = {}
+        self._gate, self._list = KeyGateLaunch(plan), ListLaunch(plan)
+        counts = plan.schedule.kind != "static" or plan.problem.keys is not None or plan.problem.varlen
+        super().__init__(plan, counts, self._list.listed)
+        grid = (plan.schedule.workers, 1, 1)
+        self._kernels = {traced: Kernel(attention, grid, made.options) for traced, made in self._made.items()}
 
-    def _issue(self, stream: int, x: Operands, words: Words, incoming: Awaited | None, log: SpanLog | None) -> None:
-        made = self._made[log is not None]
+    def issue(
+        self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
+    ) -> None:
+        """As `Launch.issue`."""
+        kernel = self._kernels[probe is not None]
         starts, order = self._list(stream, x, words)
-        gate = self._gate(x.q.device, incoming)
-        operands = (
+        gate = self._gate(x.q.device, awaited)
+        operands = kernel.take((
             x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
-            x.block_table, x.seqlens_k, starts, order, words.counters, None if log is None else log.words,
-        )  # fmt: skip
-        compiled = self._compiled.get(log is not None)
-        if compiled is not None:
-            # Addresses and no tensors: the launcher asks the driver about each tensor.
-            gate = gate if gate is NO_KEY_GATE else KeyGate(*map(address, gate))
-            compiled(stream, made.fill(*map(address, operands), words.base, words.reset, x.scale, gate=gate))
-            return
-        filled = made.fill(*operands, words.base, words.reset, x.scale, gate=gate)
-        kernel = attention[self._grid](*filled, **made.options)
-        if not INTERPRETED:
-            self._compiled[log is not None] = direct(kernel, self._grid)
+            x.block_table, x.seqlens_k, starts, order, words.counters, None if probe is None else probe.words,
+            words.base, words.reset, x.scale,
+        ))  # fmt: skip
+        gate = gate if gate is NO_KEY_GATE else KeyGate._make(kernel.take(gate))
+        kernel(stream, self._made[probe is not None].fill(*operands, gate=gate))

@@ -1,11 +1,11 @@
 """The cost model of AMD's CDNA 3 and 4 (MI300X, MI325X, MI350X, MI355X), and the candidates it chooses between.
 
-Pure arithmetic on what is published: nothing here was fitted to a GPU of our own, since there is none.
+Pure arithmetic on published figures: there was no such GPU to fit to.
 
 A K step of a tile takes, in cycles of a compute unit, the longest of
 
 * its multiplications at the share of the peak that the kernel's main loop reaches (`tilestream isa` estimates it);
-* its bytes through what can be under way to a compute unit at once: 44 KiB for each round trip of about 1000 cycles
+* its bytes at 44 KiB, the most in flight to a compute unit, for each round trip of about 1000 cycles
   (AMD, *gfx950-gluon-tutorials*, ``docs/tcp_bound_tile_model.md``: tiles below 256 x 128 are bound by it);
 * its bytes from L2: 2 KiB a cycle for all workers of a die;
 * what the die's workers read beyond L2: the rows and columns of tiles that they work at together, once each, at the

@@ -1,10 +1,9 @@
 """The policy of the CDNA attention kernel: candidates -> cost -> compare.
 
 A candidate is a row of `TILES` with a number of query heads in its rows; what bounds a row stands beside it, and
-`why_not` works it out. The model has the constants of `tilestream.plan.policy.cdna`: a key block takes its
-multiplications at
-the share of the peak that the main loop reaches (`tilestream isa` estimates it), or its bytes from L2, whichever is the
-longer; a tile has its start and its end beside. Nothing of it was fitted to a GPU of our own, since there is none.
+`why_not` computes it. The model has the constants of `tilestream.plan.policy.cdna`: a key block takes the longer of its
+multiplications, at the share of the peak that the main loop reaches (`tilestream isa` estimates it), and its bytes from
+L2; a tile's start and end are added. There was no such GPU to fit to.
 """
 
 from __future__ import annotations

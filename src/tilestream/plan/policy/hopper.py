@@ -179,7 +179,7 @@ def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
     return (widest,) * (columns // widest) + powers
 
 
-def narrow(parts: tuple[int, ...], bits: int) -> bool:
+def rs_tail(parts: tuple[int, ...], bits: int) -> bool:
     """Whether the last of a tile's parts is multiplied with x in registers: shared memory does not feed x that often.
 
     There must be a wide part to read it under. Operands of 8 bits are not: Triton cannot wait for a multiplication that
@@ -367,14 +367,14 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
     cycles = 0.0
     for i, width in enumerate(parts):
-        rows = 0.0 if narrow(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
+        rows = 0.0 if rs_tail(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
         cycles += max(width / 2, width / 4 + rows)
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
     instructions = tile.rows // 64 * tile.block_k(size) * size // 32
     alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
     multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
     if len(parts) > 1:
-        multiply *= NARROW_LOSS if narrow(parts, 8 * size) else PARTS_LOSS
+        multiply *= NARROW_LOSS if rs_tail(parts, 8 * size) else PARTS_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)

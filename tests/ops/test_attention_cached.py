@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tilestream as ts
-from tilestream.ops import again, attention_again, attention_gpu, attention_library
+from tilestream.launch import cache
+from tilestream.ops import attention_cached, attention_gpu, attention_library
 from tilestream.trace import record
 
 
@@ -35,10 +36,10 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(attention_library, "_run", long_way)
     monkeypatch.setattr(attention_gpu, "find", lambda *args: Launch())
-    monkeypatch.setattr(attention_again, "_known", again.Known())
-    monkeypatch.setattr(attention_again, "is_plain", lambda x: type(x) is OnGpu)
-    monkeypatch.setattr(attention_again, "context_units", lambda index: 0)
-    monkeypatch.setattr(attention_again, "check_device", lambda index: None)
+    monkeypatch.setattr(attention_cached, "launch_cache", cache.LaunchCache())
+    monkeypatch.setattr(attention_cached, "is_plain", lambda x: type(x) is OnGpu)
+    monkeypatch.setattr(attention_cached, "check_device", lambda index: None)
+    monkeypatch.setattr(cache, "context_units", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
 
@@ -158,11 +159,3 @@ def test_wrong_arguments_raise_behind_right_ones(calls):
         ts.attention(q, k, v, deadline=1.0)
     with pytest.raises(ValueError, match=r"window=\(1, -5\)"):
         ts.attention(q, k, v, window=(1, -5))
-
-
-def test_what_is_known_does_not_grow_for_ever(monkeypatch):
-    monkeypatch.setattr(again, "_MOST", 3)
-    known = again.Known()
-    for i in range(7):
-        known.keep(i, i)
-    assert list(known) == [6]

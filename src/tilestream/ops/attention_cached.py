@@ -1,33 +1,29 @@
-"""A call of attention like an earlier one: the launch issued at once, as `tilestream.ops.again` has it for matmul.
+"""A call of attention equal to an earlier one: its launch is issued at once. See `tilestream.launch.cache`.
 
-A launch takes nothing of a tensor but its address; how it lies was worked out when the launch was made. So what the
-caller gave is handed on as it is: no views of rows first, none of scales.
+A launch takes nothing of a tensor but its address; how it lies was worked out when the launch was made. So the caller's
+tensors are handed on as they are, without views in canonical form.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tilestream.core.operands import Operands
+from tilestream.core.operands import AttentionOperands
+from tilestream.launch.cache import can_bypass_dispatcher, is_plain, launch_cache, signature
 from tilestream.ops import attention_gpu
-from tilestream.ops.again import Known, is_plain, unwatched
 from tilestream.ops.attention_operands import Settings, Tensors
 from tilestream.ops.overlap import span
 from tilestream.plan import limit as limits
 from tilestream.runtime.channel import check_device
-from tilestream.runtime.properties import allows_tf32, context_units
-
-if TYPE_CHECKING:
-    from tilestream.ops.attention_gpu import AnyLaunch
 
 #: The tensors of a call behind q, k and v, in the order of `Tensors`, then the output, as the caller gives them.
 Others = tuple[torch.Tensor | None, ...]
 
 
-class _Decided(NamedTuple):
-    """What is left to do for a call like an earlier one.
+class CachedCall(NamedTuple):
+    """What is left to do for a call equal to an earlier one.
 
     Attributes
     ----------
@@ -41,7 +37,7 @@ class _Decided(NamedTuple):
         Of an output that is given, and of the tensors that are read: bytes from the first to the last.
     """
 
-    launch: AnyLaunch
+    launch: Any
     scale: float
     shape: torch.Size
     dtype: torch.dtype
@@ -50,40 +46,26 @@ class _Decided(NamedTuple):
     spans: tuple[int, ...]
 
 
-_known: Known[_Decided] = Known()
-
-
-def key_of(
+def signature_of(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Others, settings: tuple[object, ...]
 ) -> object | None:
-    """What the checks and the plan of a call depend on; None for a call that always goes the long way.
+    """What the checks and the plan of a call depend on; None for a call that is always checked.
 
     Parameters
     ----------
     settings
-        All that the caller said beside tensors.
+        All that the caller says beside tensors.
     """
-    if not (is_plain(q) and q.is_cuda and is_plain(k) and is_plain(v) and unwatched(q.device)):
+    if not (is_plain(q) and q.is_cuda and can_bypass_dispatcher(q.device)):
         return None
     sinks = others[0]
     if sinks is not None and getattr(sinks, "dtype", None) != torch.float32:  # they are converted first
         return None
-    lie: list[object] = []
-    for x in others:
-        if x is None:
-            lie.append(None)
-        elif not is_plain(x) or (x.requires_grad and torch.is_grad_enabled()):
+    tensors, gradients = (q, k, v, *others), torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (not is_plain(x) or (gradients and x.requires_grad)):
             return None
-        else:
-            lie.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    dtype, device = q.dtype, q.device
-    key = (
-        q.shape, q.stride(), q.data_ptr() % 16, k.shape, k.stride(), k.data_ptr() % 16, v.shape, v.stride(),
-        v.data_ptr() % 16, dtype, k.dtype, v.dtype, device, k.device, v.device, *lie, settings,
-        limits.limit(), context_units(device.index), dtype == torch.float32 and allows_tf32(),
-    )  # fmt: skip
+    key = signature("attention call", tensors, settings)
     try:
         hash(key)
     except TypeError:  # a window that is a list
@@ -91,11 +73,11 @@ def key_of(
     return key
 
 
-def run(
+def replay(
     key: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Others
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """What `tilestream.attention` returns, if such a call went through before; else None, and nothing has happened."""
-    found = _known.get(key)
+    found: Any = launch_cache.get(key)
     if found is None:
         return None
     out = others[-1]
@@ -105,7 +87,7 @@ def run(
     if out is None:
         out = torch.empty_like(q) if found.like else q.new_empty(found.shape, dtype=found.dtype)
     lse = None if found.lse is None else q.new_empty(found.lse, dtype=torch.float32)
-    found.launch(Operands(q, k, v, out, found.scale, lse, *others[:-1]), None)
+    found.launch(AttentionOperands(q, k, v, out, found.scale, lse, *others[:-1]), None)
     return out if lse is None else (out, lse)
 
 
@@ -119,11 +101,11 @@ def _may_meet(out: torch.Tensor, read: tuple[torch.Tensor | None, ...], spans: t
     )
 
 
-def remember(
+def insert(
     key: object, q: torch.Tensor, t: Tensors, s: Settings, answer: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Remember that such a call went through.
+    """Keep what a call that went through decided.
 
     Parameters
     ----------
@@ -134,10 +116,10 @@ def remember(
     """
     if not out.numel():
         return
-    operands = Operands(t.q, t.k, t.v, out, s.scale, lse, *t[3:])
+    operands = AttentionOperands(t.q, t.k, t.v, out, s.scale, lse, *t[3:])
     launch = attention_gpu.find(operands, t, s, None, limits.limit())
     like = q.shape == answer.shape and q.dtype == answer.dtype and q.is_contiguous()
     spans = tuple(0 if x is None else span(x) for x in (out, *t))
-    _known.keep(
-        key, _Decided(launch, s.scale, answer.shape, answer.dtype, like, None if lse is None else lse.shape, spans)
+    launch_cache.insert(
+        key, CachedCall(launch, s.scale, answer.shape, answer.dtype, like, None if lse is None else lse.shape, spans)
     )

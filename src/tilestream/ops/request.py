@@ -1,0 +1,316 @@
+"""`Request`: a call of a matmul op, validated once and brought to the registered ops' canonical form."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
+from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.launch.cache import can_bypass_dispatcher, is_plain, launch_cache, signature
+from tilestream.ops import gpu
+from tilestream.ops.checks import autocast, check_operands, check_waiting, refuse_tangents
+from tilestream.ops.library import (
+    clear_signals_op,
+    gemm_arriving_op,
+    gemm_arriving_out_op,
+    gemm_op,
+    gemm_out_op,
+    gemm_published_out_op,
+    result_dtype,
+)
+from tilestream.ops.limit import limit
+from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales, check_pair, refuse_gradients
+from tilestream.plan import limit as limits
+from tilestream.plan.api import SCHEDULES, check_publish
+from tilestream.runtime import shutdown
+from tilestream.runtime.channel import check_device
+
+#: Public names of the activations.
+ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
+
+
+class Request(NamedTuple):
+    """A call of any matmul op: the operands and all options. `multiply` validates it once and runs it.
+
+    Attributes
+    ----------
+    op
+        The public op's name, for messages.
+    a, b
+        The operands, with torch.matmul's rules for dimensions.
+    """
+
+    op: str
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    arrival: Arrival | None = None
+    weight_arrival: Arrival | None = None
+    publish: Arrival | None = None
+    schedule: str = "auto"
+    workers: int | None = None
+    deadline: float | None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+    fast_accum: bool = True
+
+    def check(self) -> None:
+        """Raise for options that are wrong whatever the operands are."""
+        op = self.op
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise ValueError(f"{op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"{op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
+        for name, factor in (("alpha", self.alpha), ("beta", self.beta)):
+            if not isinstance(factor, int | float):
+                raise TypeError(f"{op}: {name}={factor!r}; it is a number")
+        if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
+            raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
+        if not isinstance(self.fast_accum, bool):
+            raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
+        check_waiting(
+            op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
+            publish=self.publish,
+        )  # fmt: skip
+        if self.publish is not None:
+            check_publish(op, self.schedule, self.arriving)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether an operand arrives."""
+        return self.arrival is not None or self.weight_arrival is not None
+
+    def needs_gradient(self, *more: torch.Tensor | None) -> bool:
+        """Whether a gradient of a tensor of this call, or of ``more``, is asked for."""
+        tensors = (self.a, self.b, self.bias, self.residual, *more)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def multiply(r: Request) -> torch.Tensor:
+    """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
+
+    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`.
+    """
+    a = r.a
+    if torch.compiler.is_compiling() or not isinstance(a, torch.Tensor) or not a.is_cuda:
+        return _multiply(r)
+    key = _signature(r)
+    found: Any = None if key is None else launch_cache.get(key)
+    if found is None:
+        result = _multiply(r)
+        if key is not None and result.numel():
+            scales = canonical_scales(r.op, r.scale_a, r.scale_b, a.shape[:1], (), result.shape)
+            x = GemmOperands(a, r.b, result, _epilogue(r, *scales))
+            how = gpu.How(r.schedule, r.workers or 0, r.fast_accum, limits.limit())
+            launch_cache.insert(key, gpu.find(x, how))
+        return result
+    check_device(a.device.index)
+    out_dtype = r.out_dtype or (FP8_RESULT_DTYPE if a.dtype in FP8_DTYPES else None)
+    out = a.new_empty((a.shape[0], r.b.shape[1]), dtype=out_dtype)
+    # The launch knows where in a scale each row's and column's lies: [M] is as good as [M, 1] to it.
+    found(GemmOperands(a, r.b, out, _epilogue(r, r.scale_a, r.scale_b)))
+    return out
+
+
+def _epilogue(r: Request, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
+    return Epilogue(r.alpha, r.bias, None, 1.0, r.activation or "none", scale_a, scale_b)
+
+
+def _signature(r: Request) -> object | None:
+    """What the checks and the plan of a product of two matrices depend on; None for a call that is always checked."""
+    a, b, tensors = r.a, r.b, (r.a, r.b, r.bias, r.scale_a, r.scale_b)
+    if (
+        not is_plain(a)
+        or a.dim() != 2
+        or not isinstance(b, torch.Tensor)
+        or b.dim() != 2
+        or r.out is not None  # whose overlap is checked each time
+        or r.residual is not None
+        or r.arriving
+        or r.publish is not None
+        or r.deadline is not None  # with nothing arriving it is an error
+        or not can_bypass_dispatcher(a.device)
+    ):
+        return None
+    gradients = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (not is_plain(x) or (gradients and x.requires_grad)):
+            return None
+    options = r.alpha, r.beta, r.activation, r.out_dtype, r.schedule, r.workers, r.fast_accum
+    return signature("call", tensors, (r.op, options))
+
+
+def _multiply(r: Request) -> torch.Tensor:
+    r.check()
+    op, a, b, out, scale_a, scale_b = r.op, r.a, r.b, r.out, r.scale_a, r.scale_b
+    check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=scale_a, scale_b=scale_b)
+    if a.dim() == 0 or b.dim() == 0:
+        raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
+    refuse_tangents(op, a, b, r.bias, r.residual, scale_a, scale_b)
+    if torch.is_grad_enabled():
+        refuse_gradients(op, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+    a, b = autocast(op, r.arriving, a, b)
+    check_pair(op, a, b)
+    row, column = a.dim() == 1, b.dim() == 1
+    a = a.unsqueeze(0) if row else a
+    b = b.unsqueeze(1) if column else b
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} "
+            "rows of b"
+        )
+    batch = _batch(op, a.shape[:-2], b.shape[:-2])
+    full = (*batch, a.shape[-2], b.shape[-1])
+    shape = tuple(
+        full[i] for i in range(len(full)) if not (row and i == len(full) - 2) and not (column and i == len(full) - 1)
+    )
+    if r.bias is not None and tuple(r.bias.shape) != (full[-1],):
+        raise ValueError(f"{op}: bias has shape {list(r.bias.shape)}; it has one element a column: [{full[-1]}]")
+    residual = _expand(op, r.residual, shape, full)
+    if out is not None:
+        _check_out(r, out, shape, result_dtype(a, r.out_dtype))
+    # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
+    folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
+    canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
+    batch_b = () if folded else batch
+    scales = canonical_scales(op, scale_a, scale_b, (*batch, a.shape[-2]), batch_b, canonical)
+    if folded:
+        a = a.reshape(canonical[0], a.shape[-1])
+    elif len(full) > 2:
+        a, b = _batched(op, "a", a, batch, r.arrival), _batched(op, "b", b, batch, None)
+    residual = residual.reshape(canonical) if residual is not None else None
+    operands = (
+        a, b, r.bias, residual, float(r.alpha), float(r.beta), r.activation or "none", r.out_dtype, r.schedule,
+        r.workers or 0,
+    )  # fmt: skip
+    optional = (*scales, r.fast_accum, limit())
+    if torch.compiler.is_compiling():
+        result = _call(r, canonical, operands, optional)
+    else:
+        with shutdown.call():
+            result = _call(r, canonical, operands, optional)
+    return out if out is not None else result.reshape(shape)
+
+
+def _call(
+    r: Request, canonical: tuple[int, ...], operands: tuple[Any, ...], optional: tuple[object, ...]
+) -> torch.Tensor:
+    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out."""
+    into = None if r.out is None else _view(r.out, canonical)
+    result: torch.Tensor
+    if r.publish is not None:
+        flat = FlatArrival.of(r.publish)
+        flat.published(math.prod(canonical[:-1]))
+        a = operands[0]
+        if r.needs_gradient(*operands[:2]):
+            raise RuntimeError(
+                f"{r.op}: publish= has no gradient, and an operand requires one; leave publish= away, or use "
+                "torch.no_grad()"
+            )
+        result = a.new_empty(canonical, dtype=result_dtype(a, r.out_dtype)) if into is None else into
+        gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
+    elif r.arriving:
+        flats = [None if one is None else FlatArrival.of(one) for one in (r.arrival, r.weight_arrival)]
+        words = [None if flat is None else flat.words for flat in flats]
+        ints = [[] if flat is None else flat.ints for flat in flats]
+        arriving = (words[0], ints[0], words[1], ints[1], check_deadline(r.deadline), r.op)
+        if into is None:
+            result = gemm_arriving_op(*operands, *arriving, *optional)
+        else:
+            gemm_arriving_out_op(*operands, *arriving, into, *optional)
+            result = into
+        clear_signals(*words)
+    elif into is None:
+        result = gemm_op(*operands, *optional)
+    else:
+        gemm_out_op(*operands, into, *optional)
+        result = into
+    return result
+
+
+def clear_signals(*words: torch.Tensor | None) -> None:
+    """Zero a caller's own words on the CPU. On a GPU the launch does it."""
+    for one in words:
+        if one is not None and not one.is_cuda:
+            clear_signals_op(one)
+
+
+def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:
+    """The batch dimensions of the product."""
+    # torch.broadcast_shapes imports sympy: a second of a process's first call.
+    if not of_a or not of_b:
+        return of_a or of_b
+    if all(type(extent) is int for extent in (*of_a, *of_b)) and of_a == of_b:
+        return of_a
+    try:
+        both: torch.Size = torch.broadcast_shapes(of_a, of_b)
+    except RuntimeError:
+        raise ValueError(f"{op}: batch dimensions {list(of_a)} of a and {list(of_b)} of b do not broadcast") from None
+    return both
+
+
+def _view(out: torch.Tensor, canonical: tuple[int, ...]) -> torch.Tensor:
+    try:
+        return out.view(canonical)
+    except RuntimeError:
+        raise ValueError(
+            f"out: stride {out.stride()} for shape {list(out.shape)}: its leading dimensions cannot be seen as one; "
+            "give a contiguous output and copy it"
+        ) from None
+
+
+def _as_one(x: torch.Tensor, dims: int) -> bool:
+    """Whether ``x``'s first ``dims`` dimensions can be seen as one without a copy, which would read too early."""
+    steps = [(x.shape[i], x.stride(i)) for i in range(dims) if x.shape[i] != 1]
+    return not x.numel() or all(outer == extent * inner for (_, outer), (extent, inner) in pairwise(steps))
+
+
+def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Arrival | None) -> torch.Tensor:
+    """``x`` as ``[B, rows, columns]``, repeated where the other operand has more batches."""
+    count = math.prod(batch)
+    if x.dim() == 2 or math.prod(x.shape[:-2]) == 1:
+        return x.reshape(1, *x.shape[-2:]).expand(count, -1, -1)
+    if arrival is not None and (x.shape[:-2] != batch or not _as_one(x, x.dim() - 2)):
+        raise ValueError(
+            f"{op}: {name} {list(x.shape)} arrives and would have to be copied for the batches {list(batch)}; "
+            "arriving operands have all of them, in one piece"
+        )
+    return x.expand(*batch, *x.shape[-2:]).reshape(count, *x.shape[-2:])
+
+
+def _expand(
+    op: str, residual: torch.Tensor | None, shape: tuple[int, ...], full: tuple[int, ...]
+) -> torch.Tensor | None:
+    if residual is None:
+        return None
+    try:
+        return residual.expand(shape).reshape(full)
+    except RuntimeError:
+        raise ValueError(
+            f"{op}: residual has shape {list(residual.shape)}; it broadcasts to the result's {list(shape)}"
+        ) from None
+
+
+def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ValueError(f"{r.op}: out is a negated view; give a tensor of its own")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}")
+    if out.dtype != dtype:
+        raise TypeError(f"{r.op}: out is {out.dtype}, the result {dtype}; pass out_dtype={out.dtype} to have it so")
+    if r.needs_gradient(out):
+        raise RuntimeError(
+            f"{r.op}: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()"
+        )

@@ -1,0 +1,182 @@
+"""Launches that are looked up, without a GPU: tensors that say they are on one, launches that are noted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilestream as ts
+from tilestream.arrival import Arrival
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.chunks import Chunks, Incoming
+from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
+from tilestream.launch import cache
+from tilestream.ops import attention_gpu, gpu, request
+from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.runtime.properties import allows_tf32
+
+
+class OnGpu(torch.Tensor):
+    """A tensor whose device is a GPU, for who asks."""
+
+    device = torch.device("cuda", 0)
+    is_cuda = True
+
+
+def on_gpu(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def units(monkeypatch):
+    """An empty cache; the SMs of the current context, to be changed."""
+    found, made = [0], cache.LaunchCache()
+    for module in (request, gpu, attention_gpu):
+        monkeypatch.setattr(module, "launch_cache", made)
+    monkeypatch.setattr(cache, "context_units", lambda index: found[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return found
+
+
+# The signature --------------------------------------------------------------------------------------------------------
+
+
+def at(offset: int, shape=(4, 8), dtype=torch.float32, strides=(8, 1)):
+    """A tensor at so many elements behind a multiple of 64 bytes."""
+    room = torch.zeros(256, dtype=dtype)
+    start = -room.data_ptr() % 64 // room.element_size() + offset
+    return room[start:].as_strided(shape, strides)
+
+
+def signature(op="gemm", x=None, settings=("auto", 0), limit=None):
+    return cache.signature(op, (at(0) if x is None else x, None), settings, limit)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"op": "call"}, {"x": at(1)}, {"x": at(0, (8, 4))}, {"x": at(0, strides=(9, 1))},
+        {"x": at(0, dtype=torch.bfloat16)}, {"settings": ("static", 0)}, {"limit": 7}, {"x": at(0).as_subclass(OnGpu)},
+    ],
+    ids=["op", "alignment", "shape", "strides", "dtype", "settings", "limit", "device"],
+)  # fmt: skip
+def test_what_decides_a_launch_is_in_its_signature(units, other):
+    assert signature() == signature() == signature(x=at(4)), "another address that is a multiple of 16"
+    assert hash(signature()) == hash(signature())
+    assert signature(**other) != signature()
+
+
+def test_so_are_the_settings_of_the_process(units, monkeypatch):
+    x = at(0).as_subclass(OnGpu)
+    first = signature(x=x)
+    with ts.worker_limit(5):
+        assert signature(x=x) == signature(x=x, limit=5) != first
+    units[0] = 96
+    assert signature(x=x) != first
+    units[0] = 0
+    monkeypatch.setattr(cache, "allows_tf32", lambda: not allows_tf32())
+    assert signature(x=x) != first
+
+
+def test_the_cache_does_not_grow_for_ever(monkeypatch):
+    monkeypatch.setattr(cache, "_MOST", 3)
+    known = cache.LaunchCache()
+    assert [known.insert(("op", i), i) for i in range(7)] == [*range(7)]
+    assert list(known) == [("op", 6)]
+    assert known.of("op") == [6]
+
+
+# Launches by canonical operands ---------------------------------------------------------------------------------------
+
+
+def find_gemm(how=None, **more):
+    x = GemmOperands(*OPERANDS, Epilogue())
+    return gpu.find(x, gpu.How() if how is None else gpu.How(**how), **more)
+
+
+def find_attention(how=None):
+    q, k, v, out = HEADS
+    settings = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
+    return attention_gpu.find(
+        AttentionOperands(q, k, v, out, 0.3, None), Tensors(q, k, v), settings, None, (how or {}).get("limit", 0)
+    )
+
+
+OPERANDS = [on_gpu(*shape, dtype=torch.float32) for shape in ((4, 3), (3, 2), (4, 2))]
+HEADS = [on_gpu(1, 4, 2, 8, dtype=torch.float32) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("module", "find"), [(gpu, find_gemm), (attention_gpu, find_attention)])
+def test_a_launch_is_for_its_context_its_limit_and_its_precision(units, monkeypatch, module, find):
+    monkeypatch.setattr(module, "_make", lambda *args: object())
+    whole, limited = find(), find({"limit": 96})
+    units[0] = 96
+    green = find()
+    units[0] = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "allows_tf32", lambda: not allows_tf32())
+        rounded = find()
+    assert len({id(one) for one in (whole, limited, green, rounded)}) == 4
+    assert find() is whole
+    assert find({"limit": 96}) is limited
+
+
+def test_a_launch_is_for_its_schedule_its_arrival_and_what_it_publishes(units, monkeypatch):
+    monkeypatch.setattr(gpu, "_make", lambda *args: object())
+    arrivals = [FlatArrival.of(Arrival.uniform(2, 2, pivot)) for pivot in (0, 1)]
+    others = [
+        *({"how": how} for how in ({"schedule": "static"}, {"workers": 3}, {"fast_accum": False})),
+        *({"rows": flat} for flat in arrivals), {"columns": arrivals[0]},
+        {"publishes": Incoming(Chunks.uniform(4, 2))}, {"publishes": Incoming(Chunks.uniform(4, 2), 1)},
+    ]  # fmt: skip
+    made = [find_gemm(), *(find_gemm(**other) for other in others)]
+    assert len({id(one) for one in made}) == len(made)
+    assert [find_gemm(**other) for other in others] == made[1:]
+    assert find_gemm(rows=arrivals[0]._replace(key=99, epoch=7)) is made[4], "of another epoch"
+
+
+# Equal calls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(units, monkeypatch):
+    """Operands whose product went through before, and what was launched since."""
+    found = []
+    a, b = on_gpu(4, 3), on_gpu(3, 2)
+    monkeypatch.setattr(request, "is_plain", lambda x: type(x) is OnGpu)
+    monkeypatch.setattr(request, "check_device", lambda index: None)
+    monkeypatch.setattr(gpu, "_make", lambda *args: found.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(request, "_multiply", lambda r: on_gpu(4, 2))
+        ts.matmul(a, b)
+    assert not found
+    return a, b, found
+
+
+def test_the_second_call_is_a_launch_and_nothing_else(launched):
+    a, b, found = launched
+    out = ts.matmul(a, b)
+    ((*tensors, epilogue),) = found
+    assert [x is y for x, y in zip(tensors, (a, b, out), strict=True)] == [True] * 3
+    assert epilogue == Epilogue()
+    assert out.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"deadline": 5}, ValueError, "deadline=5 without arrival="),
+        ({"deadline": -1.0}, ValueError, r"deadline=-1\.0 without arrival="),
+        ({"beta": "1"}, TypeError, "beta='1'; it is a number"),
+        ({"activation": "tanh"}, ValueError, "activation='tanh'"),
+        ({"schedule": "eager"}, ValueError, "schedule='eager'"),
+        ({"workers": 0}, ValueError, "workers=0"),
+        ({"out_dtype": "float16"}, TypeError, "out_dtype='float16'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_raise_behind_right_ones(launched, wrong, error, says):
+    a, b, found = launched
+    with pytest.raises(error, match=says):
+        ts.matmul(a, b, **wrong)
+    assert not found
