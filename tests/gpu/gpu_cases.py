@@ -1,4 +1,4 @@
-"""The shapes, layouts and dtypes of the GPU tests: data, so that their kernels can be compiled without a GPU, too."""
+"""The shapes, layouts and dtypes of the GPU tests: data, so that their kernels can be compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Case(Product):
     def matrix(
         self, rows: int, cols: int, how: str, device: str, shared: bool, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Fresh random numbers, in the case's layout; what lies between them is NaN."""
+        """Fresh random numbers in the case's layout, with NaN between the rows."""
         batch = 1 if shared or not self.batch else self.batch
         outer, inner = (rows, cols) if how == "n" else (cols, rows)
         store = torch.full((self.offset + batch * outer * (inner + self.pad),), float("nan"), dtype=F32, device=device)
@@ -136,7 +136,7 @@ class Case(Product):
         return {"scale_a": a, "scale_b": b}
 
     def output(self, device: str) -> torch.Tensor:
-        """NaN, to be written."""
+        """An output of NaN."""
         columns = 2 * self.n + 3 if self.strided_out else self.n
         rows = torch.full((*self.lead, self.m, columns), float("nan"), dtype=self.result, device=device)
         return rows[..., : 2 * self.n : 2] if self.strided_out else rows

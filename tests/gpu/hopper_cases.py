@@ -1,7 +1,7 @@
 """The cases of `test_gpu_hopper.py`: data, so that their kernels can be compiled without a GPU, too.
 
-What tells one compiled kernel from another is its tile, its schedule's kind, dtypes, layouts and epilogue; extents,
-strides and workers are not compiled in. So each kernel has several cases.
+A kernel is compiled for a tile, a kind of schedule, dtypes, layouts and an epilogue; extents, strides and workers are
+not compiled in. So each kernel has several cases.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper import REGISTERS, TILES, Tile
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 
-#: Where an output lies: in rows that begin at multiples of 16 bytes; without a gap; in columns; in rows of odd strides;
-#: every second column; at an odd address. TMA stores the first three, where rows (columns) are whole multiples of 16
-#: bytes, too.
+#: How an output is laid out: rows at multiples of 16 bytes; rows without a gap; columns; rows of odd strides; every
+#: second column; an odd address. TMA stores the first three if rows (columns) are multiples of 16 bytes long.
 OUTS = ("rows", "tight", "columns", "odd", "strided", "offset")
 
 
 @dataclass(frozen=True)
 class HopperCase(Product):
-    """``[batch, m, k] @ [batch, k, n]`` with everything of the plan forced that is given.
+    """``[batch, m, k] @ [batch, k, n]`` by a plan that takes what is given here.
 
-    ``swapped``: which way round the tile is, where there are two tiles of such rows and columns.
+    ``swapped``: whether the operands are swapped, where there are two tiles of such rows and columns.
 
-    Rows of operands are padded so that TMA can address them, whatever the extents, and all that lies around an operand
-    is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0. ``rows``, ``columns``: the
-    bounds of the chunks in which A's rows (of all batches), B's columns arrive; ``pivot``: the one to begin with.
+    Rows of operands are padded so that TMA can address any extents, and NaN surrounds each operand. ``layout`` as in
+    `tilestream.plan`; ``shared`` operands have batch stride 0. ``rows``, ``columns``: the bounds of the chunks in which
+    A's rows (of all batches) and B's columns arrive; ``pivot``: the first chunk of the raster.
     """
 
     m: int
@@ -138,7 +137,7 @@ class HopperCase(Product):
         }
 
     def output(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """NaN, to be written, and the larger piece of NaN that it is cut from."""
+        """An output of NaN, and the larger piece of NaN that it is a view of."""
         batch, m, n, size = max(self.batch, 1), self.m, self.n, self.result.itemsize
         lead = 16 // size
         outer, inner = (n, m) if self.out == "columns" else (m, n)
@@ -202,7 +201,7 @@ class HopperCase(Product):
 
 
 def poisoned(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """So many NaNs."""
+    """``count`` NaNs."""
     return torch.full((count,), float("nan"), dtype=F32, device=device).to(dtype)
 
 
@@ -410,7 +409,7 @@ def _batches() -> Iterator[HopperCase]:
 
 
 def _orders() -> Iterator[HopperCase]:
-    """Several queues, shares, and an order of tiles of one's own, which is a table."""
+    """Several queues, shares, and a caller's own order of tiles, which is a table."""
     for row, queues in itertools.product(FEW, (2, 7)):
         yield _case(row, 1000, 520, 200, queues=queues, workers=5)
     for row, shares in itertools.product(FEW, (1, 3, 40)):

@@ -1,8 +1,7 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [tests] [schedules] [arrival] [copies] [benchmarks] [distributed]``: needs a GPU only
-to ask what it is, where there is none it is taken to be an H100.
-Whatever is left out here is compiled when it is launched: nothing but time depends on this.
+``python tests/gpu/precompile.py [tests] [schedules] [arrival] [copies] [benchmarks] [publish] [distributed]``. It only
+saves time: a kernel that it leaves out is compiled at its launch. Without a GPU it compiles for an H100.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.search import search_space
 from tilestream_tools.isa.kernels import copy_arguments
 
-#: For where there is no GPU to ask. A plan depends on the clock, if little.
+#: The device where there is no GPU. A plan depends a little on the clock.
 STAND_IN = DeviceProperties(
     "an H100", "portable", 132, 256 * 1.98e9, 3.35e12, "a stand-in", "sm_90", 232448,
     (("float16", 4096 * 1.98e9), ("bfloat16", 4096 * 1.98e9), ("tf32", 2048 * 1.98e9), ("fp8", 8192 * 1.98e9)),
@@ -330,7 +329,7 @@ SECTIONS = {
 
 
 def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Options and arguments of a launch, of no address."""
+    """Options and arguments of a launch, without addresses."""
     if job.plan.backend == "hopper":
         return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace, apart=job.apart)
     plan, layout, address, probe, trace, _ = job
@@ -359,7 +358,7 @@ def kernel_of(job: Job) -> Any:
 
 
 def key(job: Job) -> str:
-    """What tells its compiled kernel from others', in Triton's own words."""
+    """The key of its compiled kernel, made by Triton's own binder."""
     options, filled = fill(job)
     *_, bind = kernel_of(job).device_caches[0]
     _, specialization, _ = bind(*filled, **options, debug=False, instrumentation_mode="")

@@ -90,7 +90,7 @@ def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
 
 
 def key(job: Job) -> str:
-    """What tells its compiled kernel from others'."""
+    """The key of its compiled kernel."""
     if job[0].backend == "portable":
         p = job[0].problem
         return repr((constants(*job), job[0].warps, job[0].stages, job[1], p.return_lse, p.sinks, p.scaled, p.aligned))

@@ -1,6 +1,6 @@
 """Operands that arrive on a GPU: each chunk late in turn, every pivot, ragged, missing; graphs; streams.
 
-Of the kernel that the plan picks, and of the portable one. More of Hopper's is in `test_gpu_hopper_arrival`.
+Each test runs the kernel that the plan picks, and the portable one. `test_gpu_hopper_arrival` has more of Hopper's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_every_layout_with_the_kernel_waiting(layout, kind):
         bounds, stream = arrival.chunks(M).bounds, lend_to(a, a.device)
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.current_stream().synchronize()
-        with torch.cuda.stream(stream):  # copies between strides need an SM, and so come before the launch, but one
+        with torch.cuda.stream(stream):  # strided copies need an SM, so all of them come before the launch
             *soon, late = in_order(arrival)
             for chunk in soon:
                 a[bounds[chunk] : bounds[chunk + 1]] = source[bounds[chunk] : bounds[chunk + 1]]
@@ -358,7 +358,7 @@ def test_signals_need_no_sm(in_a_graph):
 
 @launch_first
 def test_one_connection_to_the_device():
-    """As Megatron sets it: all streams' work goes to the device through one queue, in the order of its issue."""
+    """As Megatron sets it: the work of all streams goes to the device through one queue, in order of issue."""
     run_apart("test_gpu_arrival", "one_connection()", CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 

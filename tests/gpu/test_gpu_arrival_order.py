@@ -1,4 +1,4 @@
-"""Arrival order on a GPU: a late chunk holds up no tile but its own, whichever comes when, with whom beside it.
+"""Arrival order on a GPU: a late chunk delays its own tiles alone, in any order of chunks, beside other kernels.
 
 Of the kernel that the plan picks, and of the portable one. That the device takes what the host's text takes is in
 `test_gpu_arrival` and `test_gpu_hopper_arrival`, whose probes write it down.

@@ -1,6 +1,6 @@
 """`tilestream.attention` on a GPU: the grid of FlashAttention's and FlashInfer's own tests, on each backend.
 
-``-k quick`` is a case of each kind. Nothing here waits without a bound: the calls that wait for chunks have deadlines.
+``-k quick`` is a case of each kind. Calls that wait for chunks have deadlines.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _name(case: Case) -> str:
     return f"{lengths} h{case.heads} d{case.dims} {case.features} {case.how}{more} +{case.extra} {dtype}{signs}"
 
 
-#: Of the portable kernel every fourth case where the other one has them all: its compilation is most of the time.
+#: The portable kernel runs every fourth case where Hopper's runs all: most of its time is compilation.
 PORTABLE_STEP = 4 if ON_HOPPER else 1
 
 
@@ -302,7 +302,7 @@ def test_quick_shares_in_a_graph(backend):
 
 # Keys that arrive -----------------------------------------------------------------------------------------------------
 
-#: Seconds until a chunk that comes is given up: other processes may have the GPU most of the time.
+#: A deadline in seconds for chunks that come: other processes may have the GPU most of the time.
 PATIENCE = 120.0
 
 
@@ -425,7 +425,7 @@ def test_quick_a_trace_has_each_item_once(dims, schedule, backend):
 
 @pytest.mark.parametrize("rows", [1500, 16384])
 def test_quick_no_bit_depends_on_a_trace_or_on_the_calls_before(rows, backend):
-    """Calls one behind the other: what one leaves to the next, tickets and buffers, is not in the numbers."""
+    """Consecutive calls: the tickets and buffers that one leaves to the next do not change the numbers."""
     call = call_of(_dense((rows, rows), (128, 128), heads=(4, 2)), "cuda")
     first = ts.attention(**call.tensors, **call.options)
     for _ in range(5):

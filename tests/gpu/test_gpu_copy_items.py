@@ -1,6 +1,6 @@
-"""Copy items on a GPU: the matmul fills the operand that it reads, from pinned memory; graphs, neighbours, streams.
+"""Copy items on a GPU: the matmul copies its own operand from pinned memory; graphs, neighbours, streams.
 
-Of the kernel that the plan picks, and of the portable one.
+Each test runs the kernel that the plan picks, and the portable one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def offer_again(x: ts.Stream) -> None:
 
 
 def check_copied(x: ts.Stream, source: torch.Tensor) -> None:
-    """All is there and signalled, and what the launch counted with is 0 again."""
+    """All rows are there and signalled, and the launch's counters are 0 again."""
     torch.cuda.synchronize()
     assert torch.equal(x.tensor.cpu(), source)
     assert all(x.arrival.arrived(chunk) for chunk in range(x.arrival.num_chunks))
@@ -117,7 +117,7 @@ def test_a_later_launch_in_another_stream_waits_for_the_one_that_copies():
         assert torch.equal(first, second)
 
 
-def test_who_reads_without_a_kernel_that_copies_has_the_engine_copy():
+def test_a_reader_without_a_kernel_that_copies_has_the_engine_copy():
     source, b = pinned(M, K), randn(K, N)
     x = offered(source)
     assert not x.done
@@ -240,7 +240,7 @@ def test_the_source_is_not_handed_out_again_while_a_launch_reads_it():
 
 @pytest.mark.skipif(BLOCKING, reason="a neighbour's launch would return when it has left")
 def test_with_a_neighbour_that_holds_sms():
-    """Of 132 workers most begin when others have ended, whoever is to copy among them."""
+    """Most of the 132 workers begin after others have ended, and any of them may have to copy."""
     neighbour = Neighbour(cuda_properties(0))
     m, n, k = 4096, 4096, 1024
     source, b = pinned(m, k), randn(k, n)

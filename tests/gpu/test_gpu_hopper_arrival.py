@@ -1,6 +1,6 @@
 """The gate of the Hopper kernel on the GPU: its variants, both ways round, each chunk late in turn, missing; graphs.
 
-What an op makes of an arrival, on whichever kernel its plan picks, is in `test_gpu_arrival`.
+`test_gpu_arrival` has what the ops do with an arrival, on the kernel that the plan picks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def feed_of(bounds: tuple[int, ...], pivot: int, whole: torch.Tensor, signals: t
 
 
 class Run:
-    """A case, with its operands, of which some arrive; whole, they give ``want``."""
+    """A case with its operands, of which some arrive; ``want``: the answer when all are there."""
 
     def __init__(self, case: HopperCase, rows_signals: torch.Tensor | None = None) -> None:
         self.case, (self.plan, self.layout) = case, case.plan(cuda_properties())
@@ -128,7 +128,7 @@ def test_a_chunk_that_never_comes_and_the_call_after_it(case):
 
 
 def stand_apart(run: Run, of: ApartCase) -> list[str]:
-    """From now on these rows are NaN where the others arrive, and stand apart; to the list: when they are brought."""
+    """Move these rows apart, and leave NaN in their place. The list grows whenever they are brought back."""
     one, brought = run.coming["arrival"], []
     batches = one.source.view(-1, of.period, one.source.shape[1])
     mine = batches[:, of.first : of.first + of.height]
@@ -244,7 +244,7 @@ def test_the_load_warp_looks_at_what_the_host_says(case):
 
 @launch_first
 def test_between_launches_that_do_not_wait():
-    """Those are chained: they begin before the launch ahead has ended, and wait for it before they touch memory."""
+    """Such launches are chained: each begins before the one ahead has ended, and waits before it touches memory."""
     run = Run(GATED[1])
     run.whole()
     one, w = run.coming["arrival"], randn(run.case.n, run.case.n) / 20
@@ -260,7 +260,7 @@ def test_between_launches_that_do_not_wait():
 
 @launch_first
 def test_what_was_signalled_is_what_is_multiplied():
-    """Copy, signal, look, copy by TMA, over and over: each time the numbers of that time (invariant 7)."""
+    """Copy, signal, poll, load by TMA, 3000 times: each product has the numbers of its own turn (invariant 7)."""
     m, k, size = 512, 64, 128
     arrival = ts.Arrival.uniform(size, m // size, device="cuda")
     plan = ts.plan(m, 64, k, dtype=BF16, device="cuda", backend="hopper", arrival=arrival, workers=8)

@@ -1,7 +1,5 @@
 """The Hopper attention on a GPU, beyond what `test_gpu_attention` asks of every backend: each tile of the plan, with
-turns and without, each kind of schedule; repeated launches; a launch beside another's.
-
-Nothing here waits but for the launches themselves.
+turns and without, each kind of schedule; repeated launches; two streams.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ for _name in ("packed", "in pages"):
 
 
 def operands_of(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
-    """As the op brings a call to its launch."""
+    """A call as the op hands it to its launch."""
     x, options = call.tensors, call.options
     causal = options.get("causal", False)
     left, right = (-1 if side is None else side for side in options.get("window", (None, None)))
@@ -75,7 +73,7 @@ def test_every_tile(name, variant, kind):
     assert made
     for plan in made:
         launch = HopperAttentionLaunch(plan, layout_of(operands))
-        for _ in range(3):  # counters and the list are found as the launch before left them
+        for _ in range(3):  # each launch finds counters and list as the one before left them
             poison(operands.out)
             poison(operands.lse)
             launch(operands)

@@ -1,6 +1,6 @@
 """Launches: order of work, streams, workspaces, graphs, what is allocated and kept.
 
-Of the kernel that the plan picks, and of the portable one. More of Hopper's is in `test_gpu_hopper`.
+Each test runs the kernel that the plan picks, and the portable one. `test_gpu_hopper` has more of Hopper's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published outputs: a chunk that is signalled is there, whoever reads it; counts are left as they were found.
+"""Published outputs: a chunk that is signalled is there for every reader; counts are left as they were found.
 
 PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_publish.py
 """
@@ -123,7 +123,7 @@ def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
 
 
 class Chain:
-    """``(a @ w) @ w2`` through one buffer, with other numbers each turn: whoever reads early, or late, reads others."""
+    """``(a @ w) @ w2`` through one buffer, with other numbers each turn: a reader that is early or late errs."""
 
     TIMES = (1, -2, 4)  # exact in every dtype
 

@@ -1,6 +1,6 @@
-"""Schedules when the GPU is not all theirs: any number of workers, neighbours that hold SMs, queues, traces.
+"""Schedules on a part of the GPU: any number of workers, neighbours that hold SMs, queues, traces.
 
-Nothing here waits without a bound: a neighbour leaves at its deadline, and what is launched beside it needs one SM.
+Every wait has a bound: a neighbour leaves at its deadline, and a launch beside it needs one SM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def data():
-    """Operands, B as in a Linear weight, and the answer with how far it may be off: checked once by the error rule."""
+    """Operands, B as in a Linear weight, and torch's answer, checked once by the error rule."""
     torch.manual_seed(1)
     a, b = randn(M, K), randn(N, K).t()
     maths, want = Maths(a, b), torch.mm(a, b)
@@ -59,7 +59,7 @@ def traced(plan, data):
 
 
 def wrong(out, data) -> torch.Tensor:
-    """Whether an answer is another than torch's, but for a rounding; nothing is waited for."""
+    """Whether an answer differs from torch's by more than a rounding. Does not synchronise."""
     return ((out.float() - data.want).abs().nan_to_num(1e9) > 0.01 * data.want.abs() + 1.0).any()
 
 
@@ -141,8 +141,8 @@ def test_a_worker_begins_in_its_own_queue(backend, queues, data):
     assert all(column in mine[worker % queues] for worker, column in firsts)
 
 
-def test_a_mutant_with_pools_that_nobody_visits_is_caught(backend, data, monkeypatch):
-    """Without stealing, the queues that are no worker's own are never emptied: their tiles stay NaN."""
+def test_a_mutant_with_pools_that_no_worker_visits_is_caught(backend, data, monkeypatch):
+    """Without stealing, the tiles of queues that belong to no worker stay NaN."""
     if backend == "hopper":
         from tilestream.launch.hopper.arguments import Arguments
 
